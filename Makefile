@@ -1,0 +1,44 @@
+# Plain commands that a person can copy. `make demo` and `make test` set up what they need first.
+PYTHON ?= python3.11
+TORCH ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
+
+.PHONY: setup demo test test-all check bench proto clean
+
+setup: $(VENV)/.ready-$(TORCH)
+
+$(VENV)/.ready-$(TORCH): pyproject.toml constraints.txt deploy/setup.sh
+	PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) sh deploy/setup.sh
+	touch $@
+
+demo: setup
+	$(BIN)/mooncake demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(MAKE) --no-print-directory proto OUT=build/proto
+	diff -r -x '*.py' -x '__pycache__' build/proto/mooncake/rpc mooncake/rpc
+
+OUT := .
+proto: setup
+	mkdir -p $(OUT)
+	PATH=$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Imooncake/rpc=proto --python_out=$(OUT) \
+	    --grpc_python_out=$(OUT) --mypy_out=$(OUT) --mypy_grpc_out=$(OUT) $(PROTOS)
+
+bench: setup
+	$(BIN)/mooncake bench engine
+	$(BIN)/mooncake bench serve
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,59 @@
+"""What ingress asks of the core of the conductor, and what it gets: token ids in, deltas of tokens out.
+
+Ingress knows text, HTTP and gRPC; the core knows nodes, placement and hand-offs. Neither imports the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One sequence to generate. ``deadline`` is on the monotonic clock of this process (seconds).
+
+    ``session`` is an affinity hint (any stable text, "" for none), never an identity.
+    """
+
+    request_id: str
+    tokens: TokenIds
+    sampling: SamplingParams
+    deadline: float
+    salt: str = ""
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """Where a finished request ran and what it reused."""
+
+    report: PrefillReport = field(default_factory=PrefillReport)
+    prefill_node: str = ""
+    decode_node: str = ""
+    retries: int = 0
+    predicted_ttft_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one request. The last delta carries the finish reason and the summary, and may carry no token."""
+
+    tokens: tuple[SampledToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    summary: RequestSummary | None = None
+
+
+class Generator(Protocol):
+    """The seam between ingress and the core. Tests of ingress use a fake of a few lines."""
+
+    def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
+        """Stream deltas until one has a finish reason. Closing the generator cancels the request everywhere.
+
+        Raises MooncakeError: InvalidRequest, Overloaded (before anything was spent), NodeUnavailable or HandoffFailed
+        (after the retries), DeadlineExceeded.
+        """
+        ...

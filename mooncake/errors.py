@@ -1,0 +1,168 @@
+"""The one error tree of the project, ordered by what the caller can do about it.
+
+    MooncakeError
+    ├── CallerError                 fix your request
+    │   ├── InvalidRequest          a value is malformed or out of range
+    │   │   └── ContextTooLong      the prompt and the answer do not fit the model
+    │   └── NotFound                no such model, node or block
+    ├── RetryElsewhere              another node may well succeed
+    │   ├── NodeUnavailable         a peer is gone, unreachable or draining
+    │   ├── HandoffFailed           a hand-off ended failed or expired
+    │   ├── StaleEpoch              this writer or role has been replaced
+    │   └── KVLoadFailed            stored KV could not be read; recompute it
+    │       ├── LeaseExpired        the read lease ran out before the read ended
+    │       └── ChecksumMismatch    bytes differ from what was sealed
+    ├── TryLater                    nothing is wrong, there is no room now
+    │   ├── Overloaded              refused early; carries a retry time
+    │   └── OutOfBlocks             a pool or a cache has no block to give
+    ├── DeadlineExceeded            the caller's own time ran out
+    ├── Cancelled                   the caller went away
+    └── InternalError               our bug, or a broken installation
+        ├── ConfigError             a configuration file or flag is wrong
+        └── ModelError              model files are missing, broken or unsupported
+
+Each class names its gRPC status and HTTP status, so that boundaries map errors in one place and nowhere else. Foreign
+exceptions (grpc, OSError, torch) are turned into one of these where they enter our code.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MooncakeError(Exception):
+    """Base of every error raised on purpose. ``message`` is one sentence that a person can act on."""
+
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class CallerError(MooncakeError):
+    """The request itself is wrong; sending it again changes nothing."""
+
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+    code = "invalid_request"
+
+
+class InvalidRequest(CallerError):
+    """A value is malformed or out of range. ``param`` names the offending field, if one field is to blame."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt plus requested answer exceed the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class NotFound(CallerError):
+    """No such model, node or block."""
+
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+    code = "not_found"
+
+
+class RetryElsewhere(MooncakeError):
+    """This attempt failed for a reason that another node need not share."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    code = "unavailable"
+
+
+class NodeUnavailable(RetryElsewhere):
+    """A peer is gone, unreachable or draining."""
+
+
+class HandoffFailed(RetryElsewhere):
+    """A hand-off from prefill to decode ended failed or expired."""
+
+    code = "handoff_failed"
+
+
+class StaleEpoch(RetryElsewhere):
+    """The caller acts for an epoch or incarnation that has been replaced."""
+
+    grpc_status = "ABORTED"
+    code = "stale_epoch"
+
+
+class KVLoadFailed(RetryElsewhere):
+    """Stored KV could not be read. A cache miss is never an error to a client: recompute."""
+
+    code = "kv_load_failed"
+
+
+class LeaseExpired(KVLoadFailed):
+    """A read lease ran out before the read was complete."""
+
+
+class ChecksumMismatch(KVLoadFailed):
+    """Bytes read differ from the bytes that were sealed."""
+
+    grpc_status = "DATA_LOSS"
+    code = "checksum_mismatch"
+
+
+class TryLater(MooncakeError):
+    """There is no room now."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    code = "overloaded"
+
+
+class Overloaded(TryLater):
+    """Refused early, before anything was spent. ``retry_after_s`` says when it may work (seconds)."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class OutOfBlocks(TryLater):
+    """A pool or a cache has no block to give."""
+
+    code = "out_of_blocks"
+
+
+class DeadlineExceeded(MooncakeError):
+    """The caller's own time ran out."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+    code = "deadline_exceeded"
+
+
+class Cancelled(MooncakeError):
+    """The caller went away or asked to stop."""
+
+    grpc_status = "CANCELLED"
+    http_status = 499
+    code = "cancelled"
+
+
+class InternalError(MooncakeError):
+    """Our bug, or a broken installation."""
+
+
+class ConfigError(InternalError):
+    """A configuration file or flag is wrong."""
+
+    code = "config_error"
+
+
+class ModelError(InternalError):
+    """Model files are missing, broken or of an architecture that is not supported."""
+
+    code = "model_error"

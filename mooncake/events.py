@@ -1,0 +1,95 @@
+"""A cache's own account of which blocks it holds, as numbered events, and the service that hands them out.
+
+The owner appends; subscribers catch up from the number they expect. Whoever fell behind the bounded log, or speaks of
+another incarnation, gets a snapshot instead. The owner's cache is the truth; every index built from this is soft state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from mooncake.rpc import common_pb2 as pb
+from mooncake.rpc import common_pb2_grpc
+from mooncake.rpc.convert import event_to_wire
+from mooncake.types import BlockEvent, BlockKey
+
+EVENTS_PER_MESSAGE = 4096
+
+
+class EventLog:
+    """Numbered events of one cache in one life (``incarnation``). One owner: append on the event loop only."""
+
+    def __init__(self, incarnation: int, keep: int = 65536) -> None:
+        self.incarnation = incarnation
+        self.next_sequence = 0
+        self._kept: deque[BlockEvent] = deque(maxlen=keep)
+        self._stored: dict[BlockKey, bytes] = {}  # key -> parent: what a snapshot holds, in order of storing
+        self._changed = asyncio.Event()
+
+    def append(self, events: Iterable[BlockEvent]) -> None:
+        before = self.next_sequence
+        for event in events:
+            if event.stored:
+                self._stored[event.key] = event.parent
+            else:
+                self._stored.pop(event.key, None)
+            self._kept.append(event)
+            self.next_sequence += 1
+        if self.next_sequence != before:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def since(self, sequence: int) -> list[BlockEvent] | None:
+        """Events from ``sequence`` on, or None when the log no longer reaches back that far."""
+        behind = self.next_sequence - sequence
+        if not 0 <= behind <= len(self._kept):
+            return None
+        return list(islice(self._kept, len(self._kept) - behind, None))
+
+    def snapshot(self) -> list[BlockEvent]:
+        return [BlockEvent(True, key, parent) for key, parent in self._stored.items()]
+
+    async def wait(self, sequence: int) -> None:
+        """Return once there is something after ``sequence``."""
+        while self.next_sequence <= sequence:
+            await self._changed.wait()
+
+
+class CacheEventsServicer(common_pb2_grpc.CacheEventsServicer):
+    """Serves an EventLog. A subscriber that hangs is held back by gRPC's own flow-control window."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+
+    async def Subscribe(  # noqa: N802
+        self, request: pb.SubscribeRequest, context: Any
+    ) -> AsyncIterator[pb.BlockEvents]:
+        sequence = request.next_sequence
+        known = request.incarnation == self._log.incarnation
+        while True:
+            events = self._log.since(sequence) if known else None
+            reset, known = events is None, True
+            if events is None:
+                first = sequence = self._log.next_sequence
+                events = self._log.snapshot()
+            else:
+                first, sequence = sequence, sequence + len(events)
+            for message in self._messages(events, first, sequence, reset):
+                yield message
+            await self._log.wait(sequence)
+
+    def _messages(self, events: list[BlockEvent], first: int, end: int, reset: bool) -> Iterator[pb.BlockEvents]:
+        """Cut into parts. The numbers of a snapshot stand still at ``end``; those of events advance one each."""
+        for start in range(0, max(len(events), 1), EVENTS_PER_MESSAGE):
+            part = events[start : start + EVENTS_PER_MESSAGE]
+            yield pb.BlockEvents(
+                incarnation=self._log.incarnation,
+                first_sequence=end if reset else first + start,
+                next_sequence=end if reset else first + start + len(part),
+                reset=reset and start == 0,
+                events=[event_to_wire(event) for event in part],
+            )

@@ -1,0 +1,50 @@
+"""The one batch form: a ragged list of (sequence, first token, number of tokens).
+
+``B`` sequences, ``T`` tokens in all, ``M`` the longest block table, ``R`` rows whose logits are wanted. A prefill chunk
+has many tokens in the batch, a decode step has one, a speculative check has a few. The model knows no other form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    tokens: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]: absolute position of each token in its sequence
+    query_starts: torch.Tensor  # int32 [B+1]: tokens of sequence b are query_starts[b] ≤ t < query_starts[b+1]
+    context_lens: torch.Tensor  # int32 [B]: KV tokens of each sequence once this step's own are written
+    block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with 0
+    slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
+    logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_lens.shape[0]
+
+
+class LayerHook(Protocol):
+    """What happens around each layer of a step: waiting for loaded KV, streaming computed KV."""
+
+    def before_layer(self, layer: int) -> None:
+        """Called before layer ``layer`` touches the cache. Blocks until reused KV of that layer is there.
+
+        Raises KVLoadFailed when it will not come; the step is abandoned and nothing of it counts.
+        """
+
+    def after_layer(self, layer: int) -> None:
+        """Called once the step's KV of layer ``layer`` is in the cache."""
+
+
+class NoHook:
+    """For steps whose KV neither comes from nor goes to anywhere else."""
+
+    def before_layer(self, layer: int) -> None:
+        pass
+
+    def after_layer(self, layer: int) -> None:
+        pass

@@ -1,0 +1,153 @@
+"""Wire messages to the project's own types and back. Nothing else reads protobuf fields of these values."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+
+from mooncake.errors import InvalidRequest
+from mooncake.rpc import common_pb2 as pb
+from mooncake.types import (
+    BlockEvent,
+    BlockKey,
+    PrefillReport,
+    SampledToken,
+    SamplingParams,
+    SegmentAddress,
+    Timings,
+    TokenIds,
+    TokenLogprob,
+)
+
+
+def tokens_to_wire(tokens: TokenIds) -> bytes:
+    return np.ascontiguousarray(tokens, dtype="<u4").tobytes()
+
+
+def tokens_from_wire(data: bytes) -> TokenIds:
+    """Raises InvalidRequest when the buffer is not a whole number of uint32."""
+    if len(data) % 4:
+        raise InvalidRequest("token buffer length is not a multiple of 4", "tokens")
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+
+
+def sampling_to_wire(sampling: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+    )
+
+
+def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
+    """Unset fields take their defaults; an unset seed is drawn. Raises InvalidRequest for values out of range."""
+    defaults = SamplingParams()
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature if message.HasField("temperature") else defaults.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
+        min_p=message.min_p,
+        repetition_penalty=(
+            message.repetition_penalty if message.HasField("repetition_penalty") else defaults.repetition_penalty
+        ),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def sampled_to_wire(token: SampledToken) -> pb.SampledToken:
+    message = pb.SampledToken(index=token.index, token_id=token.token_id)
+    if token.logprob is not None:
+        message.logprob = token.logprob.logprob
+        message.top.extend(pb.TopLogprob(token_id=i, logprob=value) for i, value in token.logprob.top)
+    return message
+
+
+def sampled_from_wire(message: pb.SampledToken) -> SampledToken:
+    logprob = None
+    if message.HasField("logprob"):
+        logprob = TokenLogprob(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+    return SampledToken(message.index, message.token_id, logprob)
+
+
+def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:
+    return pb.SegmentAddress(
+        node_id=address.node_id,
+        incarnation=address.incarnation,
+        host_id=address.host_id,
+        unix_path=address.unix_path,
+        tcp_address=address.tcp_address,
+        block_bytes=address.block_bytes,
+        num_blocks=address.num_blocks,
+    )
+
+
+def segment_from_wire(message: pb.SegmentAddress) -> SegmentAddress:
+    return SegmentAddress(
+        node_id=message.node_id,
+        incarnation=message.incarnation,
+        host_id=message.host_id,
+        unix_path=message.unix_path,
+        tcp_address=message.tcp_address,
+        block_bytes=message.block_bytes,
+        num_blocks=message.num_blocks,
+    )
+
+
+def event_to_wire(event: BlockEvent) -> pb.BlockEvent:
+    return pb.BlockEvent(stored=event.stored, key=event.key, parent=event.parent)
+
+
+def event_from_wire(message: pb.BlockEvent) -> BlockEvent:
+    return BlockEvent(message.stored, BlockKey(message.key), message.parent)
+
+
+def report_to_wire(report: PrefillReport) -> pb.PrefillReport:
+    timings = report.timings
+    return pb.PrefillReport(
+        prompt_tokens=report.prompt_tokens,
+        local_cached_tokens=report.local_cached_tokens,
+        pool_cached_tokens=report.pool_cached_tokens,
+        sent_bytes=report.sent_bytes,
+        pool_bytes=report.pool_bytes,
+        transport=report.transport,
+        timings=pb.Timings(
+            queue_ms=timings.queue_ms,
+            load_ms=timings.load_ms,
+            prefill_ms=timings.prefill_ms,
+            handoff_ms=timings.handoff_ms,
+            decode_ms=timings.decode_ms,
+        ),
+    )
+
+
+def report_from_wire(message: pb.PrefillReport) -> PrefillReport:
+    timings = message.timings
+    return PrefillReport(
+        prompt_tokens=message.prompt_tokens,
+        local_cached_tokens=message.local_cached_tokens,
+        pool_cached_tokens=message.pool_cached_tokens,
+        sent_bytes=message.sent_bytes,
+        pool_bytes=message.pool_bytes,
+        transport=message.transport,
+        timings=Timings(timings.queue_ms, timings.load_ms, timings.prefill_ms, timings.handoff_ms, timings.decode_ms),
+    )

@@ -1,0 +1,61 @@
+"""The error tree over gRPC: one status and a machine-readable code out, the same class back in."""
+
+from __future__ import annotations
+
+import grpc
+
+from mooncake import errors
+from mooncake.errors import MooncakeError
+
+CODE_KEY = "mooncake-code"
+PARAM_KEY = "mooncake-param"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's own name: clients that retry honour it
+
+
+def _leaves(cls: type[MooncakeError]) -> list[type[MooncakeError]]:
+    return [cls] + [leaf for child in cls.__subclasses__() for leaf in _leaves(child)]
+
+
+# The first class that owns a code stands for it: a parent comes before the children that inherit its code.
+_BY_CODE: dict[str, type[MooncakeError]] = {}
+for _cls in _leaves(MooncakeError):
+    _BY_CODE.setdefault(_cls.code, _cls)
+
+_BY_STATUS: dict[grpc.StatusCode, type[MooncakeError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.NodeUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ABORTED: errors.StaleEpoch,
+}
+
+
+def status_of(error: MooncakeError) -> grpc.StatusCode:
+    return grpc.StatusCode[error.grpc_status]
+
+
+def trailing_metadata(error: MooncakeError) -> tuple[tuple[str, str], ...]:
+    metadata = [(CODE_KEY, error.code)]
+    if isinstance(error, errors.InvalidRequest) and error.param:
+        metadata.append((PARAM_KEY, error.param))
+    if isinstance(error, errors.Overloaded):
+        metadata.append((PUSHBACK_KEY, str(max(1, round(error.retry_after_s * 1000)))))
+    return tuple(metadata)
+
+
+def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
+    """The MooncakeError that the other side raised, or the one that fits a transport failure."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return errors.NodeUnavailable(f"{peer or 'peer'}: {error}")
+    metadata = {str(key): str(value) for key, value in (error.trailing_metadata() or ())}
+    message = error.details() or str(error.code())
+    cls = _BY_CODE.get(metadata.get(CODE_KEY, "")) or _BY_STATUS.get(error.code(), errors.InternalError)
+    if CODE_KEY not in metadata and peer:
+        message = f"{peer}: {message}"
+    if issubclass(cls, errors.Overloaded):
+        return cls(message, int(metadata.get(PUSHBACK_KEY, "1000")) / 1000)
+    if issubclass(cls, errors.InvalidRequest):
+        return cls(message, metadata.get(PARAM_KEY))
+    return cls(message)

@@ -1,0 +1,169 @@
+"""One way to start a gRPC server and to reach one: error mapping, standard health checking, reflection, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
+from mooncake.rpc.errors import status_of, trailing_metadata
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20  # a 1 M-token prompt is 4 MiB; KV bytes never pass through gRPC
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+)
+_CHANNEL_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns MooncakeError into its gRPC status. Anything else is our bug: logged in full, told as one sentence."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler.unary_unary, method),
+                request_deserializer=handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
+        if handler.unary_stream is not None and hasattr(handler.unary_stream, "__code__"):
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream, method),
+                request_deserializer=handler.request_deserializer,
+                response_serializer=handler.response_serializer,
+            )
+        return handler
+
+
+def _guard_unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await inner(request, context)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+def _guard_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in inner(request, context):
+                yield response
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+async def _abort(context: Any, error: Exception, method: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, TimeoutError):
+        error = DeadlineExceeded(f"{method.rpartition('/')[2]} did not finish in time")
+    if isinstance(error, MooncakeError):
+        await context.abort(status_of(error), error.message, trailing_metadata(error))
+    log.exception("unexpected error in %s", method, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+
+
+class RpcServer:
+    """A grpc.aio server with its health service. ``add`` the servicers, then ``start``."""
+
+    def __init__(self) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services: list[str] = []
+
+    def add(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, service: str) -> None:
+        """E.g. ``add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")``."""
+        add_to_server(servicer, self._server)
+        self._services.append(service)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port chosen when ``port`` is 0. Raises ConfigError when the address cannot be had."""
+        names = (*self._services, reflection.SERVICE_NAME, health.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        try:
+            bound = self._server.add_insecure_port(_join(host, port))
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise ConfigError(f"cannot listen on {_join(host, port)}: the port is taken or the address is not local")
+        await self._server.start()
+        await self.set_serving(True)
+        return bound
+
+    async def set_serving(self, serving: bool) -> None:
+        """Standard health status of every service here, and of the whole server (the empty name)."""
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for name in ("", *self._services):
+            await self._health.set(name, value)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        await self._server.stop(grace_s)
+
+
+class Channels:
+    """Channels by address, opened once and kept. One owner, one event loop."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return self._channels[address]
+
+    async def drop(self, address: str) -> None:
+        """Close one channel: its peer is gone for good."""
+        if channel := self._channels.pop(address, None):
+            await channel.close()
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def remaining_s(context: Any, default_s: float) -> float:
+    """Seconds until the caller's deadline, or ``default_s`` when it set none."""
+    left = context.time_remaining()
+    return default_s if left is None else max(0.0, min(left, default_s))
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``"host:port"`` or ``"[::1]:port"`` to its parts."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+__all__: Sequence[str] = ("MAX_MESSAGE_BYTES", "Channels", "RpcServer", "remaining_s", "split_address")

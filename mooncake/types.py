@@ -1,0 +1,194 @@
+"""The values that every role speaks in: sampling parameters, tokens with log-probabilities, segments, block events.
+
+Plain frozen data. This module must not know about torch, gRPC, sockets or files; wire forms live in ``mooncake.rpc``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import InvalidRequest
+
+TokenIds = npt.NDArray[np.uint32]
+"""Token ids travel as uint32 arrays below ingress, never as Python lists."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes: the chained hash that names a block together with everything before it (``mooncake.hashing``)."""
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    STORE = "store"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # the client went away
+
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token. Greedy when ``temperature`` is 0.
+
+    ``logprobs`` is None for none, or the number of top alternatives wanted beside the chosen token (0 to 20).
+    ``seed`` is always set below ingress: ingress draws one when the client gives none.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest, naming the field, for any value out of range."""
+        _in_range("max_tokens", self.max_tokens, 1, 1 << 20)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, 1 << 31)
+        _in_range("top_p", self.top_p, 1e-6, 1.0)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 1e-3, 100.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("seed", self.seed, 0, (1 << 64) - 1)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries are allowed", "logit_bias")
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on which tokens came before (penalties)."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {value!r}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a chosen token, and of the top alternatives (most likely first)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One generated token. ``index`` counts from 0 over the whole answer, without gap or repeat."""
+
+    index: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The bytes of one block, ``[layer][K|V][kv_head][token][head_dim]``, contiguous and the same everywhere."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_tokens: int
+    head_dim: int
+    dtype: str  # "float32" | "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's range in one block (K and V together)."""
+        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAddress:
+    """Where a registered segment can be reached. Addresses of memory never cross the wire: ranges are
+    (segment, incarnation, block, offset, length) and the owner checks them.
+
+    ``incarnation`` changes each time the owner starts, so that a message for a dead owner is refused.
+    ``host_id`` names the machine; ``unix_path`` (abstract socket, starts with NUL as "@") works only there.
+    """
+
+    node_id: str
+    incarnation: int
+    host_id: str
+    unix_path: str
+    tcp_address: str  # "host:port", IPv6 as "[::1]:port"
+    block_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """A block became readable in a cache, or left it. ``parent`` is empty for a first block."""
+
+    stored: bool
+    key: BlockKey
+    parent: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where one request's time went, in milliseconds of one process's monotonic clock each."""
+
+    queue_ms: float = 0.0  # waiting at the prefill node
+    load_ms: float = 0.0  # reading the reused prefix (overlaps prefill)
+    prefill_ms: float = 0.0  # computing
+    handoff_ms: float = 0.0  # end of prefill to commit at the decode node
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """What one prefill did: for usage, metrics and the cost model."""
+
+    prompt_tokens: int = 0
+    local_cached_tokens: int = 0  # prefix found in the prefill node's own cache
+    pool_cached_tokens: int = 0  # prefix read from the KV pool
+    sent_bytes: int = 0  # to the decode node
+    pool_bytes: int = 0  # to the KV pool
+    transport: str = ""  # of the hand-off: "shm" | "tcp" | "rdma" | "" when there was none
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.local_cached_tokens + self.pool_cached_tokens
