@@ -98,9 +98,16 @@ class StaleEpoch(RetryElsewhere):
 
 
 class KVLoadFailed(RetryElsewhere):
-    """Stored KV could not be read. A cache miss is never an error to a client: recompute."""
+    """Stored KV could not be read. A cache miss is never an error to a client: recompute.
+
+    ``request_ids`` names the sequences of an engine's step that cannot go on without it.
+    """
 
     code = "kv_load_failed"
+
+    def __init__(self, message: str, request_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
 
 
 class LeaseExpired(KVLoadFailed):
@@ -159,6 +166,7 @@ class InternalError(MooncakeError):
 class ConfigError(InternalError):
     """A configuration file or flag is wrong."""
 
+    grpc_status = "FAILED_PRECONDITION"
     code = "config_error"
 
 
