@@ -1,0 +1,203 @@
+"""Who is in the cluster and fit for work: nodes by id, their incarnation, state and last reported load.
+
+Pure: time is an argument and nothing is sent from here. A node's states are a table; a process that has been replaced
+by a newer one of the same id is refused for ever, so that two of them cannot take turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mooncake.errors import ConfigError, StaleEpoch
+from mooncake.types import Role, SegmentAddress
+
+MAX_NODES = 4096
+REPLACED_KEPT = 64  # incarnations remembered as replaced, a node id
+MISSED_HEARTBEATS = 3  # after so many, a node is suspect
+
+
+class NodeState(StrEnum):
+    LIVE = "live"
+    SUSPECT = "suspect"  # a call failed or heartbeats are late: work only when no live node of its role is left
+    DRAINING = "draining"  # finishes what it has
+    GONE = "gone"
+
+
+class NodeEvent(StrEnum):
+    REGISTERED = "registered"
+    HEARD = "heard"
+    DRAINS = "drains"
+    CALL_FAILED = "call failed"
+    LATE = "late"
+    TIMED_OUT = "timed out"
+
+
+_S, _E = NodeState, NodeEvent
+TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
+    (_S.LIVE, _E.REGISTERED): _S.LIVE,
+    (_S.LIVE, _E.HEARD): _S.LIVE,
+    (_S.LIVE, _E.DRAINS): _S.DRAINING,
+    (_S.LIVE, _E.CALL_FAILED): _S.SUSPECT,
+    (_S.LIVE, _E.LATE): _S.SUSPECT,
+    (_S.LIVE, _E.TIMED_OUT): _S.GONE,
+    (_S.SUSPECT, _E.REGISTERED): _S.LIVE,
+    (_S.SUSPECT, _E.HEARD): _S.LIVE,
+    (_S.SUSPECT, _E.DRAINS): _S.DRAINING,
+    (_S.SUSPECT, _E.CALL_FAILED): _S.SUSPECT,
+    (_S.SUSPECT, _E.LATE): _S.SUSPECT,
+    (_S.SUSPECT, _E.TIMED_OUT): _S.GONE,
+    (_S.DRAINING, _E.REGISTERED): _S.LIVE,
+    (_S.DRAINING, _E.DRAINS): _S.DRAINING,
+    (_S.DRAINING, _E.HEARD): _S.LIVE,
+    (_S.DRAINING, _E.CALL_FAILED): _S.DRAINING,
+    (_S.DRAINING, _E.LATE): _S.DRAINING,
+    (_S.DRAINING, _E.TIMED_OUT): _S.GONE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself when it registers. ``segment`` is None for a node without registered memory."""
+
+    node_id: str
+    role: Role
+    incarnation: int
+    control_address: str
+    segment: SegmentAddress | None = None
+    kv_fingerprint: str = ""
+    block_tokens: int = 0
+    max_sequences: int = 0
+
+    @property
+    def host_id(self) -> str:
+        return self.segment.host_id if self.segment else ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """What a node last said about its work; tokens and blocks."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens not yet computed
+    context_tokens: int = 0  # of running sequences
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+
+
+@dataclass(slots=True)
+class Node:
+    info: NodeInfo
+    state: NodeState
+    heard_at: float
+    load: NodeLoad = field(default_factory=NodeLoad)
+    suspect_until: float = 0.0  # heartbeats before then do not clear a failed call
+
+
+class Registry:
+    """One owner. Every method that reads the time is given it (seconds, monotonic)."""
+
+    def __init__(self, kv_fingerprint: str, block_tokens: int, interval_s: float, timeout_s: float) -> None:
+        self._fingerprint = kv_fingerprint
+        self._block_tokens = block_tokens
+        self._late_s = min(MISSED_HEARTBEATS * interval_s, timeout_s)
+        self._timeout_s = timeout_s
+        self._suspect_s = 2 * interval_s
+        self._nodes: dict[str, Node] = {}
+        self._replaced: dict[str, deque[int]] = {}
+        self.version = 0  # changes whenever the set of nodes or a state does
+
+    def register(self, info: NodeInfo, now: float) -> NodeInfo | None:
+        """Take a node in; the incarnation it replaces, if any.
+
+        Raises ConfigError when its KV is of another kind, or the cluster is full; StaleEpoch when it was replaced.
+        """
+        self._check_kind(info)
+        self._refuse_replaced(info.node_id, info.incarnation)
+        old = self._nodes.get(info.node_id)
+        if old is None and len(self._nodes) >= MAX_NODES:
+            raise ConfigError(f"the cluster has its most nodes already ({MAX_NODES})")
+        if old is not None and old.info.incarnation == info.incarnation:
+            old.info, old.heard_at, old.suspect_until = info, now, 0.0
+            self._move(old, NodeEvent.REGISTERED)
+            return None
+        if old is not None:
+            self._replaced.setdefault(info.node_id, deque(maxlen=REPLACED_KEPT)).append(old.info.incarnation)
+        self._nodes[info.node_id] = Node(info, NodeState.LIVE, now)
+        self.version += 1
+        return old.info if old else None
+
+    def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool, now: float) -> bool:
+        """Whether the node is known; if not it must register. Raises StaleEpoch when it was replaced."""
+        self._refuse_replaced(node_id, incarnation)
+        node = self._nodes.get(node_id)
+        if node is None or node.info.incarnation != incarnation:
+            return False
+        node.heard_at, node.load = now, load
+        if draining:
+            self._move(node, NodeEvent.DRAINS)
+        elif now >= node.suspect_until:
+            self._move(node, NodeEvent.HEARD)
+        return True
+
+    def call_failed(self, node_id: str, now: float) -> None:
+        """A call to the node found nobody. It gets no work until a heartbeat that is surely younger than that."""
+        if node := self._nodes.get(node_id):
+            node.suspect_until = now + self._suspect_s
+            self._move(node, NodeEvent.CALL_FAILED)
+
+    def tick(self, now: float) -> list[NodeInfo]:
+        """Judge silence. The nodes that are gone with this call; they are forgotten."""
+        gone = []
+        for node in self._nodes.values():
+            silent_s = now - node.heard_at
+            if silent_s > self._timeout_s:
+                self._move(node, NodeEvent.TIMED_OUT)
+                gone.append(node.info)
+            elif silent_s > self._late_s:
+                self._move(node, NodeEvent.LATE)
+        for info in gone:
+            del self._nodes[info.node_id]
+        return gone
+
+    def get(self, node_id: str) -> Node | None:
+        return self._nodes.get(node_id)
+
+    def nodes(self) -> Iterable[Node]:
+        """All that are not gone, by id."""
+        return (self._nodes[node_id] for node_id in sorted(self._nodes))
+
+    def usable(self, role: Role) -> list[Node]:
+        """Nodes that may be given work, by id: the live ones, or the suspects when none is live."""
+        of_role = [node for node in self.nodes() if node.info.role is role]
+        live = [node for node in of_role if node.state is NodeState.LIVE]
+        return live or [node for node in of_role if node.state is NodeState.SUSPECT]
+
+    def _move(self, node: Node, event: NodeEvent) -> None:
+        before, node.state = node.state, TRANSITIONS[node.state, event]
+        if node.state is not before:
+            self.version += 1
+
+    def _refuse_replaced(self, node_id: str, incarnation: int) -> None:
+        if incarnation in self._replaced.get(node_id, ()):
+            raise StaleEpoch(f"another process has registered as {node_id!r} since; this one is no longer part")
+
+    def _check_kind(self, info: NodeInfo) -> None:
+        if not info.node_id or not info.control_address:
+            raise ConfigError("a node must register with an id and a control address")
+        if info.role is Role.STORE:
+            return
+        if info.block_tokens != self._block_tokens:
+            raise ConfigError(
+                f"node {info.node_id!r} uses blocks of {info.block_tokens} tokens, this cluster {self._block_tokens}: "
+                "give every node the same configuration"
+            )
+        if info.kv_fingerprint != self._fingerprint:
+            raise ConfigError(
+                f"node {info.node_id!r} makes KV {info.kv_fingerprint or '(none)'}, this cluster serves "
+                f"{self._fingerprint}: give every node the same model, dtype and block size"
+            )
