@@ -1,0 +1,101 @@
+"""Keeps the prefix index in step with every node's cache: one CacheEvents stream a node.
+
+I/O only; the rule of when a message may be taken stands in ``proto/common.proto`` and is the pure class ``Cursor``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc
+
+from conductor.prefix_index import PrefixIndex
+from conductor.registry import NodeInfo
+from mooncake.rpc import common_pb2 as pb
+from mooncake.rpc.common_pb2_grpc import CacheEventsStub
+from mooncake.rpc.convert import event_from_wire
+from mooncake.rpc.server import Channels
+
+log = logging.getLogger(__name__)
+
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where a subscriber stands in one cache's account."""
+
+    incarnation: int = 0
+    next_sequence: int = 0
+
+    def takes(self, message: pb.BlockEvents) -> bool:
+        """Advance past the message, or say that something was missed."""
+        expected = message.incarnation == self.incarnation and message.first_sequence == self.next_sequence
+        if not (message.reset or expected):
+            return False
+        self.incarnation, self.next_sequence = message.incarnation, message.next_sequence
+        return True
+
+
+class Subscriber:
+    """One owner, one event loop. ``follow`` when a node joins, ``forget`` when it is gone."""
+
+    def __init__(self, index: PrefixIndex, channels: Channels) -> None:
+        self._index = index
+        self._channels = channels
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def follow(self, info: NodeInfo) -> None:
+        self.forget(info.node_id)
+        name = f"events of {info.node_id}"
+        self._tasks[info.node_id] = asyncio.create_task(self._follow(info), name=name)
+
+    def forget(self, node_id: str) -> None:
+        if task := self._tasks.pop(node_id, None):
+            task.cancel()
+        self._index.clear(node_id)
+
+    async def close(self) -> None:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, info: NodeInfo) -> None:
+        cursor = Cursor()
+        pause_s = MIN_PAUSE_S
+        while True:
+            before = cursor.next_sequence
+            try:
+                await self._stream(info, cursor)
+            except grpc.RpcError as error:
+                log.debug("events of %s: %s", info.node_id, error)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # we were told to stop; otherwise the peer ended the call as cancelled
+            except Exception:
+                log.exception("events of %s could not be taken over", info.node_id)
+                cursor = Cursor()
+            moved = cursor.next_sequence != before
+            pause_s = MIN_PAUSE_S if moved else min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _stream(self, info: NodeInfo, cursor: Cursor) -> None:
+        """Until the stream ends or a gap shows; the caller subscribes anew."""
+        stub = CacheEventsStub(self._channels.get(info.control_address))
+        request = pb.SubscribeRequest(incarnation=cursor.incarnation, next_sequence=cursor.next_sequence)
+        call = stub.Subscribe(request)
+        try:
+            async for message in call:
+                if not cursor.takes(message):
+                    log.warning("events of %s have a gap; subscribing anew", info.node_id)
+                    cursor.incarnation = cursor.next_sequence = 0
+                    return
+                if message.reset:
+                    self._index.clear(info.node_id)
+                self._index.apply(info.node_id, [event_from_wire(event) for event in message.events])
+        finally:
+            call.cancel()
