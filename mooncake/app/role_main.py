@@ -1,0 +1,166 @@
+"""The main function that every role shares: arguments, logging, signals, and one sentence for every expected error.
+
+It knows that a node starts and stops, and nothing of what a node does. It must not import torch or a role.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from mooncake.config import Config, load_config
+from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 15.0  # a node that has not stopped by then is ended the hard way
+PARENT_ENV = "MOONCAKE_PARENT_PID"  # set by a launcher whose death must end its nodes
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+T = TypeVar("T")
+
+
+class Node(Protocol):
+    """One role in one process. ``start`` binds, registers with the conductor and raises MooncakeError when it cannot;
+    ``stop`` ends everything that ``start`` began, also when ``start`` was cancelled half-way."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    @property
+    def control_address(self) -> str: ...
+
+
+def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
+    """Run one node until SIGTERM or SIGINT, then leave with exit code 0; 1 for a MooncakeError, 2 for a ConfigError.
+
+    A second signal, or ``STOP_GRACE_S`` without an end, stops the process at once.
+    """
+    arguments = _parse(name, argv)
+    try:
+        config = load_config(arguments.config, arguments.set)
+        set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
+        _die_with_parent()
+        run_async(_serve(name, build(config)))
+    except ConfigError as error:
+        _leave(name, error, 2)
+    except MooncakeError as error:
+        _leave(name, error, 1)
+
+
+def run_async(main: Coroutine[object, object, T]) -> T:
+    """``asyncio.run`` on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def set_up_logging(node_id: str, level: str = "INFO") -> None:
+    """Log to stderr, a line a message: time, level, node, logger, text."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)-7s {node_id} %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+class _OneLine(logging.Formatter):
+    """A line a message, so that text from outside cannot forge one. The traceback of a bug follows its message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _parse(name: str, argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"Run one {name} process of a cluster.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated"
+    )
+    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    return parser.parse_args(argv)
+
+
+async def _serve(name: str, node: Node) -> None:
+    with stop_signals() as asked_to_stop:
+        starting = asyncio.create_task(node.start(), name=f"start {name}")
+        stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
+        try:
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                log.info("%s serves on %s", name, node.control_address)
+                await stopping
+            log.info("%s stops", name)
+        finally:
+            starting.cancel()
+            stopping.cancel()
+            with _hard_end_after(STOP_GRACE_S):
+                await asyncio.gather(starting, stopping, return_exceptions=True)
+                await node.stop()
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set; a second one ends the process at once with 130."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            os._exit(130)
+        asked.set()
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield asked
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _hard_end_after(grace_s: float) -> Iterator[None]:
+    """End the process when the block takes longer: even a stuck thread or event loop cannot keep it alive."""
+
+    def end() -> None:
+        sys.stderr.write(f"did not stop within {grace_s:g} s; ending the process\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(grace_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the launcher dies, however it dies, so that no node outlives it."""
+    launcher = os.environ.get(PARENT_ENV)
+    if not launcher or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before the kernel knew
+        raise NodeUnavailable(f"the launcher (process {launcher}) is gone")
+
+
+def _leave(name: str, error: MooncakeError, code: int) -> None:
+    sys.stderr.write(f"{name}: {error.message}\n")
+    raise SystemExit(code)

@@ -1,0 +1,118 @@
+"""Every role leaves by the same door: signals end it cleanly, expected errors are one sentence, no orphan survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROLE = textwrap.dedent(
+    """
+    import asyncio, sys, threading
+    from mooncake.app.role_main import run_role
+    from mooncake.errors import ModelError
+
+    class Lamp:
+        control_address = "nowhere:0"
+
+        def __init__(self, config):
+            self.mode = config.model.name
+
+        async def start(self):
+            if self.mode == "broken":
+                raise ModelError("there is no model in the drawer")
+            if self.mode == "slow":
+                print("starting", flush=True)
+                await asyncio.sleep(600)
+            print("on", flush=True)
+
+        async def stop(self):
+            if self.mode == "stuck":
+                print("stuck", flush=True)
+                await asyncio.Event().wait()
+            print("off", flush=True)
+
+    run_role("lamp", Lamp)
+    """
+)
+
+
+@contextmanager
+def lamp(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", ROLE, *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_signal_stops_a_node_cleanly() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with lamp("--set", "node.id=lamp-7") as process:
+            assert said(process) == "on"
+            process.send_signal(number)
+            out, err = process.communicate(timeout=20)
+            assert (process.returncode, out) == (0, "off\n")
+            assert "INFO    lamp-7 mooncake.app.role_main: lamp serves on nowhere:0\n" in err
+
+
+def test_a_signal_while_starting_stops_what_was_started() -> None:
+    with lamp("--set", "model.name=slow") as process:
+        assert said(process) == "starting"
+        process.terminate()
+        assert process.communicate(timeout=20)[0] == "off\n"
+        assert process.returncode == 0
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with lamp("--set", "model.name=stuck") as process:
+        assert said(process) == "on"
+        process.terminate()
+        assert said(process) == "stuck"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+
+
+def test_expected_errors_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+    for arguments, code, sentence in (
+        (["--set", "model.name=broken"], 1, "lamp: there is no model in the drawer\n"),
+        (["--set", "model.nam=x"], 2, "lamp: unknown configuration key model.nam; did you mean model.name?\n"),
+        (["--config", str(tmp_path / "no.toml")], 2, f"lamp: cannot read the configuration {tmp_path}/no.toml: "),
+    ):
+        with lamp(*arguments) as process:
+            _, err = process.communicate(timeout=20)
+            assert process.returncode == code
+            assert err.startswith(sentence)
+            assert err.count("\n") == 1
+
+
+def test_a_node_does_not_outlive_its_launcher() -> None:
+    launcher = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE, text=True,\n"
+        "    env=os.environ | {'MOONCAKE_PARENT_PID': str(os.getpid())})\n"
+        "assert child.stdout.readline() == 'on\\n'\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher, ROLE], stdout=subprocess.PIPE, text=True) as process:
+        child = int(said(process))
+        process.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the node outlived its launcher"
+        time.sleep(0.05)
