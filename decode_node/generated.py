@@ -1,0 +1,75 @@
+"""The engine's hook on a decode node: notices blocks that generation has filled and offers them for write-back.
+
+Runs on the engine's thread. A block that is offered gets one more reference, so that it stays unchanged until it is
+written, whatever becomes of its sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from mooncake.engine.engine import StepPlan
+from mooncake.engine.loop import EngineThread
+from mooncake.engine.sequence import Sequence
+
+from decode_node.writeback import FilledBlock, WriteBack
+
+
+@dataclass(slots=True)
+class Watched:
+    pool_address: str
+    next_block: int  # blocks before it are the prompt's, or offered already
+
+
+class GeneratedBlocks:
+    """``watch`` and ``forget`` are called on the event loop, one assignment each."""
+
+    def __init__(self, writeback: WriteBack, block_tokens: int) -> None:
+        self._writeback = writeback
+        self._block_tokens = block_tokens
+        self._watched: dict[str, Watched] = {}
+        self._loop = asyncio.get_running_loop()
+        self.thread: EngineThread  # set once it runs; nothing is watched before
+
+    def watch(self, sequence: Sequence, pool_addresses: list[str]) -> None:
+        if pool_addresses:
+            first = len(sequence.tokens) // self._block_tokens
+            self._watched[sequence.request_id] = Watched(pool_addresses[0], first)
+
+    def forget(self, request_id: str) -> None:
+        self._watched.pop(request_id, None)
+
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, bytes]]) -> None:
+        pass
+
+    def begin_step(self, plan: StepPlan) -> None:
+        pass
+
+    def before_layer(self, layer: int) -> None:
+        pass
+
+    def after_layer(self, layer: int) -> None:
+        pass
+
+    def end_step(self, plan: StepPlan) -> None:
+        for entry in plan.entries:
+            watched = self._watched.get(entry.sequence.request_id)
+            if watched is None:
+                continue
+            filled = (entry.first + entry.num_tokens) // self._block_tokens
+            for index in range(watched.next_block, filled):
+                self._offer(entry.sequence, index, watched.pool_address)
+            watched.next_block = max(watched.next_block, filled)
+
+    def _offer(self, sequence: Sequence, index: int, pool_address: str) -> None:
+        block_id = sequence.block_table[index]
+        parent = sequence.block_keys[index - 1] if index else b""
+        engine = self.thread.engine
+        engine.block_pool.fork([block_id])
+
+        def done() -> None:
+            self.thread.call(lambda engine: engine.block_pool.release([block_id]))
+
+        block = FilledBlock(pool_address, block_id, sequence.block_keys[index], parent, done)
+        self._loop.call_soon_threadsafe(self._writeback.offer, block)

@@ -1,0 +1,137 @@
+"""The gRPC face of a decode node: Generate for the conductor, the hand-off for prefill nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from mooncake.engine.engine import StepOutput
+
+from decode_node.generated import GeneratedBlocks
+from decode_node.handoff import Handoff
+from decode_node.receiver import Receiver
+from mooncake.engine.host import EngineHost
+from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
+from mooncake.rpc import decode_pb2 as pb
+from mooncake.rpc import decode_pb2_grpc
+from mooncake.rpc.convert import (
+    sampled_from_wire,
+    sampled_to_wire,
+    sampling_from_wire,
+    segment_to_wire,
+    tokens_from_wire,
+)
+from mooncake.rpc.server import remaining_s
+from mooncake.types import SegmentAddress
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    def __init__(
+        self, host: EngineHost, receiver: Receiver, generated: GeneratedBlocks, address: SegmentAddress
+    ) -> None:
+        self._host = host
+        self._receiver = receiver
+        self._generated = generated
+        self._address = address
+        self._cleanups: set[asyncio.Task[None]] = set()
+        transfer = host.config.transfer
+        self._handoff_timeout_s = transfer.handoff_timeout_s
+        self._request_timeout_s = host.config.conductor.request_timeout_s
+
+    async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
+        deadline = time.monotonic() + remaining_s(context, self._request_timeout_s)
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
+
+        def on_output(output: StepOutput | MooncakeError) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        # The engine's id is the hand-off's: a retry on this very node must not meet the attempt before it.
+        sequence = self._host.sequence(
+            request.handoff_id,
+            tokens_from_wire(request.tokens),
+            request.num_prompt_tokens,
+            sampling_from_wire(request.sampling),
+            request.cache_salt,
+        )
+        handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
+        await self._receiver.announce(handoff, sequence, on_output)
+        self._generated.watch(sequence, [pool.control_address for pool in request.pools])
+        try:
+            first = await self._first_output(outputs, min(deadline, time.monotonic() + self._handoff_timeout_s))
+            started_s = time.monotonic()
+            output: StepOutput | MooncakeError = first
+            while True:
+                if isinstance(output, MooncakeError):
+                    raise output
+                response = pb.DecodeResponse(tokens=[sampled_to_wire(output.token)])
+                while output.finish_reason is None and not outputs.empty():
+                    following = outputs.get_nowait()
+                    if isinstance(following, MooncakeError):
+                        raise following
+                    output = following
+                    response.tokens.append(sampled_to_wire(output.token))
+                if output.finish_reason is not None:
+                    response.finish_reason = output.finish_reason
+                    response.decode_ms = (time.monotonic() - started_s) * 1e3
+                    response.preemptions = sequence.num_preemptions
+                    yield response
+                    return
+                yield response
+                output = await self._next_output(outputs, deadline)
+        finally:
+            self._later(self._end(handoff))
+
+    async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802
+        wait_s = remaining_s(context, self._handoff_timeout_s)
+        handoff = await self._receiver.open(request.handoff_id, request.epoch, request.writer_id, wait_s)
+        return pb.OpenHandoffResponse(
+            segment=segment_to_wire(self._address), first_block=handoff.first_block, block_ids=handoff.block_ids
+        )
+
+    async def CommitHandoff(self, request: pb.CommitHandoffRequest, context: Any) -> pb.CommitHandoffResponse:  # noqa: N802
+        token = sampled_from_wire(request.first_token)
+        await self._receiver.commit(request.handoff_id, request.epoch, token, request.checksums)
+        return pb.CommitHandoffResponse()
+
+    async def CloseHandoff(self, request: pb.CloseHandoffRequest, context: Any) -> pb.CloseHandoffResponse:  # noqa: N802
+        await self._receiver.close(request.handoff_id, request.epoch, request.reason)
+        return pb.CloseHandoffResponse()
+
+    async def drain(self) -> None:
+        """Wait for what ended calls left to clean up."""
+        while self._cleanups:
+            await asyncio.wait(self._cleanups)
+
+    async def _first_output(
+        self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
+    ) -> StepOutput | MooncakeError:
+        try:
+            return await self._next_output(outputs, deadline)
+        except DeadlineExceeded:
+            raise HandoffFailed("the hand-off was not committed in time") from None
+
+    async def _next_output(
+        self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
+    ) -> StepOutput | MooncakeError:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await outputs.get()
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while decoding") from None
+
+    async def _end(self, handoff: Handoff) -> None:
+        """Whatever the reason that Generate ended, nothing of the request may stay behind."""
+        self._generated.forget(handoff.request_id)
+        await self._receiver.abandon(handoff)
+        with contextlib.suppress(MooncakeError):
+            await asyncio.wrap_future(self._host.thread.call(lambda engine: engine.abort(handoff.request_id)))
+
+    def _later(self, work: Any) -> None:
+        """Clean up outside of the call, which may be cancelled at any await."""
+        task = asyncio.ensure_future(work)
+        self._cleanups.add(task)
+        task.add_done_callback(self._cleanups.discard)

@@ -1,0 +1,101 @@
+"""Generated blocks go to the pool as they fill, so that the next turn, or a node that takes over, finds them.
+
+Best effort and bounded: when the pool is slow or full, blocks are not stored, and nothing else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from kvstore.client import StoreClient
+
+from kvstore.checksum import checksum_blocks
+from mooncake.errors import MooncakeError
+from mooncake.types import BlockKey, KVLayout
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 256  # blocks; each is held in the cache until it is written
+BATCH_BLOCKS = 8
+WRITE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FilledBlock:
+    """A block of the cache to store under ``key``. Its owner keeps it unchanged until ``done`` is called."""
+
+    pool_address: str
+    block_id: int
+    key: BlockKey
+    parent: bytes
+    done: Callable[[], None]
+
+
+class WriteBack:
+    """One background task that stores filled blocks, a few at a time."""
+
+    def __init__(self, clients: Callable[[str], StoreClient], memory: npt.NDArray[np.uint8], layout: KVLayout) -> None:
+        self._clients = clients
+        self._memory = memory
+        self._layout = layout
+        self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue(MAX_WAITING)
+        self._task: asyncio.Task[None] | None = None
+        self.stored = 0
+        self.skipped = 0
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        while not self._queue.empty():
+            self._queue.get_nowait().done()
+
+    def offer(self, block: FilledBlock) -> None:
+        """Store it soon, or never when too much waits already."""
+        try:
+            self._queue.put_nowait(block)
+        except asyncio.QueueFull:
+            self.skipped += 1
+            block.done()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
+
+    async def _run(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < BATCH_BLOCKS and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            try:
+                for address in dict.fromkeys(block.pool_address for block in batch):
+                    await self._store(address, [block for block in batch if block.pool_address == address])
+            finally:
+                for block in batch:
+                    block.done()
+
+    async def _store(self, address: str, blocks: list[FilledBlock]) -> None:
+        try:
+            self.stored += await self._clients(address).put_blocks(
+                [(block.key, block.parent) for block in blocks],
+                [self._memory[block.block_id] for block in blocks],
+                self._checksums(blocks),
+                timeout_s=WRITE_TIMEOUT_S,
+            )
+        except MooncakeError as error:
+            self.skipped += len(blocks)
+            log.info("%d blocks were not written back: %s", len(blocks), error.message)
+
+    def _checksums(self, blocks: list[FilledBlock]) -> npt.NDArray[np.uint64]:
+        ids = [block.block_id for block in blocks]
+        return checksum_blocks(self._memory, ids, self._layout.num_layers, self._layout.layer_bytes)

@@ -1,0 +1,249 @@
+"""One engine with everything that a node needs around it: model, paged cache, thread, measured steps, events.
+
+Both compute roles build on it; what differs between them (where KV comes from and goes to) stays in their own packages.
+It knows nothing of gRPC calls, hand-offs or the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mooncake.checkpoint import Checkpoint
+from mooncake.config import Config, EngineSection
+from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.loop import EngineThread
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import ConfigError
+from mooncake.events import EventLog
+from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.model import load_model
+from mooncake.rpc import cluster_pb2 as pb
+from mooncake.types import KVLayout, SamplingParams, TokenIds
+
+log = logging.getLogger(__name__)
+
+MAX_SAMPLES = 256  # measured steps kept between two heartbeats
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How large a node's paged cache is, and so how long a sequence may get."""
+
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int  # tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+
+def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
+    """Raises ConfigError when not even two blocks fit into ``kv_gb``."""
+    layout = checkpoint.kv_layout(config.block.tokens, config.model.dtype)
+    num_blocks = int(section.kv_gb * 1e9) // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_gb = {section.kv_gb:g} holds {num_blocks} blocks of {layout.block_bytes / 1e6:.1f} MB; "
+            f"at least 2 are needed: raise kv_gb or lower block.tokens"
+        )
+    max_model_len = config.model.max_model_len or checkpoint.config.max_model_len
+    max_model_len = min(max_model_len, checkpoint.config.max_model_len, num_blocks * config.block.tokens)
+    return CachePlan(layout, num_blocks, max_model_len)
+
+
+class StepSamples:
+    """Measured steps since the last report: the raw material of the conductor's cost model. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prefill: deque[pb.PrefillSample] = deque(maxlen=MAX_SAMPLES)
+        self._decode: deque[pb.DecodeSample] = deque(maxlen=MAX_SAMPLES)
+        self._transfer: deque[pb.TransferSample] = deque(maxlen=MAX_SAMPLES)
+
+    def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
+        """A step counts when it is of one kind: one prefill chunk alone, or decodes alone."""
+        chunks = plan.entries
+        if len(chunks) == 1 and chunks[0].num_tokens > 1:
+            sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
+            with self._lock:
+                self._prefill.append(sample)
+        elif chunks and all(chunk.num_tokens == 1 for chunk in chunks):
+            context = sum(chunk.first + 1 for chunk in chunks)
+            with self._lock:
+                self._decode.append(pb.DecodeSample(batch=len(chunks), context_tokens=context, ms=elapsed_ms))
+
+    def add_transfer(self, peer: str, transport: str, num_bytes: int, elapsed_ms: float) -> None:
+        with self._lock:
+            self._transfer.append(pb.TransferSample(peer=peer, transport=transport, bytes=num_bytes, ms=elapsed_ms))
+
+    def take(self) -> pb.CostSamples:
+        with self._lock:
+            samples = pb.CostSamples(prefill=self._prefill, decode=self._decode, transfer=self._transfer)
+            for kept in (self._prefill, self._decode, self._transfer):
+                kept.clear()
+        return samples
+
+
+class NodeHook:
+    """The hook of a role, with steps timed and block events published around it."""
+
+    def __init__(self, inner: StepHook, samples: StepSamples, publish: Callable[[], None]) -> None:
+        self.admitted = inner.admitted
+        self.before_layer = inner.before_layer
+        self.after_layer = inner.after_layer
+        self._inner = inner
+        self._samples = samples
+        self._publish = publish
+        self._started_s = 0.0
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self._started_s = time.monotonic()
+        self._inner.begin_step(plan)
+
+    def end_step(self, plan: StepPlan) -> None:
+        self._samples.add_step(plan, (time.monotonic() - self._started_s) * 1e3)
+        self._inner.end_step(plan)
+        self._publish()
+
+
+class EngineHost:
+    """Owns the engine of one node. ``start`` it on the event loop that will publish its block events."""
+
+    def __init__(self, config: Config, section: EngineSection, checkpoint: Checkpoint, plan: CachePlan) -> None:
+        self.config = config
+        self.plan = plan
+        self.incarnation = secrets.randbits(63) | 1
+        self.fingerprint = kv_fingerprint(checkpoint.digest, plan.layout)
+        self.samples = StepSamples()
+        self.events = EventLog(self.incarnation)
+        self._section = section
+        self._checkpoint = checkpoint
+        self.engine: Engine
+        self.thread: EngineThread
+
+    async def start(self, hook: StepHook, buffer: memoryview | None = None) -> None:
+        """Load the model, lay the cache over ``buffer`` (or own memory), measure a few steps, be ready.
+
+        Raises ModelError for weights that cannot be loaded.
+        """
+        self._loop = asyncio.get_running_loop()
+        if self._section.threads:
+            torch.set_num_threads(self._section.threads)
+        started_s = time.monotonic()
+        model = await asyncio.to_thread(load_model, self._checkpoint, self.config.model.dtype, self.plan.max_model_len)
+        cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer)
+        config = EngineConfig(
+            block_tokens=self.config.block.tokens,
+            chunk_tokens=self._section.chunk_tokens,
+            max_sequences=self._section.max_sequences,
+            max_model_len=self.plan.max_model_len,
+        )
+        self.engine = Engine(model, cache, config)
+        await asyncio.to_thread(self._warm_up)
+        self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
+        log.info(
+            "%s ready in %.1f s: %d blocks of %d tokens (%.2f GB), context %d",
+            self._checkpoint.name,
+            time.monotonic() - started_s,
+            self.plan.num_blocks,
+            self.config.block.tokens,
+            self.plan.num_bytes / 1e9,
+            self.plan.max_model_len,
+        )
+
+    async def stop(self) -> None:
+        if hasattr(self, "thread"):
+            await asyncio.to_thread(self.thread.stop)
+
+    def chain_seed(self, salt: str) -> bytes:
+        return chain_seed(self.fingerprint, salt)
+
+    def sequence(
+        self,
+        request_id: str,
+        tokens: TokenIds,
+        num_prompt: int,
+        sampling: SamplingParams,
+        salt: str,
+        *,
+        num_to_sample: int | None = None,
+        external_blocks: int = 0,
+        hold_blocks: bool = False,
+    ) -> Sequence:
+        """A sequence for this engine. Raises InvalidRequest or ContextTooLong when it can never run here."""
+        return Sequence(
+            request_id,
+            tokens,
+            num_prompt,
+            sampling,
+            self.chain_seed(salt),
+            eos_ids=self._checkpoint.config.eos_ids,
+            max_model_len=self.plan.max_model_len,
+            num_to_sample=num_to_sample,
+            external_blocks=external_blocks,
+            hold_blocks=hold_blocks,
+        )
+
+    def load(self) -> pb.Load:
+        """A snapshot for a heartbeat; numbers may be one step apart from each other."""
+        load = self.engine.load()
+        return pb.Load(
+            running=load.running,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            context_tokens=load.context_tokens,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            blocks_cached=load.blocks_cached,
+            blocks_in_use=load.blocks_in_use,
+            preemptions=load.preemptions,
+        )
+
+    def _publish_events(self) -> None:
+        """On the engine's thread, to the event log on the event loop."""
+        if events := self.engine.block_pool.take_events():
+            self._loop.call_soon_threadsafe(self.events.append, events)
+
+    def _warm_up(self) -> None:
+        """Run a few real steps: the first samples of the cost model, and the libraries' one-time work out of the way.
+
+        Under a chain seed that no request has, so that nothing can hit what it leaves in the cache, and dropped after.
+        """
+        block_tokens = self.config.block.tokens
+        longest = min(self.plan.max_model_len, self.plan.num_blocks * block_tokens) - 8
+        vocab = self._checkpoint.config.vocab_size
+        seed = secrets.token_bytes(32)
+        random = np.random.default_rng(0)
+        hook = NodeHook(NO_HOOK, self.samples, lambda: None)
+        for index, length in enumerate((32, 32, 128, 256)):  # the first one pays for lazy initialisation
+            if length > longest:
+                continue
+            tokens = random.integers(0, vocab, length, dtype=np.uint32)
+            sequence = Sequence(
+                f"warm-up-{index}",
+                tokens,
+                length,
+                SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+                seed,
+                eos_ids=(),
+                max_model_len=self.plan.max_model_len,
+            )
+            self.engine.add(sequence)
+            while self.engine.has_work:
+                self.engine.step(hook)
+            if index == 0:
+                self.samples.take()
+        self.engine.drop_cached()
+        self.engine.block_pool.take_events()

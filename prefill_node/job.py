@@ -1,0 +1,352 @@
+"""One request's way through a prefill node: look the prefix up, compute the rest, stream it, commit, seal, clean up.
+
+Everything here runs on the event loop. Bytes are moved by the outboxes and the loader, tokens computed by the engine;
+the job starts them, waits for them, and makes sure that none of them touches anything once the job is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import grpc
+import numpy as np
+from kvstore.client import Reservation, StoreClient
+from kvstore.transfer.engine import TransferEngine
+from mooncake.engine.engine import StepOutput
+from mooncake.engine.sequence import Sequence
+
+from mooncake.engine.host import EngineHost
+from mooncake.errors import DeadlineExceeded, InternalError, KVLoadFailed, MooncakeError
+from mooncake.hashing import extend_chain
+from mooncake.rpc import decode_pb2, decode_pb2_grpc
+from mooncake.rpc import prefill_pb2 as pb
+from mooncake.rpc.convert import (
+    report_to_wire,
+    sampled_to_wire,
+    sampling_from_wire,
+    segment_from_wire,
+    tokens_from_wire,
+)
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.server import Channels
+from mooncake.types import BlockKey, PrefillReport, SampledToken, SegmentAddress, Timings
+from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
+from prefill_node.outbox import Destination, Outbox, Sink
+from prefill_node.streamer import LayerStreamer, Stream
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
+CLOSE_TRIES = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What all jobs of a node share."""
+
+    node_id: str
+    host: EngineHost
+    transfer: TransferEngine
+    channels: Channels
+    streamer: LayerStreamer
+    loader: Loader
+    handoffs: Outbox  # urgent: someone waits for these bytes
+    stores: Outbox  # in the background
+    stores_by_address: dict[str, StoreClient]
+
+    def store(self, address: str) -> StoreClient:
+        if address not in self.stores_by_address:
+            client = StoreClient(address, self.transfer, self.channels, writer_id=self.node_id)
+            self.stores_by_address[address] = client
+        return self.stores_by_address[address]
+
+
+class PrefillJob:
+    """``responses`` once, then ``clean_up`` once, whatever happened in between."""
+
+    def __init__(self, shop: Workshop, request: pb.PrefillRequest, deadline: float) -> None:
+        """Raises InvalidRequest. ``deadline`` is monotonic (s)."""
+        self._shop = shop
+        self._request = request
+        self._deadline = deadline
+        self._arrived_s = time.monotonic()
+        self._tokens = tokens_from_wire(request.tokens)
+        self._sampling = sampling_from_wire(request.sampling)
+        host = shop.host
+        self._layout = host.plan.layout
+        self._id = request.handoff_id or request.request_id
+        seed = host.chain_seed(request.cache_salt)
+        self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
+        self._store = shop.store(request.pools[0].control_address) if request.pools else None
+        self._loop = asyncio.get_running_loop()
+        self._handoff: Sink | None = None
+        self._handoff_segment: SegmentAddress | None = None
+        self._handoff_blocks: list[int] = []  # prompt block indices that the decode node wants
+        self._committed = False
+        self._pool: Sink | None = None
+        self._reservations: dict[int, Reservation] = {}  # by block index
+        self._sealed = False
+        self._stream: Stream | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
+        """The first token, then the report. Raises MooncakeError."""
+        stored_blocks = await self._count_stored()
+        sequence = self._shop.host.sequence(
+            self._id,
+            self._tokens,
+            self._request.num_prompt_tokens,
+            self._sampling,
+            self._request.cache_salt,
+            num_to_sample=1,
+            external_blocks=stored_blocks,
+            hold_blocks=True,
+        )
+        self._open_outlets(stored_blocks)
+        output = await self._compute(sequence)
+        computed_s = time.monotonic()
+        yield pb.PrefillResponse(first_token=sampled_to_wire(output.token))
+        if self._handoff is not None:
+            await self._until_deadline(asyncio.wrap_future(self._handoff.done))
+            await self._commit(output.token)
+        committed_s = time.monotonic()
+        await self._seal()
+        yield pb.PrefillResponse(
+            report=report_to_wire(self._report(sequence.num_cached_tokens, computed_s, committed_s))
+        )
+
+    async def clean_up(self) -> None:
+        """Stop everything that still touches memory, then tell the peers, then give the blocks back."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        stream = self._stream
+        if stream is not None:
+            self._shop.streamer.streams.pop(self._id, None)
+            if stream.load is not None:
+                await asyncio.to_thread(stream.load.cancel)
+        for sink in (self._handoff, self._pool):
+            if sink is not None:
+                await asyncio.to_thread(sink.close)
+        if self._handoff is not None and not self._committed:
+            await self._close_handoff()
+        if self._reservations and not self._sealed and self._store is not None:
+            with contextlib.suppress(MooncakeError):
+                await self._store.abort(list(self._reservations.values()))
+        if stream is not None:
+            call = self._shop.host.thread.call
+            await asyncio.wrap_future(call(lambda engine: engine.abort(self._id)))
+            await asyncio.wrap_future(call(lambda engine: engine.release(self._id)))
+
+    # The prefix
+
+    async def _count_stored(self) -> int:
+        """How many leading blocks the pool holds, when that is more than this node holds itself."""
+        usable = min(len(self._keys), (len(self._tokens) - 1) // self._layout.block_tokens)
+        keys = self._keys[:usable]
+        if self._store is None or not keys:
+            return 0
+        if self._shop.host.engine.block_pool.match(keys) == usable:
+            return 0
+        try:
+            stored = await self._store.exists(keys, timeout_s=CONTROL_TIMEOUT_S)
+        except MooncakeError as error:
+            log.info("the pool cannot be asked, going on without: %s", error.message)
+            self._store = None
+            return 0
+        return next((i for i, there in enumerate(stored) if not there), len(keys))
+
+    def _make_load(self, blocks: list[BlockToLoad]) -> PrefixLoad:
+        """On the engine's thread, when the sequence is admitted."""
+        deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
+        keys = self._keys[: blocks[-1].index + 1]
+        load = PrefixLoad(self._id, blocks, lambda: self._lease(keys), self._release, self._layout, deadline)
+        self._shop.loader.submit(load)
+        return load
+
+    def _lease(self, keys: list[BlockKey]) -> LeasedPrefix:
+        """On the loader's thread."""
+        assert self._store is not None
+        lease = asyncio.run_coroutine_threadsafe(
+            self._store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S), self._loop
+        ).result(CONTROL_TIMEOUT_S + 1)
+        if len(lease.blocks) < len(keys):
+            asyncio.run_coroutine_threadsafe(self._store.release([lease]), self._loop)
+            raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
+        return LeasedPrefix(
+            lease.segment,
+            lease.lease_id,
+            lease.expires_s,
+            [block.slot for block in lease.blocks],
+            [block.checksums for block in lease.blocks],
+        )
+
+    def _release(self, lease: LeasedPrefix, corrupt: list[BlockKey]) -> None:
+        """On the loader's thread; nobody waits for it."""
+        assert self._store is not None
+        call = self._store.release_ids([lease.lease_id], corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)
+
+    # The outlets
+
+    def _open_outlets(self, stored_blocks: int) -> None:
+        outlets: list[tuple[Sink, Outbox]] = []
+        if self._request.decode_address:
+            self._handoff = Sink(f"hand-off {self._id}", self._layout, self._deadline)
+            outlets.append((self._handoff, self._shop.handoffs))
+            self._tasks.append(asyncio.create_task(self._open_handoff(self._handoff)))
+        if self._store is not None and len(self._keys) > stored_blocks:
+            self._pool = Sink(f"pool write {self._id}", self._layout, self._deadline)
+            outlets.append((self._pool, self._shop.stores))
+            self._pool_opening = asyncio.create_task(self._open_pool(self._pool, self._store, stored_blocks))
+            self._tasks.append(self._pool_opening)
+        self._stream = Stream(self._id, self._make_load, outlets)
+        self._shop.streamer.streams[self._id] = self._stream
+
+    async def _open_handoff(self, sink: Sink) -> None:
+        stub = self._decode_stub()
+        request = decode_pb2.OpenHandoffRequest(
+            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.node_id
+        )
+        try:
+            response = await stub.OpenHandoff(request, timeout=self._left_s())
+        except grpc.aio.AioRpcError as error:
+            sink.fail(error_from_rpc(error, "decode node"))
+            return
+        self._handoff_segment = segment_from_wire(response.segment)
+        self._handoff_blocks = [response.first_block + i for i in range(len(response.block_ids))]
+        slots = {
+            index: (block_id, self._request.epoch)
+            for index, block_id in zip(self._handoff_blocks, response.block_ids, strict=True)
+        }
+        sink.open(Destination(self._handoff_segment, slots))
+        self._shop.handoffs.kick(sink)
+
+    async def _open_pool(self, sink: Sink, store: StoreClient, first: int) -> None:
+        """Storing is never worth an error: without a slot a block is not stored."""
+        parents: list[bytes] = [b"", *self._keys]
+        blocks = [(self._keys[i], parents[i]) for i in range(first, len(self._keys))]
+        try:
+            slots = await store.reserve(
+                blocks, self._layout.block_bytes, self._layout.num_layers, timeout_s=CONTROL_TIMEOUT_S
+            )
+        except MooncakeError as error:
+            log.info("%s: not stored: %s", self._id, error.message)
+            sink.fail(error)
+            return
+        self._reservations = {first + i: slot for i, slot in enumerate(slots) if slot is not None}
+        if not self._reservations:
+            return
+        segment = next(iter(self._reservations.values())).segment
+        sink.open(Destination(segment, {i: (slot.index, slot.epoch) for i, slot in self._reservations.items()}))
+        self._shop.stores.kick(sink)
+
+    # The computation and what follows
+
+    async def _compute(self, sequence: Sequence) -> StepOutput:
+        outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
+
+        def on_output(output: StepOutput | MooncakeError) -> None:
+            self._loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        self._shop.host.thread.add(sequence, on_output)
+        output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
+        if isinstance(output, MooncakeError):
+            raise output
+        return output
+
+    async def _commit(self, token: SampledToken) -> None:
+        assert self._handoff is not None
+        checksums = self._handoff.checksums
+        missing = [i for i in self._handoff_blocks if i not in checksums]
+        if missing:
+            raise InternalError(f"hand-off {self._id}: blocks {missing[:4]} were never written")
+        sums = [checksums[i] for i in self._handoff_blocks]
+        request = decode_pb2.CommitHandoffRequest(
+            handoff_id=self._request.handoff_id,
+            epoch=self._request.epoch,
+            first_token=sampled_to_wire(token),
+            checksums=np.stack(sums).astype("<u8").tobytes() if sums else b"",
+        )
+        try:
+            await self._decode_stub().CommitHandoff(request, timeout=self._left_s())
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, "decode node") from None
+        self._committed = True
+
+    async def _seal(self) -> None:
+        """Best effort: what cannot be sealed is not stored, and nothing else."""
+        if self._pool is None or self._store is None:
+            return
+        await self._pool_opening
+        if not self._reservations:
+            return
+        try:
+            await self._until_deadline(asyncio.wrap_future(self._pool.done))
+            sealings = [(slot, self._pool.checksums[i]) for i, slot in self._reservations.items()]
+            await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
+            self._sealed = True
+        except MooncakeError as error:
+            log.debug("%s: not stored: %s", self._id, error.message)
+
+    async def _close_handoff(self) -> None:
+        """Tell the decode node that nothing more will be written. Without it the blocks stay quarantined there until
+        our connections end."""
+        request = decode_pb2.CloseHandoffRequest(
+            handoff_id=self._request.handoff_id, epoch=self._request.epoch, reason="prefill ended without a commit"
+        )
+        for attempt in range(CLOSE_TRIES):
+            try:
+                await self._decode_stub().CloseHandoff(request, timeout=CONTROL_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                log.info("closing hand-off %s, try %d: %s", self._id, attempt + 1, error.details())
+                await asyncio.sleep(0.2 * 2**attempt)
+
+    def _report(self, local_cached_tokens: int, computed_s: float, committed_s: float) -> PrefillReport:
+        stream, handoff = self._stream, self._handoff
+        assert stream is not None
+        load = stream.load
+        first_step_s = stream.first_step_s or computed_s
+        return PrefillReport(
+            prompt_tokens=self._request.num_prompt_tokens,
+            local_cached_tokens=local_cached_tokens,
+            pool_cached_tokens=load.num_blocks * self._layout.block_tokens if load else 0,
+            sent_bytes=handoff.sent_bytes if handoff else 0,
+            pool_bytes=self._pool.sent_bytes if self._pool else 0,
+            transport=self._shop.transfer.transport_to(self._handoff_segment) if self._handoff_segment else "",
+            timings=Timings(
+                queue_ms=(first_step_s - self._arrived_s) * 1e3,
+                load_ms=load.load_ms if load else 0.0,
+                prefill_ms=(computed_s - first_step_s) * 1e3,
+                handoff_ms=(committed_s - computed_s) * 1e3,
+            ),
+        )
+
+    # Small things
+
+    def _decode_stub(self) -> decode_pb2_grpc.DecodeAsyncStub:
+        channel = self._shop.channels.get(self._request.decode_address)
+        return cast("decode_pb2_grpc.DecodeAsyncStub", decode_pb2_grpc.DecodeStub(channel))
+
+    def _left_s(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    async def _until_deadline(self, future: asyncio.Future[T]) -> T:
+        try:
+            return await asyncio.wait_for(future, self._left_s())
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed during prefill") from None
+
+
+async def _quietly(call: Awaitable[object]) -> None:
+    with contextlib.suppress(MooncakeError):
+        await call

@@ -1,0 +1,176 @@
+"""Reused prefixes on their way in: a thread reads stored blocks layer by layer, ahead of the computation.
+
+The engine's thread waits for a layer only when it gets there first. Bytes are checked against the checksums they were
+sealed with and against the lease's clock before a layer counts as loaded.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from kvstore.transfer.engine import ReadRange, TransferEngine
+
+from kvstore.checksum import checksum_ranges
+from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
+from mooncake.types import BlockKey, KVLayout, SegmentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedPrefix:
+    """Stored blocks that may be read until ``expires_s`` (monotonic). Lists run over the prefix's blocks."""
+
+    address: SegmentAddress
+    lease_id: int
+    expires_s: float
+    slots: list[int]
+    checksums: list[npt.NDArray[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockToLoad:
+    index: int  # in the prompt
+    block_id: int  # in the cache
+    key: BlockKey
+
+
+class PrefixLoad:
+    """One request's load. Layers become ready in order; an error makes all the rest fail at once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        blocks: list[BlockToLoad],
+        lease: Callable[[], LeasedPrefix],
+        release: Callable[[LeasedPrefix, list[BlockKey]], None],
+        layout: KVLayout,
+        deadline: float,
+    ) -> None:
+        """``lease`` gets a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
+        ``release`` gives it back together with the keys whose bytes were wrong."""
+        self.request_id = request_id
+        self.load_ms = 0.0
+        self.loaded_bytes = 0
+        self.num_blocks = len(blocks)
+        self.transport = ""
+        self._blocks = blocks
+        self._lease = lease
+        self._release = release
+        self._layout = layout
+        self._deadline = deadline
+        self._ready = 0  # layers
+        self._is_reading = False  # bytes may be on their way into the cache
+        self._error: KVLoadFailed | None = None
+        self._changed = threading.Condition()
+
+    def wait(self, layer: int) -> None:
+        """Block until ``layer`` is in the cache. Raises KVLoadFailed (with ``request_ids``) when it will not be."""
+        with self._changed:
+            while self._ready <= layer and self._error is None:
+                left = self._deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    self._error = KVLoadFailed("the stored prefix did not arrive in time", (self.request_id,))
+            if self._ready > layer:
+                return
+        self.wait_quiet()
+        assert self._error is not None
+        raise self._error
+
+    def cancel(self) -> None:
+        """Give up and return once nothing is written into the cache any more."""
+        self._fail(KVLoadFailed("the request is gone"))
+        self.wait_quiet()
+
+    def wait_quiet(self) -> None:
+        """Block until no read is under way and the blocks may be used for something else. A read has a deadline."""
+        with self._changed:
+            while self._is_reading:
+                self._changed.wait()
+
+    def run(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8]) -> None:
+        """Read every layer of every block. Called on the loader's thread."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._is_reading = True
+        started_s = time.monotonic()
+        corrupt: list[BlockKey] = []
+        lease: LeasedPrefix | None = None
+        try:
+            lease = self._lease()
+            for layer in range(self._layout.num_layers):
+                if self._error is not None:
+                    return
+                self._load_layer(layer, lease, transfer, memory, corrupt)
+        except KVLoadFailed as error:
+            self._fail(error)
+        except MooncakeError as error:
+            self._fail(KVLoadFailed(f"reading the stored prefix failed: {error.message}"))
+        finally:
+            self.load_ms = (time.monotonic() - started_s) * 1e3
+            with self._changed:
+                self._is_reading = False
+                self._changed.notify_all()
+            if lease is not None:
+                self._release(lease, corrupt)
+
+    def _load_layer(
+        self,
+        layer: int,
+        lease: LeasedPrefix,
+        transfer: TransferEngine,
+        memory: npt.NDArray[np.uint8],
+        corrupt: list[BlockKey],
+    ) -> None:
+        offset, size = layer * self._layout.layer_bytes, self._layout.layer_bytes
+        targets = [memory[block.block_id, offset : offset + size] for block in self._blocks]
+        ranges = [
+            ReadRange(lease.slots[block.index], offset, target.data)
+            for block, target in zip(self._blocks, targets, strict=True)
+        ]
+        transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s))
+        if time.monotonic() > lease.expires_s:
+            raise LeaseExpired("the lease ran out while the stored prefix was read")
+        for block, target in zip(self._blocks, targets, strict=True):
+            if checksum_ranges(target, 1)[0] != lease.checksums[block.index][layer]:
+                corrupt.append(block.key)
+        if corrupt:
+            raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
+        self.loaded_bytes += len(ranges) * size
+        with self._changed:
+            self._ready = layer + 1
+            self._changed.notify_all()
+
+    def _fail(self, error: KVLoadFailed) -> None:
+        error.request_ids = (self.request_id,)
+        with self._changed:
+            if self._error is None and self._ready < self._layout.num_layers:
+                self._error = error
+            self._changed.notify_all()
+
+
+class Loader:
+    """One thread that runs loads in the order of admission."""
+
+    def __init__(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8]) -> None:
+        self._transfer = transfer
+        self._memory = memory
+        self._loads: queue.SimpleQueue[PrefixLoad | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def submit(self, load: PrefixLoad) -> None:
+        self._loads.put(load)
+
+    def stop(self) -> None:
+        self._loads.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (load := self._loads.get()) is not None:
+            load.run(self._transfer, self._memory)

@@ -1,0 +1,95 @@
+"""The engine's hook on a prefill node: layers out as they are computed, reused layers in ahead of the computation.
+
+Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
+is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
+abandoned, and then again with the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mooncake.engine.engine import StepPlan
+from mooncake.engine.sequence import Sequence
+
+from prefill_node.loader import BlockToLoad, PrefixLoad
+from prefill_node.outbox import LayerRun, Outbox, Sink
+
+
+@dataclass(slots=True)
+class Stream:
+    """What the hook knows of one request: its sinks, and how far it has streamed."""
+
+    request_id: str
+    make_load: Callable[[list[BlockToLoad]], PrefixLoad]
+    outlets: list[tuple[Sink, Outbox]]
+    load: PrefixLoad | None = None
+    next_block: int = 0  # blocks before it have been handed to the sinks
+    first_step_s: float = 0.0  # monotonic; 0 until it ran
+    last_step_s: float = 0.0
+    failed_loads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """One request's part in the current step: its blocks ``first`` ≤ i < ``end`` become final layer by layer."""
+
+    stream: Stream
+    first: int
+    end: int
+    block_ids: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(slots=True)
+class LayerStreamer:
+    """The StepHook of a prefill node. ``streams`` is changed from the event loop, one assignment at a time."""
+
+    block_tokens: int
+    streams: dict[str, Stream] = field(default_factory=dict)
+    _step: list[StreamStep] = field(default_factory=list)
+
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, bytes]]) -> None:
+        stream = self.streams.get(sequence.request_id)
+        if stream is not None:  # admitted again after a failed load, there is nothing to load any more
+            stream.load = stream.make_load([BlockToLoad(*block) for block in to_load]) if to_load else None
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self._step = []
+        for entry in plan.entries:
+            stream = self.streams.get(entry.sequence.request_id)
+            if stream is None:
+                continue
+            stream.first_step_s = stream.first_step_s or time.monotonic()
+            computed, total = entry.first + entry.num_tokens, len(entry.sequence.tokens)
+            is_last = computed == total
+            end = -(-total // self.block_tokens) if is_last else computed // self.block_tokens
+            first = min(stream.next_block, end)
+            block_ids = tuple(entry.sequence.block_table[first:end])
+            self._step.append(StreamStep(stream, first, end, block_ids, is_last))
+
+    def before_layer(self, layer: int) -> None:
+        for part in self._step:
+            if part.stream.load is not None:
+                part.stream.load.wait(layer)
+
+    def after_layer(self, layer: int) -> None:
+        for part in self._step:
+            if not part.block_ids:
+                continue
+            run = LayerRun(layer, part.first, part.block_ids)
+            for sink, outbox in part.stream.outlets:
+                sink.push(run)
+                outbox.kick(sink)
+
+    def end_step(self, plan: StepPlan) -> None:
+        for part in self._step:
+            part.stream.next_block = part.end
+            part.stream.last_step_s = time.monotonic()
+            if part.is_last:
+                for sink, outbox in part.stream.outlets:
+                    sink.end()
+                    outbox.kick(sink)
+        self._step = []
