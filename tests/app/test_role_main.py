@@ -60,6 +60,13 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_signal_stops_a_node_cleanly() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         with lamp("--set", "node.id=lamp-7") as process:
@@ -113,6 +120,6 @@ def test_a_node_does_not_outlive_its_launcher() -> None:
         child = int(said(process))
         process.kill()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+    while is_running(child):
         assert time.monotonic() < deadline, "the node outlived its launcher"
         time.sleep(0.05)

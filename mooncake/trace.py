@@ -1,0 +1,217 @@
+"""Recorded request traces in Mooncake's JSONL form: reading, scaling, tokens to stand for them, and exact cache hits.
+
+A trace holds arrival times, lengths and one id per prompt block; an id names a block together with everything before
+it, so equal ids are equal prefixes. This module is pure: it knows no cluster, no clock and no model but a vocabulary
+size.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Annotated, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import InvalidRequest
+from mooncake.types import TokenIds
+
+TRACE_BLOCK_TOKENS = 512  # what one id stands for in the published traces
+MAX_LINE_BYTES = 1 << 22
+_DIGITS = 4  # leading tokens of a block that spell its id, so that other ids never give an equal block
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One recorded request. ``len(hash_ids) == ceil(input_length / tokens of a block)``: the last may be partial."""
+
+    timestamp_ms: float  # from the start of the trace
+    input_length: int  # prompt tokens
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """One line as it is written. Unknown fields are ignored: other tools add their own."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=1 << 26)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
+
+
+def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[TraceRequest]:
+    """The first ``limit`` requests (or all) of a JSONL file, plain, .gz or .xz, in the order of the file.
+
+    Raises InvalidRequest with the file and line for anything that is not such a trace.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    requests: list[TraceRequest] = []
+    for number, text in _lines(path):
+        if limit is not None and len(requests) >= limit:
+            break
+        if not text.strip():
+            continue
+        try:
+            request = _request(decoder.decode(text), block_tokens)
+            if requests and request.timestamp_ms < requests[-1].timestamp_ms:
+                raise ValueError(f"timestamp {request.timestamp_ms:g} is before that of the request above")
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            raise InvalidRequest(f"{path}:{number}: {error}") from None
+        requests.append(request)
+    if not requests:
+        raise InvalidRequest(f"{path}: the trace holds no request")
+    return requests
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with _open(path) as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                if len(line) == MAX_LINE_BYTES:
+                    raise InvalidRequest(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                yield number, line
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise InvalidRequest(f"{path}: the compressed file is damaged: {error}") from None
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the trace {path}: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _request(line: _Line, block_tokens: int) -> TraceRequest:
+    num_blocks = _ceil_div(line.input_length, block_tokens)
+    if len(line.hash_ids) != num_blocks:
+        raise ValueError(
+            f"{line.input_length} tokens are {num_blocks} blocks of {block_tokens}, "
+            f"but there are {len(line.hash_ids)} hash_ids"
+        )
+    return TraceRequest(line.timestamp, line.input_length, line.output_length, line.hash_ids)
+
+
+def scale(
+    request: TraceRequest, tokens_per_block: int, max_output: int | None = None, block_tokens: int = TRACE_BLOCK_TOKENS
+) -> TraceRequest:
+    """The same request with ``tokens_per_block`` tokens for each id, so that it fits a smaller context.
+
+    Blocks, and so which prefixes are shared, stay exactly the same; a partial block stays partial by the same share.
+    """
+    output_length = max(1, _ceil_div(request.output_length * tokens_per_block, block_tokens))
+    return replace(
+        request,
+        input_length=_ceil_div(request.input_length * tokens_per_block, block_tokens),
+        output_length=output_length if max_output is None else min(output_length, max_output),
+    )
+
+
+def trace_tokens(request: TraceRequest, tokens_per_block: int, vocab_size: int) -> TokenIds:
+    """Token ids for a (scaled) request: each block's tokens are a function of its id alone, so equal ids are equal
+    prefixes in every process. A partial last block takes the first of its id's tokens.
+
+    Tokenizers keep their special ids at either end of the vocabulary; both ends are left out. Different ids give
+    different blocks as long as a block has at least ``_DIGITS`` tokens.
+    """
+    if len(request.hash_ids) != _ceil_div(request.input_length, tokens_per_block):
+        raise InvalidRequest(f"the request is not scaled to {tokens_per_block} tokens a block", "tokens_per_block")
+    if vocab_size < 64:
+        raise InvalidRequest(f"a vocabulary of {vocab_size} is too small to stand for a trace", "vocab_size")
+    margin = vocab_size // 32
+    base = np.uint64(vocab_size - 2 * margin)
+    ids = np.asarray(request.hash_ids, dtype=np.uint64)[:, None]
+    places = np.arange(tokens_per_block, dtype=np.uint64)
+    tokens: npt.NDArray[np.uint64] = _mix(ids * np.uint64(0x9E3779B97F4A7C15) + places) % base
+    for digit in range(min(_DIGITS, tokens_per_block)):
+        tokens[:, digit] = (ids[:, 0] // base ** np.uint64(digit)) % base
+    return (tokens.ravel()[: request.input_length] + np.uint64(margin)).astype(np.uint32)
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): scatters 64 bits, wrapping on purpose."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class HitCount:
+    """Prefix-cache hits over a list of requests. The three rates differ by percents: always say which one."""
+
+    requests: int = 0
+    blocks: int = 0  # prompt blocks asked for, the partial last one included
+    hit_blocks: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+    sum_of_ratios: float = 0.0  # of each request's own share of blocks hit
+
+    @property
+    def block_rate(self) -> float:
+        return self.hit_blocks / max(1, self.blocks)
+
+    @property
+    def token_rate(self) -> float:
+        return self.hit_tokens / max(1, self.tokens)
+
+    @property
+    def request_mean_rate(self) -> float:
+        return self.sum_of_ratios / max(1, self.requests)
+
+    def plus(self, blocks: int, hit_blocks: int, tokens: int, hit_tokens: int) -> HitCount:
+        return HitCount(
+            self.requests + 1,
+            self.blocks + blocks,
+            self.hit_blocks + hit_blocks,
+            self.tokens + tokens,
+            self.hit_tokens + hit_tokens,
+            self.sum_of_ratios + hit_blocks / max(1, blocks),
+        )
+
+
+def expected_hits(
+    requests: Iterable[TraceRequest],
+    capacity_blocks: int | None = None,
+    tokens_per_block: int = TRACE_BLOCK_TOKENS,
+    whole_blocks_only: bool = False,
+) -> HitCount:
+    """What one LRU cache of ``capacity_blocks`` (None: endless) gives when requests are served one after the other.
+
+    A hit is the longest cached prefix. All prompt blocks are stored after the request, and touched head first. With
+    ``whole_blocks_only`` a partial last block is never stored, and the last token of a prompt is always computed:
+    the rules of our engine, where the plain count is that of the published analyses.
+    """
+    cache: OrderedDict[int, None] = OrderedDict()
+    count = HitCount()
+    for request in requests:
+        stored, usable = len(request.hash_ids), len(request.hash_ids)
+        if whole_blocks_only:
+            stored = request.input_length // tokens_per_block
+            usable = (request.input_length - 1) // tokens_per_block
+        hit = _leading_run(request.hash_ids[:usable], cache)
+        count = count.plus(
+            len(request.hash_ids), hit, request.input_length, min(hit * tokens_per_block, request.input_length)
+        )
+        for block in request.hash_ids[:stored]:
+            cache[block] = None
+            cache.move_to_end(block)
+        while capacity_blocks is not None and len(cache) > capacity_blocks:
+            cache.popitem(last=False)
+    return count
+
+
+def _leading_run(blocks: tuple[int, ...], cache: OrderedDict[int, None]) -> int:
+    return next((index for index, block in enumerate(blocks) if block not in cache), len(blocks))
+
+
+def _ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
