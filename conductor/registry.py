@@ -144,9 +144,10 @@ class Registry:
             self._move(node, NodeEvent.HEARD)
         return True
 
-    def call_failed(self, node_id: str, now: float) -> None:
+    def call_failed(self, info: NodeInfo, now: float) -> None:
         """A call to the node found nobody. It gets no work until a heartbeat that is surely younger than that."""
-        if node := self._nodes.get(node_id):
+        node = self._nodes.get(info.node_id)
+        if node is not None and node.info.incarnation == info.incarnation:
             node.suspect_until = now + self._suspect_s
             self._move(node, NodeEvent.CALL_FAILED)
 

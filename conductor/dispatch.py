@@ -1,0 +1,301 @@
+"""One request's journey: name its blocks, place it, tell both nodes at once, merge what they say into one stream.
+
+It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
+here and nowhere else: an attempt that fails is taken off both nodes and tried on another pair, from the last token
+that the client has seen, which sampling keyed by position makes exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+
+from conductor.api import Delta, InferenceRequest, RequestSummary
+from conductor.attempt import Attempt, AttemptFailed, wire_requests
+from conductor.fleet import Fleet, Ticket
+from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
+from conductor.merge import Merger
+from conductor.prefix_index import PrefixIndex, index_keys
+from conductor.registry import NodeInfo
+from conductor.scheduler import Placement, RequestFacts, Shape, place
+from conductor.stats import DispatchStats
+from mooncake.config import Config
+from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, MooncakeError, NodeUnavailable, Overloaded
+from mooncake.hashing import chain_seed, extend_chain
+from mooncake.rpc.server import Channels
+from mooncake.types import FinishReason, PrefillReport, TokenIds
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the dispatcher needs to know of the model: names of blocks, their size, and what ends an answer."""
+
+    kv_fingerprint: str
+    shape: Shape
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Journey:
+    """One request while it runs."""
+
+    request: InferenceRequest
+    started_at: float
+    lifecycle: Lifecycle[RequestState]
+    emitted: list[int] = field(default_factory=list)  # token ids that the client has
+    summary: RequestSummary = field(default_factory=RequestSummary)
+    has_report: bool = False
+    error: MooncakeError | None = None  # of the last attempt
+    retries: int = 0
+    dead: frozenset[str] = frozenset()  # nodes that could not be reached
+    avoid: frozenset[str] = frozenset()  # nodes of failed attempts: only when there is no other
+
+    @property
+    def tokens(self) -> TokenIds:
+        if not self.emitted:
+            return self.request.tokens
+        return np.concatenate([self.request.tokens, np.array(self.emitted, dtype=np.uint32)])
+
+
+class Dispatcher:
+    """Implements ``conductor.api.Generator``. One event loop; shared state is read and written without an await
+    between."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelFacts,
+        fleet: Fleet,
+        index: PrefixIndex,
+        channels: Channels,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = config.conductor
+        self._handoff_timeout_s = config.transfer.handoff_timeout_s
+        self._model = model
+        self._fleet = fleet
+        self._index = index
+        self._channels = channels
+        self._clock = clock
+        self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
+        self._attempts: dict[str, set[Attempt]] = {}  # by node
+        self.stats = DispatchStats()
+
+    async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
+        """See ``conductor.api.Generator``."""
+        journey = self._admit(request)
+        try:
+            while True:
+                attempt = self._start(journey)
+                try:
+                    while True:
+                        delta = self._note(journey, attempt, await attempt.next())
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+                except AttemptFailed as failure:
+                    self._prepare_retry(journey, attempt, failure)
+                finally:
+                    self._end_attempt(attempt)
+                if reason := self._ended_by(journey):
+                    journey.lifecycle.move(RequestState.FINISHED)
+                    yield Delta((), reason, journey.summary)
+                    return
+        except Exception as error:
+            self._end_failed(journey, error)
+            raise
+        finally:
+            self._end(journey)
+
+    def node_gone(self, info: NodeInfo, why: str) -> None:
+        """A node is out of the cluster: whatever runs there fails now and is tried elsewhere."""
+        for attempt in list(self._attempts.get(info.node_id, ())):
+            attempt.lose(info.node_id, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
+
+    @property
+    def is_idle(self) -> bool:
+        """No request runs and nothing is booked on any node."""
+        return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
+
+    def _admit(self, request: InferenceRequest) -> _Journey:
+        """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything was spent."""
+        if not len(request.tokens):
+            raise InvalidRequest("the prompt has no token", "prompt")
+        now = self._clock()
+        if self.stats.running >= self._limits.max_requests:
+            self.stats.failures[Overloaded.code] += 1
+            raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
+        if now >= request.deadline:
+            self.stats.failures[DeadlineExceeded.code] += 1
+            raise DeadlineExceeded("the request's time was over when it arrived")
+        self.stats.requests += 1
+        self.stats.running += 1
+        return _Journey(request, now, request_lifecycle(request.request_id))
+
+    def _start(self, journey: _Journey) -> Attempt:
+        """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
+        request, now = journey.request, self._clock()
+        tokens = journey.tokens
+        left = request.sampling.max_tokens - len(journey.emitted)
+        seed = chain_seed(self._model.kv_fingerprint, request.salt)
+        keys = extend_chain(seed, tokens, self._model.shape.block_tokens)
+        facts = RequestFacts(
+            num_tokens=len(tokens),
+            runs=self._index.match(index_keys(keys)),
+            expected_tokens=self.stats.expected_output_tokens(left),
+            needs_decode=left > 1,
+            # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
+            budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
+        )
+        placement = self._place(facts, journey, now)
+        ticket, blocks = self._ticket(facts, placement)
+        epoch = next(self._epochs)
+        journey.lifecycle.move(RequestState.PLACED)
+        attempt = Attempt(
+            channels=self._channels,
+            placement=placement,
+            ticket=ticket,
+            requests=wire_requests(request, tokens, placement, epoch),
+            merger=Merger(
+                expected_index=len(journey.emitted),
+                handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
+                stop_ids=self._stop_ids(request),
+            ),
+            deadline=request.deadline,
+            handoff_timeout_s=self._handoff_timeout_s,
+            clock=self._clock,
+        )
+        self._fleet.book(ticket, blocks, now)
+        for node_id in attempt.node_ids:
+            self._attempts.setdefault(node_id, set()).add(attempt)
+        journey.summary = replace(
+            journey.summary,
+            prefill_node=placement.prefill.node_id,
+            decode_node=placement.decode.node_id if placement.decode else "",
+            retries=journey.retries,
+            predicted_ttft_ms=journey.summary.predicted_ttft_ms or placement.predicted_ttft_ms,
+        )
+        log.debug("%s placed: %s", request.request_id, placement)
+        return attempt
+
+    def _place(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
+        """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all there is."""
+        view, shape = self._fleet.view(now), self._model.shape
+        if journey.avoid:
+            with contextlib.suppress(NodeUnavailable):
+                return place(replace(facts, excluded=journey.avoid | journey.dead), view, shape, now)
+        try:
+            return place(replace(facts, excluded=journey.dead), view, shape, now)
+        except NodeUnavailable as error:
+            raise journey.error or error from None  # why the last attempt failed tells more
+
+    def _ticket(self, facts: RequestFacts, placement: Placement) -> tuple[Ticket, int]:
+        parts = placement.breakdown
+        decode_id = placement.decode.node_id if placement.decode else ""
+        ticket = Ticket(
+            prefill_id=placement.prefill.node_id,
+            decode_id=decode_id,
+            new_tokens=placement.new_tokens,
+            prefill_ms=parts.fetch_ms + parts.prefill_ms,
+            context_tokens=facts.num_tokens,
+        )
+        blocks = -(-facts.num_tokens // self._model.shape.block_tokens) - facts.runs.get(decode_id, 0)
+        return ticket, max(blocks, 0)
+
+    def _note(self, journey: _Journey, attempt: Attempt, delta: Delta) -> Delta:
+        """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
+        now = self._clock()
+        if delta.tokens:
+            self._fleet.prefill_done(attempt.ticket, now)
+            if not journey.emitted and attempt.placement.is_known and not journey.retries:
+                self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
+            if journey.lifecycle.state is RequestState.PLACED:
+                journey.lifecycle.move(RequestState.STREAMING)
+            journey.emitted.extend(token.token_id for token in delta.tokens)
+            self.stats.output_tokens += len(delta.tokens)
+        if delta.finish_reason is not None:
+            journey.lifecycle.move(RequestState.FINISHED)
+        report = attempt.merger.report
+        is_news = report is not None and not journey.has_report
+        if is_news and report is not None:
+            self._note_report(journey, report)
+        return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
+
+    def _note_report(self, journey: _Journey, report: PrefillReport) -> None:
+        """The first report counts: a retry also finds what the request itself has stored."""
+        journey.has_report = True
+        prompt = len(journey.request.tokens)
+        local = min(report.local_cached_tokens, prompt)
+        pool = min(report.pool_cached_tokens, prompt - local)
+        report = replace(report, prompt_tokens=prompt, local_cached_tokens=local, pool_cached_tokens=pool)
+        journey.summary = replace(journey.summary, report=report)
+        block_tokens = self._model.shape.block_tokens
+        self.stats.prompt_tokens += prompt
+        self.stats.cached_tokens += report.cached_tokens
+        self.stats.block_queries += prompt // block_tokens
+        self.stats.block_hits += report.cached_tokens // block_tokens
+
+    def _ended_by(self, journey: _Journey) -> FinishReason | None:
+        """Whether the tokens of failed attempts are the whole answer: only the word that it ended was lost."""
+        sampling, emitted = journey.request.sampling, journey.emitted
+        if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in self._stop_ids(journey.request):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None
+
+    def _stop_ids(self, request: InferenceRequest) -> frozenset[int]:
+        eos_ids = () if request.sampling.ignore_eos else self._model.eos_ids
+        return frozenset((*request.sampling.stop_token_ids, *eos_ids))
+
+    def _prepare_retry(self, journey: _Journey, attempt: Attempt, failure: AttemptFailed) -> None:
+        """Learn from a failed attempt. Raises its error when there is nothing left to try."""
+        self.stats.failed_attempts[failure.error.code] += 1
+        request_id = journey.request.request_id
+        journey.error = failure.error
+        if attempt.lost_nodes:
+            journey.dead |= {info.node_id for info in attempt.lost_nodes}
+        else:
+            journey.avoid |= frozenset(attempt.node_ids)
+        if not failure.is_retryable or journey.retries >= self._limits.retries:
+            raise failure.error
+        journey.retries += 1
+        self.stats.retries += 1
+        log.warning("%s is tried elsewhere after %d tokens: %s", request_id, len(journey.emitted), failure.error)
+
+    def _end_attempt(self, attempt: Attempt) -> None:
+        now = self._clock()
+        attempt.close()
+        for info in attempt.lost_nodes:
+            self._fleet.registry.call_failed(info, now)
+        self._fleet.close(attempt.ticket, now)
+        if attempt.merger.handoff is not None:
+            self.stats.handoffs[attempt.merger.handoff.state] += 1
+        for node_id in attempt.node_ids:
+            attempts = self._attempts[node_id]
+            attempts.discard(attempt)
+            if not attempts:
+                del self._attempts[node_id]
+
+    def _end_failed(self, journey: _Journey, error: Exception) -> None:
+        self.stats.failures[error.code if isinstance(error, MooncakeError) else InternalError.code] += 1
+        expired = isinstance(error, DeadlineExceeded)
+        journey.lifecycle.move(RequestState.EXPIRED if expired else RequestState.FAILED)
+
+    def _end(self, journey: _Journey) -> None:
+        self.stats.running -= 1
+        if not journey.lifecycle.has_ended:  # the generator was closed from outside
+            journey.lifecycle.move(RequestState.CANCELLED)
+            self.stats.cancelled += 1
+        if journey.lifecycle.state in (RequestState.FINISHED, RequestState.CANCELLED):
+            self.stats.recent_durations_s.append(self._clock() - journey.started_at)
+            self.stats.recent_output_tokens.append(max(len(journey.emitted), 1))
+        if journey.lifecycle.state is RequestState.FINISHED:
+            self.stats.finished += 1

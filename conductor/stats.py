@@ -1,0 +1,61 @@
+"""What the conductor counts about its requests. Plain numbers: ingress exports them, nothing here knows how."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+RECENT = 256  # requests that averages look back on
+
+
+@dataclass(slots=True)
+class DispatchStats:
+    """Totals since the conductor started, and a few recent means. One owner writes: the dispatcher."""
+
+    requests: int = 0
+    running: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    retries: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # requests that ended in an error, by its code
+    failed_attempts: Counter[str] = field(default_factory=Counter)  # retried or not, by code
+    handoffs: Counter[str] = field(default_factory=Counter)  # by final state
+    prompt_tokens: int = 0  # of requests whose prefill has reported
+    cached_tokens: int = 0  # of those, reused
+    block_queries: int = 0  # full prompt blocks asked for
+    block_hits: int = 0  # of them found in a cache
+    output_tokens: int = 0
+    ttft_predicted_ms: float = 0.0  # sums over requests with a prediction
+    ttft_measured_ms: float = 0.0
+    ttft_compared: int = 0
+    recent_ttft_errors_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent_durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent_output_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def failed(self) -> int:
+        return self.failures.total()
+
+    @property
+    def prediction_error_ms(self) -> float:
+        """Mean |predicted − measured| TTFT of recent requests."""
+        errors = self.recent_ttft_errors_ms
+        return sum(errors) / len(errors) if errors else 0.0
+
+    def compare_ttft(self, predicted_ms: float, measured_ms: float) -> None:
+        self.ttft_predicted_ms += predicted_ms
+        self.ttft_measured_ms += measured_ms
+        self.ttft_compared += 1
+        self.recent_ttft_errors_ms.append(abs(predicted_ms - measured_ms))
+
+    def retry_after_s(self) -> float:
+        """When a place is likely to be free: the mean time between two ends of recent requests."""
+        durations = self.recent_durations_s
+        if not durations:
+            return 1.0
+        return min(max(sum(durations) / len(durations) / max(self.running, 1), 0.1), 30.0)
+
+    def expected_output_tokens(self, max_tokens: int) -> float:
+        """Mean length of recent answers, as far as ``max_tokens`` allows; ``max_tokens`` when there were none."""
+        recent = self.recent_output_tokens
+        return min(sum(recent) / len(recent), max_tokens) if recent else float(max_tokens)
