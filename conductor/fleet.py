@@ -6,7 +6,7 @@ work ends; what a node reports beyond that was given to it by somebody else and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ class Ticket:
     prefill_ms: float
     context_tokens: int
     open_prefill: bool = True
-    open_decode: bool = field(default=True)
+    open_decode: bool = True
 
 
 class Fleet:
@@ -152,6 +152,9 @@ class Fleet:
             account.decode_tokens -= ticket.context_tokens
             self._sync(ticket.decode_id)
         ticket.open_decode = False
+        for node_id in (ticket.prefill_id, ticket.decode_id):
+            if self.registry.get(node_id) is None:
+                self.forget(node_id)
 
     def heard(self, node_id: str, load: NodeLoad) -> None:
         """A heartbeat: what the node reports beyond our own placements is foreign."""

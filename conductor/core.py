@@ -1,0 +1,107 @@
+"""The conductor without its face: registry, index, costs, fleet and dispatcher, and how they hear of each other.
+
+One place decides what follows when a node joins, reports, is replaced or falls silent. It opens no port and knows no
+text; ``service`` brings the messages of nodes, ingress the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from conductor.cost import CostModel
+from conductor.dispatch import Dispatcher, ModelFacts
+from conductor.fleet import Fleet
+from conductor.prefix_index import PrefixIndex
+from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
+from conductor.subscriber import Subscriber
+from mooncake.config import Config
+from mooncake.rpc.server import Channels
+from mooncake.types import Role
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class Core:
+    """Build on a running event loop, ``start``, and ``stop``. ``clock`` gives monotonic seconds."""
+
+    def __init__(self, config: Config, model: ModelFacts, clock: Callable[[], float] = time.monotonic) -> None:
+        section = config.conductor
+        self.clock = clock
+        self.incarnation = secrets.randbits(64) | 1
+        self.heartbeat_interval_s = section.heartbeat_interval_s
+        self.channels = Channels()
+        self.registry = Registry(
+            model.kv_fingerprint, model.shape.block_tokens, section.heartbeat_interval_s, section.node_timeout_s
+        )
+        self.index = PrefixIndex()
+        self.costs = CostModel()
+        self.fleet = Fleet(self.registry, self.costs)
+        self.subscriber = Subscriber(self.index, self.channels)
+        self.dispatcher = Dispatcher(config, model, self.fleet, self.index, self.channels, self.incarnation, clock)
+        self._ticker: asyncio.Task[None] | None = None
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._ticker = asyncio.create_task(self._tick_for_ever(), name="registry tick")
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.subscriber.close()
+        await asyncio.gather(*self._dropping, return_exceptions=True)
+        await self.channels.close()
+
+    def register(self, info: NodeInfo) -> None:
+        """Raises ConfigError or StaleEpoch, as ``Registry.register``."""
+        known = self.registry.get(info.node_id)
+        is_new = known is None or known.info.incarnation != info.incarnation
+        replaced = self.registry.register(info, self.clock())
+        if replaced is not None:
+            self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
+        if is_new:
+            self.subscriber.follow(info)
+            log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
+
+    def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
+        """Whether the node is known. Raises StaleEpoch when it was replaced."""
+        known = self.registry.heartbeat(node_id, incarnation, load, draining, self.clock())
+        if known:
+            self.fleet.heard(node_id, load)
+        return known
+
+    def waiting_for(self) -> list[str]:
+        """Roles without a live node that serving needs."""
+        return [role for role in (Role.PREFILL, Role.DECODE) if not self._has_live(role)]
+
+    def tick(self) -> None:
+        for info in self.registry.tick(self.clock()):
+            self._drop(info, "has stopped heartbeating")
+
+    def _has_live(self, role: Role) -> bool:
+        return any(node.info.role is role and node.state is NodeState.LIVE for node in self.registry.nodes())
+
+    def _drop(self, info: NodeInfo, why: str, keep_address: bool = False) -> None:
+        log.warning("%s node %s %s", info.role, info.node_id, why)
+        self.subscriber.forget(info.node_id)
+        self.costs.forget(info.node_id)
+        self.dispatcher.node_gone(info, why)
+        self.fleet.forget(info.node_id)
+        if not keep_address:
+            task = asyncio.create_task(self.channels.drop(info.control_address))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.tick()
+            except Exception:
+                log.exception("the registry's tick failed")

@@ -1,0 +1,84 @@
+"""The conductor as one process: opens the model's tokenizer and configuration, puts core and ingress on the network.
+
+It reads no weights beyond their digest and never imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from conductor.core import Core
+from conductor.dispatch import ModelFacts
+from conductor.ingress.app import Ingress
+from conductor.scheduler import Shape
+from conductor.service import ClusterServicer
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import Config
+from mooncake.hashing import kv_fingerprint
+from mooncake.rpc import cluster_pb2_grpc
+from mooncake.rpc.server import RpcServer
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+class ConductorNode:
+    """``start`` raises ConfigError or ModelError in one sentence; ``stop`` ends whatever was started."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._core: Core | None = None
+        self._server: RpcServer | None = None
+        self._ingress: Ingress | None = None
+        self.grpc_port = 0
+        self.http_port = 0
+
+    @property
+    def control_address(self) -> str:
+        return f"{self._config.conductor.host}:{self.grpc_port}"
+
+    async def start(self) -> None:
+        config = self._config
+        checkpoint = open_checkpoint(config.model.path)
+        tokenizer = checkpoint.load_tokenizer()
+        core = self._core = Core(config, model_facts(config, checkpoint))
+        cluster = ClusterServicer(core, config.model.name or checkpoint.name)
+        server = self._server = RpcServer()
+        server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")
+        ingress = self._ingress = Ingress(
+            config, checkpoint, tokenizer, core.dispatcher, cluster.status, core.dispatcher.stats
+        )
+        ingress.add_grpc(server)
+        await core.start()
+        self.grpc_port = await server.start(config.conductor.host, config.conductor.grpc_port)
+        self.http_port = await ingress.start_http()
+        log.info(
+            "conductor of %s: gRPC on %s, HTTP on %s:%d",
+            config.model.name or checkpoint.name,
+            self.control_address,
+            config.conductor.host,
+            self.http_port,
+        )
+
+    async def stop(self) -> None:
+        if self._ingress is not None:
+            await self._ingress.stop()
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+        if self._core is not None:
+            await self._core.stop()
+
+
+def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
+    layout = checkpoint.kv_layout(config.block.tokens, config.model.dtype)
+    return ModelFacts(
+        kv_fingerprint=kv_fingerprint(checkpoint.digest, layout),
+        shape=Shape(
+            block_tokens=config.block.tokens,
+            block_bytes=layout.block_bytes,
+            num_layers=layout.num_layers,
+            chunk_tokens=config.prefill.chunk_tokens,
+        ),
+        eos_ids=checkpoint.config.eos_ids,
+    )

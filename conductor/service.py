@@ -1,0 +1,133 @@
+"""The Cluster gRPC service: messages of nodes to the core's own types, and the core's state to an operator.
+
+The only file of the conductor that reads the fields of ``proto/cluster.proto``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conductor.core import Core
+from conductor.cost import CostModel
+from conductor.registry import Node, NodeInfo, NodeLoad
+from mooncake.errors import InvalidRequest
+from mooncake.rpc import cluster_pb2 as pb
+from mooncake.rpc import cluster_pb2_grpc
+from mooncake.rpc.convert import segment_from_wire, segment_to_wire
+from mooncake.types import Role
+
+MAX_SAMPLES = 1024  # of a kind and message that are looked at
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
+    def __init__(self, core: Core, model: str) -> None:
+        self._core = core
+        self._model = model
+        self._reports: dict[str, pb.HeartbeatRequest] = {}  # the last of each node, for Status
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
+        info = info_from_wire(request.node)
+        self._core.register(info)
+        observe(self._core.costs, info.node_id, request.samples)
+        return pb.RegisterResponse(
+            conductor_incarnation=self._core.incarnation, heartbeat_interval_s=self._core.heartbeat_interval_s
+        )
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
+        known = self._core.heartbeat(
+            request.node_id, request.incarnation, load_from_wire(request.load), request.draining
+        )
+        if known:
+            observe(self._core.costs, request.node_id, request.samples)
+            self._remember(request)
+        return pb.HeartbeatResponse(known=known, conductor_incarnation=self._core.incarnation)
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
+        return self.status()
+
+    def status(self) -> pb.StatusResponse:
+        """The cluster as an operator sees it."""
+        stats = self._core.dispatcher.stats
+        waiting_for = self._core.waiting_for()
+        return pb.StatusResponse(
+            model=self._model,
+            ready=not waiting_for,
+            waiting_for=waiting_for,
+            nodes=[self._node_status(node) for node in self._core.registry.nodes()],
+            requests_total=stats.requests,
+            requests_running=stats.running,
+            requests_failed=stats.failed,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            prediction_error_ms=stats.prediction_error_ms,
+            block_queries=stats.block_queries,
+            block_hits=stats.block_hits,
+        )
+
+    def _node_status(self, node: Node) -> pb.NodeStatus:
+        report = self._reports.get(node.info.node_id)
+        is_current = report is not None and report.incarnation == node.info.incarnation
+        return pb.NodeStatus(
+            info=info_to_wire(node.info),
+            state=node.state,
+            heartbeat_age_s=max(0.0, self._core.clock() - node.heard_at),
+            load=report.load if report is not None and is_current else None,
+            transports=report.transports if report is not None and is_current else (),
+            indexed_blocks=self._core.index.num_blocks(node.info.node_id),
+        )
+
+    def _remember(self, report: pb.HeartbeatRequest) -> None:
+        report.ClearField("samples")
+        self._reports[report.node_id] = report
+        if len(self._reports) > 2 * max(64, sum(1 for _ in self._core.registry.nodes())):
+            self._reports = {name: kept for name, kept in self._reports.items() if self._core.registry.get(name)}
+
+
+def observe(costs: CostModel, node_id: str, samples: pb.CostSamples) -> None:
+    for prefill in samples.prefill[:MAX_SAMPLES]:
+        costs.observe_prefill(node_id, prefill.new_tokens, prefill.prefix_tokens, prefill.ms)
+    for step in samples.decode[:MAX_SAMPLES]:
+        costs.observe_decode(node_id, step.batch, step.context_tokens, step.ms)
+    for transfer in samples.transfer[:MAX_SAMPLES]:
+        costs.observe_transfer(node_id, transfer.peer, transfer.bytes, transfer.ms)
+
+
+def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
+    """Raises InvalidRequest for a role that does not exist."""
+    if message.role not in tuple(Role):
+        raise InvalidRequest(f"no such role: {message.role!r}", "role")
+    return NodeInfo(
+        node_id=message.node_id,
+        role=Role(message.role),
+        incarnation=message.incarnation,
+        control_address=message.control_address,
+        segment=segment_from_wire(message.segment) if message.HasField("segment") else None,
+        kv_fingerprint=message.kv_fingerprint,
+        block_tokens=message.block_tokens,
+        max_sequences=message.max_sequences,
+    )
+
+
+def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
+    return pb.NodeInfo(
+        node_id=info.node_id,
+        role=info.role,
+        incarnation=info.incarnation,
+        control_address=info.control_address,
+        segment=segment_to_wire(info.segment) if info.segment else None,
+        kv_fingerprint=info.kv_fingerprint,
+        block_tokens=info.block_tokens,
+        max_sequences=info.max_sequences,
+    )
+
+
+def load_from_wire(message: pb.Load) -> NodeLoad:
+    return NodeLoad(
+        running=message.running,
+        waiting=message.waiting,
+        waiting_tokens=message.waiting_tokens,
+        context_tokens=message.context_tokens,
+        blocks_total=message.blocks_total,
+        blocks_free=message.blocks_free,
+        blocks_cached=message.blocks_cached,
+    )
