@@ -105,11 +105,22 @@ async def _serve(name: str, node: Node) -> None:
                 await stopping
             log.info("%s stops", name)
         finally:
+            complete = starting.done() and not starting.cancelled() and starting.exception() is None
             starting.cancel()
             stopping.cancel()
             with _hard_end_after(STOP_GRACE_S):
                 await asyncio.gather(starting, stopping, return_exceptions=True)
-                await node.stop()
+                await _stop(node, complete)
+
+
+async def _stop(node: Node, complete: bool) -> None:
+    """Stop a node. What a half-started node says about its own missing parts must not hide why it did not start."""
+    try:
+        await node.stop()
+    except Exception:
+        if complete:
+            raise
+        log.debug("stopping a node that had not started", exc_info=True)
 
 
 @contextlib.contextmanager

@@ -109,11 +109,13 @@ class RpcServer:
         names = (*self._services, reflection.SERVICE_NAME, health.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         try:
-            bound = self._server.add_insecure_port(_join(host, port))
+            bound = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
             bound = 0
         if bound == 0:
-            raise ConfigError(f"cannot listen on {_join(host, port)}: the port is taken or the address is not local")
+            raise ConfigError(
+                f"cannot listen on {join_address(host, port)}: the port is taken or the address is not local"
+            )
         await self._server.start()
         await self.set_serving(True)
         return bound
@@ -156,7 +158,8 @@ def remaining_s(context: Any, default_s: float) -> float:
     return default_s if left is None else max(0.0, min(left, default_s))
 
 
-def _join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """``"host:port"``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -166,4 +169,4 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-__all__: Sequence[str] = ("MAX_MESSAGE_BYTES", "Channels", "RpcServer", "remaining_s", "split_address")
+__all__: Sequence[str] = ("MAX_MESSAGE_BYTES", "Channels", "RpcServer", "join_address", "remaining_s", "split_address")

@@ -1,0 +1,320 @@
+"""A whole cluster on this machine: one process a role, watched, and gone without a trace when it stops.
+
+It knows how to start, watch and end processes, and the Cluster service to ask whether they found each other. It knows
+nothing of what the roles do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from mooncake.app.preflight import check_memory, check_ports, resolve
+from mooncake.app.role_main import PARENT_ENV
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import Config, dump_toml
+from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError, NodeUnavailable
+from mooncake.rpc import cluster_pb2 as pb
+from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.server import join_address
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 120.0
+DRAIN_S = 10.0  # for the conductor to finish the requests it has
+STOP_GRACE_S = 8.0  # for the other nodes to end by themselves
+POLL_S = 0.05
+MIN_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 10.0
+STABLE_S = 30.0  # who lived this long starts over with the shortest pause
+CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
+LOG_LINES_KEPT = 40  # of each process, to tell why it died
+
+PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_node", "decode": "decode_node"}
+
+
+@dataclass(slots=True)
+class Child:
+    """One process of the cluster, under a name that stays when it is restarted."""
+
+    node_id: str
+    role: str
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES_KEPT))
+
+    @property
+    def pid(self) -> int:
+        """Of the running process; 0 when there is none."""
+        return self.process.pid if self.process is not None and self.process.returncode is None else 0
+
+
+def children_of(config: Config) -> list[Child]:
+    counts = {
+        "store": config.cluster.store,
+        "prefill": config.cluster.prefill,
+        "decode": config.cluster.decode,
+    }
+    nodes = [Child(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
+    return [Child("conductor", "conductor"), *nodes]
+
+
+class LocalCluster:
+    """``async with LocalCluster(config) as cluster``: ready inside, gone after.
+
+    ``tell`` gets sentences for a person (what is waited for, who died); ``tell_log`` every line that a process logs.
+    With ``restart`` a process that dies comes back, after a pause that doubles while it keeps dying. Entering raises
+    ConfigError (a port is taken, memory is short, a value is wrong), ModelError, or NodeUnavailable when a process dies
+    or does not get ready within ``ready_timeout_s``; nothing is left behind then either.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        restart: bool = False,
+        log_level: str = "WARNING",
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        tell: Callable[[str], None] = log.info,
+        tell_log: Callable[[str], None] = log.debug,
+    ) -> None:
+        self.config = resolve(config)
+        self.children = {child.node_id: child for child in children_of(config)}
+        self._restart = restart
+        self._log_level = log_level
+        self._ready_timeout_s = ready_timeout_s
+        self._tell = tell
+        self._tell_log = tell_log
+        self._folder: Path | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+        self._fatal: asyncio.Future[MooncakeError] | None = None
+        self._missing: list[str] = []  # at the last poll
+        self._stopping = False
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{join_address(self.config.conductor.host, self.config.conductor.http_port)}"
+
+    @property
+    def grpc_address(self) -> str:
+        return join_address(self.config.conductor.host, self.config.conductor.grpc_port)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Running processes by node id."""
+        return {node_id: child.pid for node_id, child in self.children.items() if child.pid}
+
+    async def __aenter__(self) -> LocalCluster:
+        try:
+            await self.start()
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Check everything that can be checked, then start the processes. ``wait_ready`` comes next."""
+        check_ports(self.config)
+        checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
+        check_memory(self.config, checkpoint.config)
+        self._fatal = asyncio.get_running_loop().create_future()
+        self._folder = Path(tempfile.mkdtemp(prefix="mooncake-"))
+        (self._folder / "cluster.toml").write_text(dump_toml(self.config))
+        for child in self.children.values():
+            await self._spawn(child)
+            self._watchers.append(asyncio.create_task(self._watch(child), name=f"watch {child.node_id}"))
+
+    async def wait_ready(self) -> None:
+        """Return once the conductor is ready and knows every node; say what is missing meanwhile."""
+        assert self._fatal is not None, "start() comes first"
+        ready = asyncio.create_task(self._poll_ready(), name="wait until ready")
+        try:
+            await asyncio.wait((ready, self._fatal), timeout=self._ready_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._fatal.done():
+                raise self._fatal.result()
+            if not ready.done():
+                missing = ", ".join(self._missing)
+                raise NodeUnavailable(f"not ready after {self._ready_timeout_s:g} s: still waiting for {missing}")
+            ready.result()
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    async def wait_fatal(self) -> MooncakeError:
+        """Return the error once the cluster cannot go on: a process died and is not to be restarted."""
+        assert self._fatal is not None, "start() comes first"
+        return await asyncio.shield(self._fatal)
+
+    async def stop(self) -> None:
+        """End every process, the conductor first so that requests can finish. Idempotent."""
+        self._stopping = True
+        children = list(self.children.values())
+        await _end([child for child in children if child.role == "conductor"], DRAIN_S)
+        await _end(children, STOP_GRACE_S)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder = None
+
+    async def _spawn(self, child: Child) -> None:
+        assert self._folder is not None
+        section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
+        threads = section.threads if section else 1
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # a folder named like a role where the user happens to be must not win over ours
+            "-m",
+            PACKAGES[child.role],
+            "--config",
+            str(self._folder / "cluster.toml"),
+            "--set",
+            f"node.id={child.node_id}",
+            "--log-level",
+            self._log_level,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C at the terminal is for us; we end them in order
+            env=os.environ | {PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": str(threads)},
+        )
+
+    async def _watch(self, child: Child) -> None:
+        """Follow one child through all its lives."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            born = time.monotonic()
+            code = await self._live(child)
+            if self._stopping:
+                return
+            error = _death(child, code)
+            can_return = self._restart and not isinstance(error, ConfigError)
+            if not can_return:
+                self._tell(error.message)
+                self._fail(error)
+                return
+            if time.monotonic() - born > STABLE_S:
+                backoff_s = MIN_BACKOFF_S
+            self._tell(f"{error.message}; starting it again in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            child.restarts += 1
+            await self._spawn(child)
+
+    async def _live(self, child: Child) -> int:
+        """Pass on what a process logs until it ends; its exit code."""
+        process = child.process
+        assert process is not None
+        reading = asyncio.create_task(self._read_log(child, process), name=f"log of {child.node_id}")
+        code = await _exit_code(process)
+        _kill_group(process)  # what it had started itself, such as a compiler
+        await asyncio.wait((reading,), timeout=1.0)
+        reading.cancel()
+        return code
+
+    async def _read_log(self, child: Child, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        rest = b""
+        while data := await process.stdout.read(1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-(1 << 16) :]
+            for line in lines:
+                text = line.decode(errors="replace").rstrip()
+                child.last_lines.append(text)
+                self._tell_log(text)
+
+    def _fail(self, error: MooncakeError) -> None:
+        if self._fatal is not None and not self._fatal.done():
+            self._fatal.set_result(error)
+
+    async def _poll_ready(self) -> None:
+        async with grpc.aio.insecure_channel(self.grpc_address, options=CHANNEL_OPTIONS) as channel:
+            while missing := await self._who_is_missing(channel):
+                if missing != self._missing:
+                    self._missing = missing
+                    self._tell(f"waiting for {', '.join(missing)}")
+                await asyncio.sleep(POLL_S)
+
+    async def _who_is_missing(self, channel: grpc.aio.Channel) -> list[str]:
+        try:
+            status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=2.0)
+        except grpc.RpcError:
+            return ["conductor"]
+        live = {node.info.node_id for node in status.nodes if node.state == "live"}
+        missing = [node_id for node_id in self.children if node_id != "conductor" and node_id not in live]
+        return missing or ([] if status.ready else list(status.waiting_for) or ["conductor"])
+
+
+def _death(child: Child, code: int) -> MooncakeError:
+    """Why a process ended, in its own last words where it left some."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    words = child.last_lines[-1] if child.last_lines else ""
+    sentence = f"{child.node_id} {how}" + (f": {words}" if words else "")
+    return ConfigError(sentence) if code == 2 else NodeUnavailable(sentence)
+
+
+async def _exit_code(process: asyncio.subprocess.Process) -> int:
+    """asyncio's own wait() also waits for the end of the pipe, which a process started by this one may hold open."""
+    while process.returncode is None:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+    return process.returncode
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _end(children: list[Child], grace_s: float) -> None:
+    """SIGTERM, and SIGKILL to whoever is still there after ``grace_s``."""
+    running = [child.process for child in children if child.process is not None and child.pid]
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    ends = [asyncio.create_task(_exit_code(process)) for process in running]
+    if not ends:
+        return
+    await asyncio.wait(ends, timeout=grace_s)
+    for process in running:
+        if process.returncode is None:
+            _kill_group(process)
+    await asyncio.wait(ends)
+
+
+async def cluster_status(address: str, timeout_s: float = 5.0) -> pb.StatusResponse:
+    """What the conductor at ``address`` knows. Raises MooncakeError when it does not answer."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=timeout_s)
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, f"conductor {address}")
+            if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
+                raise NodeUnavailable(
+                    f"no conductor answers at {address}; start a cluster with `mooncake serve`, or name its gRPC "
+                    "address with --address"
+                ) from None
+            raise error from None
+    return status

@@ -1,0 +1,188 @@
+"""What a launcher settles before it starts anything: free ports, enough memory, threads a node.
+
+Each check either passes or raises ConfigError with one sentence that names the flag to change. It starts nothing and
+knows no role.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from mooncake.checkpoint import ModelConfig
+from mooncake.config import Config, EngineSection
+from mooncake.errors import ConfigError
+
+GB = 1e9
+ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process beside weights and KV: interpreter and torch
+PROCESS_OVERHEAD_GB = 0.1  # of the others
+
+
+def resolve(config: Config) -> Config:
+    """The same configuration with every "decide for me" of the launcher settled: ports and threads."""
+    conductor = config.conductor
+    return replace(
+        config,
+        conductor=replace(
+            conductor,
+            http_port=conductor.http_port or free_port(conductor.host),
+            grpc_port=conductor.grpc_port or free_port(conductor.host),
+        ),
+        prefill=_with_threads(config.prefill, config),
+        decode=_with_threads(config.decode, config),
+    )
+
+
+def _with_threads(section: EngineSection, config: Config) -> EngineSection:
+    nodes = config.cluster.prefill + config.cluster.decode
+    return section if section.threads else replace(section, threads=max(1, available_cores() // nodes))
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port(host: str) -> int:
+    """A TCP port nobody listens on. Another process may still take it before we do."""
+    with _bound(host, 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def check_ports(config: Config) -> None:
+    """Raises ConfigError naming the port, the flag, and who holds it where that can be known."""
+    conductor = config.conductor
+    if conductor.http_port == conductor.grpc_port:
+        raise ConfigError(f"--http-port and --grpc-port are both {conductor.http_port}; they must differ")
+    for flag, port in (("--http-port", conductor.http_port), ("--grpc-port", conductor.grpc_port)):
+        try:
+            _bound(conductor.host, port).close()
+        except OSError as error:
+            raise ConfigError(_port_sentence(conductor.host, port, flag, error)) from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen()  # two sockets with SO_REUSEADDR may bind one port; only one may listen
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _port_sentence(host: str, port: int, flag: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        holder = port_holder(port)
+        by = f" by {holder}" if holder else ""
+        return f"port {port} is taken{by}; choose another with {flag}, or stop what holds it"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs rights that this user does not have; choose one above 1023 with {flag}"
+    return (
+        f"cannot listen on {host}:{port}: {error.strerror or error}; set conductor.host to an address of this machine"
+    )
+
+
+def port_holder(port: int) -> str:
+    """ "process 4121 (redis-server)" for the local listener on a TCP port, or "" when /proc does not tell."""
+    inodes = set(_listening_inodes(port))
+    for fd in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+        try:
+            if fd.readlink().name in inodes:
+                pid = fd.parts[2]
+                return f"process {pid} ({Path('/proc', pid, 'comm').read_text().strip()})"
+        except OSError:  # it ended meanwhile, or belongs to another user
+            continue
+    return ""
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+        except OSError:
+            continue
+        for row in rows:
+            if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port:  # 0A: LISTEN
+                yield f"socket:[{row[9]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Gigabytes that a cluster on this machine will hold when its caches are full."""
+
+    weights_gb: float
+    kv_gb: float
+    store_gb: float
+    processes_gb: float
+
+    @property
+    def total_gb(self) -> float:
+        return self.weights_gb + self.kv_gb + self.store_gb + self.processes_gb
+
+
+def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
+    cluster = config.cluster
+    engines = cluster.prefill + cluster.decode
+    weights_gb = parameter_count(model) * (4 if config.model.dtype == "float32" else 2) / GB
+    return MemoryNeed(
+        weights_gb=engines * weights_gb,
+        kv_gb=cluster.prefill * config.prefill.kv_gb + cluster.decode * config.decode.kv_gb,
+        store_gb=cluster.store * config.store.dram_gb,
+        processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
+    )
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of a decoder of the Llama family; norms and biases are too few to matter."""
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return model.num_layers * (attention + mlp) + embeddings
+
+
+def check_memory(config: Config, model: ModelConfig, available_gb: float | None = None) -> None:
+    """Raises ConfigError when the cluster would not fit what this machine (or container) has left."""
+    need = memory_need(config, model)
+    have_gb = available_memory_gb() if available_gb is None else available_gb
+    if have_gb is not None and need.total_gb > have_gb:
+        raise ConfigError(
+            f"this cluster needs {need.total_gb:.1f} GB of memory (weights {need.weights_gb:.1f}, KV caches "
+            f"{need.kv_gb:.1f}, store {need.store_gb:.1f}, processes {need.processes_gb:.1f}) and {have_gb:.1f} GB are "
+            "available; lower prefill.kv_gb, decode.kv_gb or store.dram_gb with --set, or start fewer nodes"
+        )
+
+
+def available_memory_gb() -> float | None:
+    """What can be had without swapping, by the kernel's estimate and the limit of this control group."""
+    known = [gb for gb in (_meminfo_available_gb(), *_cgroup_available_gb()) if gb is not None]
+    return min(known) if known else None
+
+
+def _meminfo_available_gb() -> float | None:
+    try:
+        rows = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(row.split()[1]) * 1024 / GB for row in rows if row.startswith("MemAvailable:")), None)
+
+
+def _cgroup_available_gb() -> Iterator[float | None]:
+    for folder, limit, usage in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            limit_bytes = int(Path(folder, limit).read_text())  # "max" when there is none
+            yield (limit_bytes - int(Path(folder, usage).read_text())) / GB
+        except (OSError, ValueError):
+            yield None
