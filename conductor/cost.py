@@ -80,8 +80,8 @@ class LinearFit:
         self.num_samples = 0
 
     def observe(self, features: Coefficients, ms: float) -> None:
-        """Values that are no measurement (negative, NaN, zero) are ignored: they come from another process."""
-        if not (0.0 < ms < 1e9) or not all(0.0 <= value < 1e18 for value in features):
+        """Values that are no measurement (negative, zero, NaN, beyond reason) are ignored: they come from another process."""
+        if not (1e-6 <= ms <= 1e9) or not all(0.0 <= value < 1e18 for value in features):
             return
         x = np.array(features) / self._scales / ms  # dividing by ms makes errors relative: short steps count as much
         self._moment = FORGETTING * self._moment + np.outer(x, x)

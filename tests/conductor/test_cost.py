@@ -1,0 +1,106 @@
+"""The cost model finds the coefficients behind what nodes measure, and says "unknown" before."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.cost import CostModel, LinearFit
+
+
+def prefill_ms(new: int, prefix: int, a: float = 4.0, b: float = 0.5, c: float = 2e-4) -> float:
+    return a + b * new + c * new * (prefix + new / 2)
+
+
+def feed_prefill(costs: CostModel, node: str, rng: random.Random, slower: float = 1.0, count: int = 60) -> None:
+    for _ in range(count):
+        new, prefix = rng.randint(1, 2000), rng.choice((0, 64, 640, 4096))
+        noise = rng.uniform(0.97, 1.03)
+        costs.observe_prefill(node, new, prefix, slower * noise * prefill_ms(new, prefix))
+
+
+def test_prefill_coefficients_are_recovered() -> None:
+    costs = CostModel()
+    feed_prefill(costs, "p0", random.Random(1))
+    cost = costs.prefill("p0")
+    assert cost.is_known
+    for new, prefix in ((64, 0), (1000, 512), (2000, 8192)):
+        assert cost.ms(new, prefix) == pytest.approx(prefill_ms(new, prefix), rel=0.05)
+
+
+def test_chunks_pay_for_their_steps() -> None:
+    costs = CostModel()
+    feed_prefill(costs, "p0", random.Random(2))
+    cost = costs.prefill("p0")
+    assert cost.ms(1000, 0, steps=4) == pytest.approx(cost.ms(1000, 0) + 3 * cost.step_ms)
+
+
+def test_decode_and_transfers_are_recovered() -> None:
+    costs, rng = CostModel(), random.Random(3)
+    for _ in range(80):
+        batch = rng.randint(1, 32)
+        context = batch * rng.randint(10, 2000)
+        costs.observe_decode("d0", batch, context, 20 + 0.3 * batch + 5e-4 * context)
+        size = rng.randint(1_000, 50_000_000)
+        costs.observe_transfer("p0", "d0", size, 0.4 + size / 1e6)
+    assert costs.decode("d0").ms(16, 10_000) == pytest.approx(29.8, rel=0.02)
+    assert costs.transfer("p0", "d0").ms(10_000_000) == pytest.approx(10.4, rel=0.02)
+
+
+def test_nothing_is_known_before_the_first_sample() -> None:
+    costs = CostModel()
+    assert not costs.prefill("p0").is_known
+    assert costs.prefill("p0").ms(1000, 0) == 0.0
+    assert costs.decode("d0").ms(4, 1000) == 0.0
+    assert costs.transfer("p0", "d0").ms(1 << 20) == 0.0
+
+
+def test_a_new_node_starts_from_what_all_have_shown_and_then_speaks_for_itself() -> None:
+    costs, rng = CostModel(), random.Random(4)
+    feed_prefill(costs, "p0", rng)
+    assert costs.prefill("new").ms(1000, 0) == pytest.approx(prefill_ms(1000, 0), rel=0.05)
+    feed_prefill(costs, "new", rng, slower=3.0)
+    assert costs.prefill("new").ms(1000, 0) == pytest.approx(3 * prefill_ms(1000, 0), rel=0.1)
+    assert costs.prefill("p0").ms(1000, 0) == pytest.approx(prefill_ms(1000, 0), rel=0.1)
+
+
+def test_a_node_that_becomes_slower_is_noticed() -> None:
+    costs, rng = CostModel(), random.Random(5)
+    feed_prefill(costs, "p0", rng, count=200)
+    feed_prefill(costs, "p0", rng, slower=2.0, count=120)
+    assert costs.prefill("p0").ms(1000, 0) == pytest.approx(2 * prefill_ms(1000, 0), rel=0.15)
+
+
+def test_a_node_that_is_gone_is_forgotten_and_the_common_experience_stays() -> None:
+    costs, rng = CostModel(), random.Random(6)
+    feed_prefill(costs, "p0", rng, slower=5.0)
+    feed_prefill(costs, "p1", rng)
+    slow = costs.prefill("p0").ms(1000, 0)
+    costs.forget("p0")
+    assert costs.prefill("p0").is_known
+    assert costs.prefill("p0").ms(1000, 0) < slow / 2
+
+
+samples = st.lists(
+    st.tuples(st.integers(0, 100_000), st.integers(0, 100_000), st.floats(allow_nan=True, allow_infinity=True)),
+    max_size=40,
+)
+
+
+@given(samples)
+def test_coefficients_are_never_negative_whatever_is_reported(reported: list[tuple[int, int, float]]) -> None:
+    costs = CostModel()
+    for new, prefix, ms in reported:
+        costs.observe_prefill("p0", new, prefix, ms)
+    cost = costs.prefill("p0")
+    assert min(cost.step_ms, cost.token_ms, cost.pair_ms) >= 0.0
+    assert cost.ms(1000, 1000) < float("inf")
+
+
+def test_one_sample_predicts_itself() -> None:
+    fit = LinearFit((1.0, 1e3, 1e6))
+    fit.observe((1.0, 512.0, 131072.0), 80.0)
+    found = fit.coefficients()
+    assert found is not None
+    assert sum(c * x for c, x in zip(found, (1.0, 512.0, 131072.0), strict=True)) == pytest.approx(80.0, rel=1e-3)

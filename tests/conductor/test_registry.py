@@ -1,0 +1,137 @@
+"""The registry: who is in the cluster, who gets work, who is refused."""
+
+from itertools import product
+
+import pytest
+
+from conductor.registry import TRANSITIONS, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
+from mooncake.errors import ConfigError, StaleEpoch
+from mooncake.types import Role
+
+
+def prefill(node_id: str = "p0", incarnation: int = 1, **changes: object) -> NodeInfo:
+    values: dict[str, object] = {
+        "node_id": node_id,
+        "role": Role.PREFILL,
+        "incarnation": incarnation,
+        "control_address": f"127.0.0.1:{4000 + incarnation}",
+        "kv_fingerprint": "kv",
+        "block_tokens": 64,
+        **changes,
+    }
+    return NodeInfo(**values)  # type: ignore[arg-type]
+
+
+def registry() -> Registry:
+    return Registry("kv", 64, interval_s=0.5, timeout_s=5.0)
+
+
+def beat(nodes: Registry, now: float, node_id: str = "p0", incarnation: int = 1, draining: bool = False) -> bool:
+    return nodes.heartbeat(node_id, incarnation, NodeLoad(waiting=3), draining, now)
+
+
+def usable(nodes: Registry) -> list[str]:
+    return [node.info.node_id for node in nodes.usable(Role.PREFILL)]
+
+
+def state(nodes: Registry, node_id: str = "p0") -> NodeState:
+    node = nodes.get(node_id)
+    assert node is not None
+    return node.state
+
+
+def test_a_node_lives_goes_silent_and_is_gone() -> None:
+    nodes = registry()
+    assert nodes.register(prefill(), now=0.0) is None
+    assert beat(nodes, now=0.5)
+    assert state(nodes) is NodeState.LIVE
+    assert nodes.get("p0").load.waiting == 3  # type: ignore[union-attr]
+
+    assert nodes.tick(now=1.9) == []
+    assert state(nodes) is NodeState.LIVE
+    assert nodes.tick(now=2.1) == []
+    assert state(nodes) is NodeState.SUSPECT
+    assert beat(nodes, now=2.2)
+    assert state(nodes) is NodeState.LIVE
+
+    assert [info.node_id for info in nodes.tick(now=7.3)] == ["p0"]
+    assert nodes.get("p0") is None
+    assert not beat(nodes, now=7.4), "it must register again"
+    nodes.register(prefill(), now=7.5)
+    assert state(nodes) is NodeState.LIVE
+
+
+def test_a_failed_call_takes_a_node_out_until_a_heartbeat_that_is_younger() -> None:
+    nodes = registry()
+    nodes.register(prefill("p0"), now=0.0)
+    nodes.register(prefill("p1", 2), now=0.0)
+    nodes.call_failed(prefill("p0"), now=1.0)
+    assert usable(nodes) == ["p1"]
+    beat(nodes, now=1.1)  # may have been on its way when the node died
+    assert usable(nodes) == ["p1"]
+    beat(nodes, now=2.1)
+    assert usable(nodes) == ["p0", "p1"]
+
+
+def test_suspects_work_when_nobody_else_is_left() -> None:
+    nodes = registry()
+    nodes.register(prefill(), now=0.0)
+    nodes.call_failed(prefill(), now=0.1)
+    assert usable(nodes) == ["p0"]
+
+
+def test_a_failed_call_to_the_process_before_says_nothing_of_the_one_after() -> None:
+    nodes = registry()
+    old = prefill(incarnation=1)
+    nodes.register(old, now=0.0)
+    nodes.register(prefill(incarnation=2), now=1.0)
+    nodes.call_failed(old, now=1.1)
+    assert state(nodes) is NodeState.LIVE
+
+
+def test_a_new_incarnation_replaces_the_old_one_for_ever() -> None:
+    nodes = registry()
+    nodes.register(prefill(incarnation=1), now=0.0)
+    replaced = nodes.register(prefill(incarnation=2), now=1.0)
+    assert replaced is not None and replaced.incarnation == 1
+    with pytest.raises(StaleEpoch):
+        beat(nodes, now=1.1, incarnation=1)
+    with pytest.raises(StaleEpoch):
+        nodes.register(prefill(incarnation=1), now=1.2)
+    assert beat(nodes, now=1.3, incarnation=2)
+
+
+def test_draining_gets_no_work_and_a_restart_ends_it() -> None:
+    nodes = registry()
+    nodes.register(prefill(), now=0.0)
+    beat(nodes, now=0.5, draining=True)
+    assert usable(nodes) == []
+    nodes.register(prefill(incarnation=2), now=1.0)
+    assert usable(nodes) == ["p0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kv_fingerprint": "other"}, "the same model"),
+        ({"block_tokens": 16}, "blocks of 16"),
+        ({"node_id": ""}, "an id"),
+        ({"control_address": ""}, "control address"),
+    ],
+)
+def test_a_node_of_another_kind_is_refused(changes: dict[str, object], says: str) -> None:
+    nodes = registry()
+    with pytest.raises(ConfigError, match=says):
+        nodes.register(prefill(**changes), now=0.0)
+    assert list(nodes.nodes()) == []
+
+
+def test_a_store_keeps_blocks_of_any_kind() -> None:
+    nodes = registry()
+    nodes.register(prefill("s0", role=Role.STORE, kv_fingerprint="", block_tokens=0), now=0.0)
+    assert [node.info.node_id for node in nodes.usable(Role.STORE)] == ["s0"]
+
+
+def test_the_state_table_is_complete() -> None:
+    alive = set(NodeState) - {NodeState.GONE}
+    assert set(TRANSITIONS) == set(product(alive, NodeEvent))
