@@ -8,8 +8,6 @@ import os
 
 import numpy as np
 from kvstore.client import StoreClient
-from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.server import SegmentServer
 from mooncake.checkpoint import open_checkpoint
 
 from decode_node.generated import GeneratedBlocks
@@ -17,6 +15,8 @@ from decode_node.receiver import Receiver
 from decode_node.service import DecodeServicer
 from decode_node.writeback import WriteBack
 from kvstore.segment import Segment
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.server import SegmentServer
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.events import CacheEventsServicer
@@ -92,7 +92,7 @@ class DecodeNode:
         await self._servicer.drain()
         await self._writeback.stop()
         await self._host.stop()
-        self._segment_server.close()
+        self._segment_server.stop()
         self._transfer.close()
         await self._channels.close()
 
@@ -110,5 +110,7 @@ class DecodeNode:
         load.counters["blocks_not_written_back"] = self._writeback.skipped
         report = cluster_pb2.HeartbeatRequest(load=load, samples=self._host.samples.take())
         for peer in self._transfer.stats():
-            report.transports.add(peer=peer.peer, transport=peer.transport, bytes=peer.bytes, gb_per_s=peer.gb_per_s)
+            report.transports.add(
+                peer=peer.node_id, transport=peer.transport, bytes=peer.nbytes, gb_per_s=peer.gb_per_s
+            )
         return report

@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine
 
 import numpy as np
 import numpy.typing as npt
-from kvstore.transfer.server import SegmentServer
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 
 from decode_node.handoff import Handoff, HandoffState
-from kvstore.checksum import checksum_blocks
+from kvstore.checksum import Checksums, checksums_from_wire, range_checksums
+from kvstore.transfer.server import SegmentServer
 from mooncake.errors import ChecksumMismatch, HandoffFailed, InvalidRequest, MooncakeError, OutOfBlocks
 from mooncake.types import KVLayout, SampledToken
 
@@ -103,17 +103,14 @@ class Receiver:
         if handoff.state is not HandoffState.RESERVED:
             raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}, it cannot be committed")
         self._server.revoke(handoff.block_ids)
-        expected = np.frombuffer(checksums, dtype="<u8")
+        expected = checksums_from_wire(checksums)
         if expected.size != len(handoff.block_ids) * self._layout.num_layers:
             await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
             raise InvalidRequest("checksums do not fit the blocks of the hand-off", "checksums")
-        actual = await asyncio.to_thread(
-            checksum_blocks, self._memory, handoff.block_ids, self._layout.num_layers, self._layout.layer_bytes
-        )
-        if handoff.is_over:
-            await self._free(handoff)
+        actual = await asyncio.to_thread(self._checksums, handoff.block_ids)
+        if handoff.is_over:  # given up meanwhile, and freed by whoever gave it up
             raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
-        if not np.array_equal(actual.reshape(-1), expected):
+        if not np.array_equal(actual, expected):
             self.checksum_mismatches += 1
             await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
             raise ChecksumMismatch(f"hand-off {handoff_id}: bytes differ from what prefill computed")
@@ -175,12 +172,16 @@ class Receiver:
         was_reserved = handoff.state is HandoffState.RESERVED
         handoff.move(state)
         if was_reserved:
-            self._server.revoke(handoff.block_ids)
-        if was_reserved and not writer_stopped and self._server.has_peer(handoff.writer_id):
+            await asyncio.to_thread(self._server.revoke, handoff.block_ids)
+        if was_reserved and not writer_stopped and self._server.maps_memory(handoff.writer_id):
             handoff.is_quarantined = True
             log.debug("hand-off %s: %d blocks quarantined", handoff.handoff_id, len(handoff.block_ids))
         else:
             await self._free(handoff)
+
+    def _checksums(self, block_ids: list[int]) -> Checksums:
+        parts = [range_checksums(self._memory[block].data, self._layout.num_layers) for block in block_ids]
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
     async def _free(self, handoff: Handoff) -> None:
         handoff.is_quarantined = False

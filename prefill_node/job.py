@@ -17,10 +17,10 @@ from typing import TypeVar, cast
 import grpc
 import numpy as np
 from kvstore.client import Reservation, StoreClient
-from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.sequence import Sequence
 
+from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.host import EngineHost
 from mooncake.errors import DeadlineExceeded, InternalError, KVLoadFailed, MooncakeError
 from mooncake.hashing import extend_chain
@@ -35,7 +35,7 @@ from mooncake.rpc.convert import (
 )
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
-from mooncake.types import BlockKey, PrefillReport, SampledToken, SegmentAddress, Timings
+from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
 from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
@@ -88,7 +88,6 @@ class PrefillJob:
         self._store = shop.store(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._handoff: Sink | None = None
-        self._handoff_segment: SegmentAddress | None = None
         self._handoff_blocks: list[int] = []  # prompt block indices that the decode node wants
         self._committed = False
         self._pool: Sink | None = None
@@ -214,20 +213,19 @@ class PrefillJob:
     async def _open_handoff(self, sink: Sink) -> None:
         stub = self._decode_stub()
         request = decode_pb2.OpenHandoffRequest(
-            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.node_id
+            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.transfer.writer_id
         )
         try:
             response = await stub.OpenHandoff(request, timeout=self._left_s())
         except grpc.aio.AioRpcError as error:
             sink.fail(error_from_rpc(error, "decode node"))
             return
-        self._handoff_segment = segment_from_wire(response.segment)
         self._handoff_blocks = [response.first_block + i for i in range(len(response.block_ids))]
         slots = {
             index: (block_id, self._request.epoch)
             for index, block_id in zip(self._handoff_blocks, response.block_ids, strict=True)
         }
-        sink.open(Destination(self._handoff_segment, slots))
+        sink.open(Destination(segment_from_wire(response.segment), slots))
         self._shop.handoffs.kick(sink)
 
     async def _open_pool(self, sink: Sink, store: StoreClient, first: int) -> None:
@@ -322,7 +320,7 @@ class PrefillJob:
             pool_cached_tokens=load.num_blocks * self._layout.block_tokens if load else 0,
             sent_bytes=handoff.sent_bytes if handoff else 0,
             pool_bytes=self._pool.sent_bytes if self._pool else 0,
-            transport=self._shop.transfer.transport_to(self._handoff_segment) if self._handoff_segment else "",
+            transport=handoff.transport if handoff else "",
             timings=Timings(
                 queue_ms=(first_step_s - self._arrived_s) * 1e3,
                 load_ms=load.load_ms if load else 0.0,

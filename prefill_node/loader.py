@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from kvstore.transfer.engine import ReadRange, TransferEngine
 
-from kvstore.checksum import checksum_ranges
+from kvstore.checksum import checksum
+from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 
@@ -133,11 +133,12 @@ class PrefixLoad:
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(self._blocks, targets, strict=True)
         ]
-        transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s))
+        report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s))
+        self.transport = report.transport
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         for block, target in zip(self._blocks, targets, strict=True):
-            if checksum_ranges(target, 1)[0] != lease.checksums[block.index][layer]:
+            if checksum(target.data) != lease.checksums[block.index][layer]:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from kvstore.transfer.engine import TransferEngine
 from mooncake.checkpoint import open_checkpoint
 
+from kvstore.transfer.engine import TransferEngine
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.events import CacheEventsServicer
@@ -92,11 +92,12 @@ class PrefillNode:
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         report = cluster_pb2.HeartbeatRequest(load=self._host.load(), samples=self._host.samples.take())
         for peer in self._transfer.stats():
-            report.transports.add(peer=peer.peer, transport=peer.transport, bytes=peer.bytes, gb_per_s=peer.gb_per_s)
+            report.transports.add(
+                peer=peer.node_id, transport=peer.transport, bytes=peer.nbytes, gb_per_s=peer.gb_per_s
+            )
         return report
 
     def _on_sent(self, sink: Sink, num_bytes: int, elapsed_ms: float) -> None:
         address = sink.address
         if address is not None:
-            transport = self._transfer.transport_to(address)
-            self._host.samples.add_transfer(address.node_id, transport, num_bytes, elapsed_ms)
+            self._host.samples.add_transfer(address.node_id, sink.transport, num_bytes, elapsed_ms)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from kvstore.transfer.engine import TransferEngine, WriteRange
 
-from kvstore.checksum import checksum_ranges
+from kvstore.checksum import checksum
+from kvstore.transfer.engine import TransferEngine, WriteRange
 from mooncake.errors import HandoffFailed, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress
 
@@ -50,6 +50,7 @@ class Sink:
         self.deadline = deadline  # monotonic s
         self.done: Future[None] = Future()  # all that was pushed before ``end`` is written, or the error
         self.sent_bytes = 0
+        self.transport = ""  # that carried the last bytes
         self.checksums: dict[int, npt.NDArray[np.uint64]] = {}  # block index -> one a layer
         self._layout = layout
         self._lock = threading.Lock()
@@ -124,11 +125,12 @@ class Sink:
                 slot, epoch = destination.slots[index]
                 data = memory[block_id, offset : offset + self._layout.layer_bytes]
                 sums = self.checksums.setdefault(index, np.zeros(self._layout.num_layers, np.uint64))
-                sums[run.layer] = checksum_ranges(data, 1)[0]
+                sums[run.layer] = checksum(data.data)
                 ranges.append(WriteRange(slot, offset, data.data, epoch))
         if ranges:
-            transfer.write(destination.address, ranges, self.deadline)
-            self.sent_bytes += len(ranges) * self._layout.layer_bytes
+            report = transfer.write(destination.address, ranges, self.deadline)
+            self.transport = report.transport
+            self.sent_bytes += report.nbytes
 
 
 class Outbox:
