@@ -1,0 +1,208 @@
+"""Who holds which block of a paged cache: reference counts, prefix hits by chained keys, and what to evict.
+
+Pure bookkeeping over block numbers. It must not know about torch, bytes, sequences or time.
+
+A block is in exactly one of three places:
+
+    free      holds nothing
+    in use    one or more block tables refer to it; it may have a key already
+    cached    nobody refers to it, but its key is known, so that a later request can take it; evicted when room is needed
+
+Cached blocks stand in one line, least recently used first, and every cached block stands before its cached parent. So
+whatever is at the head of the line is a leaf: a prefix is never evicted before what builds on it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from mooncake.errors import InternalError, OutOfBlocks
+from mooncake.types import BlockEvent, BlockKey
+
+
+class BlockPool:
+    """``num_blocks`` blocks of ``block_tokens`` tokens. One owner: only ``match`` may be called from other threads."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, *, keep_events: bool = True) -> None:
+        """``keep_events``: whether someone calls ``take_events``, without which they would pile up."""
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._keep_events = keep_events
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one freed is still warm in the caches
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_in_use = 0
+        self._references = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._parents = [b""] * num_blocks
+        self._by_key: dict[bytes, int] = {}
+        self._events: list[BlockEvent] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        return self._num_in_use
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks ``allocate`` can give."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        """Length of the leading run of ``keys`` that is held here. From another thread it is only a hint."""
+        known = self._by_key
+        for count, key in enumerate(keys):
+            if key not in known:
+                return count
+        return len(keys)
+
+    def take_prefix(self, keys: Sequence[BlockKey], count: int) -> list[int]:
+        """One more reference to each of the first ``count`` blocks, which ``match`` has just found."""
+        try:
+            block_ids = [self._by_key[key] for key in keys[:count]]
+        except KeyError:
+            raise InternalError("a prefix was taken that is not in the pool") from None
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                del self._cached[block_id]
+                self._num_in_use += 1
+            self._references[block_id] += 1
+        return block_ids
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` blocks without a key, evicting cached ones as needed. Raises OutOfBlocks and then changes nothing."""
+        if count > self.num_available:
+            raise OutOfBlocks(
+                f"{count} blocks are needed, {self.num_available} of {self.num_blocks} are free or can be evicted"
+            )
+        while len(self._free) < count:
+            self._evict_one()
+        block_ids = [self._free.pop() for _ in range(count)]
+        for block_id in block_ids:
+            self._references[block_id] = 1
+        self._num_in_use += count
+        return block_ids
+
+    def seal(self, block_id: int, key: BlockKey, parent: bytes) -> None:
+        """The block is full and will not change: others may share it as ``key``. ``parent`` is b"" for a first block.
+
+        When another block has the key already, that one keeps it and this one stays anonymous.
+        """
+        if self._references[block_id] == 0:
+            raise InternalError(f"block {block_id} was sealed while nobody held it")
+        if self._keys[block_id] == key or key in self._by_key:
+            return
+        if self._keys[block_id] is not None:
+            raise InternalError(f"block {block_id} was sealed twice, with different keys")
+        self._keys[block_id] = key
+        self._parents[block_id] = parent
+        self._by_key[key] = block_id
+        self._note(True, key, parent)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One reference less to each block of a table, given in the table's order.
+
+        The last block goes first into the line, so that tails are evicted before what they build on.
+        """
+        self._check_in_use(block_ids)
+        for block_id in reversed(block_ids):
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._num_in_use -= 1
+                self._retire(block_id)
+
+    def fork(self, block_ids: Sequence[int]) -> None:
+        """One more reference to each block: another table shares them. Whoever writes asks ``needs_copy`` first."""
+        self._check_in_use(block_ids)
+        for block_id in block_ids:
+            self._references[block_id] += 1
+
+    def needs_copy(self, block_id: int) -> bool:
+        """Whether a write into the block would be seen by someone else."""
+        return self._references[block_id] > 1 or self._keys[block_id] is not None
+
+    def discard(self, key: BlockKey) -> bool:
+        """The block's bytes were found corrupt: nobody may find it again. Returns whether it was here."""
+        block_id = self._by_key.get(key)
+        if block_id is None:
+            return False
+        self._forget_key(block_id)
+        if self._references[block_id] == 0:
+            del self._cached[block_id]
+            self._free.append(block_id)
+        return True
+
+    def drop_cached(self) -> None:
+        """Forget every block that nobody holds."""
+        while self._cached:
+            self._evict_one()
+
+    def take_events(self) -> list[BlockEvent]:
+        """What became readable or left since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        """Recount everything. Raises InternalError when the books do not add up; for tests and idle moments."""
+        in_use = {block_id for block_id, count in enumerate(self._references) if count > 0}
+        places = (set(self._free), set(self._cached), in_use)
+        if sum(map(len, places)) != self.num_blocks or len(set().union(*places)) != self.num_blocks:
+            raise InternalError("a block is in two places, or in none")
+        if (len(self._free), len(in_use)) != (len(places[0]), self._num_in_use):
+            raise InternalError("counts do not match the blocks")
+        if min(self._references, default=0) < 0:
+            raise InternalError("a block has fewer than no references")
+        keyed = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
+        if keyed != self._by_key or any(self._keys[block_id] is None for block_id in self._cached):
+            raise InternalError("keys do not match the blocks")
+        if any(self._keys[block_id] is not None for block_id in self._free):
+            raise InternalError("a free block has a key")
+        order = {block_id: place for place, block_id in enumerate(self._cached)}
+        for block_id, place in order.items():
+            parent = self._by_key.get(self._parents[block_id])
+            if parent in order and order[parent] < place:
+                raise InternalError("a prefix would be evicted before what builds on it")
+
+    def _retire(self, block_id: int) -> None:
+        """Nobody refers to the block any more: to the end of the line, and its cached ancestors behind it.
+
+        Ancestors are cached at this time only when the table held copies of them; so the walk is no longer than the
+        table whose release led here.
+        """
+        if self._keys[block_id] is None:
+            self._free.append(block_id)
+            return
+        self._cached[block_id] = None
+        ancestor = self._by_key.get(self._parents[block_id])
+        while ancestor is not None and ancestor in self._cached:
+            self._cached.move_to_end(ancestor)
+            ancestor = self._by_key.get(self._parents[ancestor])
+
+    def _evict_one(self) -> None:
+        block_id, _ = self._cached.popitem(last=False)
+        self._forget_key(block_id)
+        self._free.append(block_id)
+
+    def _forget_key(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        assert key is not None
+        del self._by_key[key]
+        self._note(False, key, self._parents[block_id])
+        self._keys[block_id] = None
+        self._parents[block_id] = b""
+
+    def _note(self, stored: bool, key: BlockKey, parent: bytes) -> None:
+        if self._keep_events:
+            self._events.append(BlockEvent(stored, key, parent))
+
+    def _check_in_use(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if self._references[block_id] <= 0:
+                raise InternalError(f"block {block_id} was given back or shared by someone who does not hold it")

@@ -1,0 +1,49 @@
+"""The memory of a paged cache: one tensor ``[blocks, layers, K|V, kv_heads, block_tokens, head_dim]`` over one buffer.
+
+The buffer may be a registered segment that other processes write into. It must not know which block is whose.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mooncake.errors import ConfigError
+from mooncake.types import KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVCache:
+    """``tensor`` for the model and ``memory`` (``[num_blocks, block_bytes]`` uint8) for transfers: the same bytes."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None) -> None:
+        """Lays the cache over ``buffer``, or over zeroed memory of its own. Raises ConfigError when it does not fit."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        num_bytes = num_blocks * layout.block_bytes
+        if buffer is None:
+            buffer = _own_memory(num_bytes)
+        if buffer.nbytes < num_bytes or buffer.readonly:
+            raise ConfigError(f"{num_blocks} blocks need {num_bytes} writable bytes, the buffer has {buffer.nbytes}")
+        flat = np.frombuffer(buffer, np.uint8, num_bytes)
+        self.memory: npt.NDArray[np.uint8] = flat.reshape(num_blocks, layout.block_bytes)
+        self.tensor = (
+            torch.from_numpy(flat)
+            .view(TORCH_DTYPES[layout.dtype])
+            .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        )
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.memory[target] = self.memory[source]
+
+
+def _own_memory(num_bytes: int) -> memoryview:
+    """Zeroed, aligned to pages, and taken from the system only as it is touched."""
+    area = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(area)

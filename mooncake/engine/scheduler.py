@@ -1,0 +1,328 @@
+"""What the next step computes: decodes first, then chunks of prompts, within the blocks that there are.
+
+Pure: it moves sequences and block numbers and returns a plan. It must not know about torch, clocks, tokens' meaning or
+the hook. When blocks run out, the sequence that arrived last gives its own back and computes them again later; the
+earliest one always gets on, so there is no livelock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
+from mooncake.types import BlockKey
+
+HEADROOM = 100  # one block in so many stays free at admission while others run, so that they can grow
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step."""
+
+    sequence: Sequence
+    first: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence got its blocks. ``to_load`` are those to be filled from elsewhere: (index in the table, id, key)."""
+
+    sequence: Sequence
+    to_load: list[tuple[int, int, BlockKey]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else."""
+
+    entries: list[StepEntry] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    failures: list[tuple[Sequence, MooncakeError]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Waiting and running sequences, and the block tables of those that have blocks."""
+
+    def __init__(
+        self, pool: BlockPool, chunk_tokens: int, max_sequences: int, max_model_len: int, max_waiting: int
+    ) -> None:
+        """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only."""
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.num_reserved = 0
+        self.num_preemptions = 0
+        max_blocks = -(-max_model_len // pool.block_tokens)
+        self.tables = np.zeros((max_sequences, max_blocks), np.int32)  # row of a sequence -> its block ids
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._block_tokens = pool.block_tokens
+        self._max_sequences = max_sequences
+        self._max_waiting = max_waiting
+        self._splits_prompts = chunk_tokens > 0
+        self._budget = chunk_tokens or max_model_len
+        self._arrivals = 0
+
+    # Coming and going
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises Overloaded when too many wait already, OutOfBlocks when it can never fit."""
+        if len(self.waiting) >= self._max_waiting:
+            raise Overloaded(f"{len(self.waiting)} sequences are waiting already")
+        self._check_fits_at_all(sequence)
+        self._arrive(sequence)
+        self.waiting.append(sequence)
+
+    def reserve(self, sequence: Sequence) -> int:
+        """Give it blocks for all its tokens, without running it. Returns how many leading ones are filled already.
+
+        Raises OutOfBlocks when there is no room now; it has to make way for sequences that wait for their blocks back.
+        """
+        self._check_fits_at_all(sequence)
+        if not self._free_rows:
+            raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
+        if self.waiting and self.waiting[0].num_preemptions:
+            raise OutOfBlocks("sequences that were preempted here come first")
+        sequence.extend_keys(self._block_tokens)
+        num_cached = self._give_blocks(sequence, len(sequence.block_keys))
+        if num_cached is None:
+            raise OutOfBlocks(f"{self._blocks_of(sequence)} blocks are needed, {self.pool.num_available} are available")
+        self._arrive(sequence)
+        sequence.move(SequenceState.RESERVED)
+        self.num_reserved += 1
+        return num_cached
+
+    def start_reserved(self, sequence: Sequence) -> None:
+        """Its blocks are filled: it runs from now on."""
+        sequence.move(SequenceState.RUNNING)
+        self.num_reserved -= 1
+        self._run(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` goes on from where the running ``parent`` stands, sharing all its blocks. Raises OutOfBlocks."""
+        if not self._free_rows:
+            raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
+        self._arrive(child)
+        self.pool.fork(parent.block_table)
+        self._set_table(child, list(parent.block_table))
+        child.num_computed, child.num_sealed = parent.num_computed, parent.num_sealed
+        child.block_keys = list(parent.block_keys)
+        child.move(SequenceState.RUNNING)
+        self._run(child)
+
+    def finish(self, sequence: Sequence, *, hold: bool = False) -> None:
+        """It leaves, from whatever state it is in; with ``hold`` its blocks stay."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is SequenceState.RESERVED:
+            self.num_reserved -= 1
+        self._give_row_back(sequence)
+        if hold:
+            sequence.move(SequenceState.HELD)
+            return
+        sequence.move(SequenceState.FINISHED)
+        self._give_blocks_back(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """From running to the head of the queue, without its blocks; its tokens stay."""
+        self.running.remove(sequence)
+        self._give_row_back(sequence)
+        self._give_blocks_back(sequence)
+        sequence.num_computed = sequence.num_sealed = 0
+        sequence.is_loading = False
+        sequence.move(SequenceState.WAITING)
+        self.waiting.appendleft(sequence)
+
+    # The step
+
+    def plan(self) -> StepPlan:
+        """Moves sequences between the queues and hands out blocks, but computes nothing: a plan may be abandoned."""
+        plan = StepPlan()
+        preempted = self._plan_decodes(plan)
+        budget = self._plan_chunks(plan)
+        if not preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def _plan_decodes(self, plan: StepPlan) -> bool:
+        """One token of every sequence that is past its prompt. True when one had to give its blocks back for it."""
+        before = self.num_preemptions
+        for sequence in list(self.running):
+            if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding or sequence.is_loading:
+                continue
+            if self._make_writable(sequence, sequence.num_computed, plan):
+                plan.entries.append(StepEntry(sequence, sequence.num_computed, 1))
+        return self.num_preemptions > before
+
+    def _plan_chunks(self, plan: StepPlan) -> int:
+        """The next part of running prompts, first come, first served. Returns the rest of the budget (tokens)."""
+        budget = self._budget
+        for sequence in self.running:
+            if (not sequence.is_decoding or sequence.is_loading) and budget > 0:
+                budget -= self._plan_chunk(sequence, budget, plan)
+        return budget
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """Plan as much of the sequence as the budget and the grid allow; returns how many tokens.
+
+        A chunk ends at its prompt's end or on a block border, counted from the start of the sequence, so that the same
+        prompt is cut at the same places whatever else runs. Only a budget below one block makes it end elsewhere.
+        """
+        first, left = sequence.num_computed, sequence.num_tokens - sequence.num_computed
+        count = min(left, budget)
+        if count < left:
+            aligned = (first + count) // self._block_tokens * self._block_tokens - first
+            if not self._splits_prompts or (aligned <= 0 and budget < self._budget):
+                return 0
+            count = aligned if aligned > 0 else count
+        plan.entries.append(StepEntry(sequence, first, count))
+        return count
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        while self.waiting and self._free_rows and budget > 0:
+            sequence = self.waiting[0]
+            if self._blocks_of(sequence) > self.pool.num_blocks:  # it grew, was preempted, and fits no more
+                plan.failures.append((sequence, self._never_fits(sequence)))
+                self.finish(sequence)
+                continue
+            admission = self._give_prompt_blocks(sequence)
+            if admission is None:
+                return
+            planned = self._plan_chunk(sequence, budget, plan)
+            if planned == 0:  # not within what is left of this step
+                self._take_admission_back(sequence)
+                return
+            self.waiting.popleft()
+            sequence.move(SequenceState.RUNNING)
+            self._run(sequence)
+            plan.admissions.append(admission)
+            budget -= planned
+
+    def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
+        """Blocks for all tokens: cached ones, ones to load, ones to compute. At least the last token is computed."""
+        sequence.extend_keys(self._block_tokens)
+        usable = min((sequence.num_tokens - 1) // self._block_tokens, len(sequence.block_keys))
+        num_cached = self._give_blocks(sequence, usable)
+        if num_cached is None:
+            return None
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = num_cached * self._block_tokens
+        num_ready = max(num_cached, min(sequence.external_blocks, usable))
+        sequence.num_computed = num_ready * self._block_tokens
+        sequence.num_sealed = num_cached
+        sequence.is_loading = num_ready > num_cached
+        to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_ready)]
+        return Admission(sequence, to_load)
+
+    def _take_admission_back(self, sequence: Sequence) -> None:
+        self._give_row_back(sequence)
+        self._give_blocks_back(sequence)
+        sequence.num_computed = sequence.num_sealed = 0
+        sequence.is_loading = False
+
+    # Blocks
+
+    def _make_writable(self, sequence: Sequence, position: int, plan: StepPlan) -> bool:
+        """See to it that ``position`` can be written: a block is there, and nobody else would see the write.
+
+        False when the sequence itself had to give way.
+        """
+        index = position // self._block_tokens
+        table = sequence.block_table
+        is_new = index == len(table)
+        if not is_new and not self.pool.needs_copy(table[index]):
+            return True
+        while self.pool.num_available == 0:
+            victim = self._latest()
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        [block_id] = self.pool.allocate(1)
+        if is_new:
+            table.append(block_id)
+        else:
+            plan.copies.append((table[index], block_id))
+            self.pool.release([table[index]])
+            table[index] = block_id
+        self.tables[sequence.row, index] = block_id
+        return True
+
+    def _latest(self) -> Sequence:
+        """Who arrived last, of those whose blocks nobody else is writing into."""
+        return next(sequence for sequence in reversed(self.running) if not sequence.is_loading)
+
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.put_back(victim)
+        plan.entries[:] = [entry for entry in plan.entries if entry.sequence is not victim]
+
+    def _give_blocks(self, sequence: Sequence, usable: int) -> int | None:
+        """A table for all its tokens; returns how many of the first ``usable`` blocks were cached, None for no room."""
+        num_cached = self.pool.match(sequence.block_keys[:usable])
+        count = self._blocks_of(sequence) - num_cached
+        headroom = -(-self.pool.num_blocks // HEADROOM) if self.running else 0
+        if count + headroom > self.pool.num_available:
+            return None
+        table = self.pool.take_prefix(sequence.block_keys, num_cached)
+        if count + headroom > self.pool.num_available:  # the prefix was part of what is available
+            self.pool.release(table)
+            return None
+        self._set_table(sequence, table + self.pool.allocate(count))
+        return num_cached
+
+    def _set_table(self, sequence: Sequence, table: list[int]) -> None:
+        sequence.block_table = table
+        sequence.row = self._free_rows.pop()
+        self.tables[sequence.row, : len(table)] = table
+
+    def _give_blocks_back(self, sequence: Sequence) -> None:
+        table, sequence.block_table = sequence.block_table, []
+        self.pool.release(table)
+
+    def _give_row_back(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+
+    def _arrive(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+
+    def _run(self, sequence: Sequence) -> None:
+        insort(self.running, sequence, key=_arrival)
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        return -(-sequence.num_tokens // self._block_tokens)
+
+    def _check_fits_at_all(self, sequence: Sequence) -> None:
+        if self._blocks_of(sequence) > min(self.pool.num_blocks, self.tables.shape[1]):
+            raise self._never_fits(sequence)
+
+    def _never_fits(self, sequence: Sequence) -> OutOfBlocks:
+        return OutOfBlocks(
+            f"{sequence.num_tokens} tokens need {self._blocks_of(sequence)} blocks of {self._block_tokens} tokens, "
+            f"the whole cache has {self.pool.num_blocks}: raise kv_gb"
+        )
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def num_tokens_to_compute(sequences: Iterable[Sequence]) -> int:
+    return sum(sequence.num_tokens - sequence.num_computed for sequence in sequences)

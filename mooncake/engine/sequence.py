@@ -1,0 +1,176 @@
+"""One request inside an engine: its tokens, its blocks, where it stands, and when it ends.
+
+It must not know about torch, other sequences or the block pool: the scheduler gives it blocks, the engine appends
+tokens.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+
+from mooncake.errors import ContextTooLong, InternalError, InvalidRequest
+from mooncake.hashing import extend_chain
+from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds
+
+
+class SequenceState(StrEnum):
+    WAITING = "waiting"  # has no blocks
+    RESERVED = "reserved"  # has blocks that another engine is filling
+    RUNNING = "running"  # has blocks and is part of the next steps
+    HELD = "held"  # is complete; its blocks are kept until ``release``
+    FINISHED = "finished"  # has no blocks and never will
+
+
+_S = SequenceState
+
+ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.RESERVED, _S.FINISHED}),
+    _S.RESERVED: frozenset({_S.RUNNING, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.WAITING, _S.HELD, _S.FINISHED}),
+    _S.HELD: frozenset({_S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+
+
+class Sequence:
+    """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to compute."""
+
+    __slots__ = (
+        "_buffer",
+        "_num_full_length",
+        "admitted_s",
+        "arrival",
+        "block_keys",
+        "block_table",
+        "chain_seed",
+        "external_blocks",
+        "first_step_s",
+        "hold_blocks",
+        "is_loading",
+        "last_step_s",
+        "num_cached_tokens",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_sealed",
+        "num_tokens",
+        "request_id",
+        "row",
+        "sampler_memory",
+        "sampling",
+        "state",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        tokens: TokenIds,
+        num_prompt: int,
+        sampling: SamplingParams,
+        chain_seed: bytes,
+        *,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+        num_to_sample: int | None = None,
+        external_blocks: int = 0,
+        hold_blocks: bool = False,
+    ) -> None:
+        """``tokens`` are the prompt (``num_prompt`` of them) and what was generated before a retry.
+
+        ``max_model_len`` bounds prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine
+        after so many new tokens; ``external_blocks`` leading blocks can be loaded from elsewhere at admission;
+        ``hold_blocks`` keeps the blocks at the end until they are released. Raises InvalidRequest, ContextTooLong.
+        """
+        num_tokens = len(tokens)
+        if not 1 <= num_prompt <= num_tokens:
+            raise InvalidRequest(f"a prompt of {num_prompt} tokens in {num_tokens} tokens is not possible", "prompt")
+        if num_tokens >= max_model_len:
+            raise ContextTooLong(f"{num_tokens} tokens leave no room for an answer in {max_model_len}", "prompt")
+        if num_tokens - num_prompt >= sampling.max_tokens:
+            raise InvalidRequest("the answer is complete already", "max_tokens")
+        if num_to_sample is not None and num_to_sample < 1:
+            raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
+        if external_blocks < 0:
+            raise InvalidRequest("external_blocks must not be negative", "external_blocks")
+        self.request_id = request_id
+        self.num_prompt = num_prompt
+        self.sampling = sampling
+        self.chain_seed = chain_seed
+        self.external_blocks = external_blocks
+        self.hold_blocks = hold_blocks
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
+        full_length = min(num_prompt + sampling.max_tokens, max_model_len)
+        if num_to_sample is not None:
+            full_length = min(full_length, num_tokens + num_to_sample)
+        self._num_full_length = full_length  # tokens, at which it ends in this engine
+
+        self._buffer = np.empty(min(full_length, 2 * num_tokens + 64), np.uint32)
+        self._buffer[:num_tokens] = tokens
+        self.num_tokens = num_tokens
+        self.num_computed = 0
+        self.block_keys: list[BlockKey] = []  # of the full blocks
+        self.block_table: list[int] = []
+        self.num_sealed = 0  # blocks
+        self.is_loading = False  # blocks of the table are still on their way from elsewhere
+        self.state = SequenceState.WAITING
+        self.arrival = 0  # order of arrival in this engine
+        self.row = -1  # in the scheduler's array of block tables
+        self.sampler_memory: object = None  # of the sampler alone
+
+        self.num_cached_tokens = 0  # found in this engine's own cache when first admitted
+        self.num_preemptions = 0
+        self.admitted_s = 0.0  # monotonic, as the next two; 0 until it happens
+        self.first_step_s = 0.0
+        self.last_step_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.request_id} {self.state} {self.num_computed}/{self.num_tokens} tokens>"
+
+    @property
+    def tokens(self) -> TokenIds:
+        """All tokens so far, prompt and answer. A view: copy it to keep it."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its newest token is still to compute."""
+        return self.num_computed == self.num_tokens - 1
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether ``min_tokens`` forbids the next token to end the answer."""
+        return self.num_tokens - self.num_prompt < self.sampling.min_tokens
+
+    def move(self, state: SequenceState) -> None:
+        """Raises InternalError for a move that the table does not allow; nothing changes then."""
+        if state not in ALLOWED[self.state]:
+            raise InternalError(f"sequence {self.request_id} cannot go from {self.state} to {state}")
+        self.state = state
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add a generated token; why the sequence ends with it, if it does."""
+        if self.num_tokens == len(self._buffer):
+            grown = np.empty(2 * len(self._buffer) + 64, np.uint32)
+            grown[: self.num_tokens] = self._buffer
+            self._buffer = grown
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if token_id in self.stop_ids and self.num_tokens - self.num_prompt > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.num_tokens >= self._num_full_length:
+            return FinishReason.LENGTH
+        return None
+
+    def extend_keys(self, block_tokens: int) -> None:
+        """Bring ``block_keys`` up to date with the tokens."""
+        known = len(self.block_keys)
+        if (known + 1) * block_tokens <= self.num_tokens:
+            parent = self.block_keys[-1] if known else self.chain_seed
+            self.block_keys += extend_chain(parent, self.tokens[known * block_tokens :], block_tokens)
