@@ -27,10 +27,9 @@ from mooncake.app.preflight import check_memory, check_ports, resolve
 from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
-from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError, NodeUnavailable
+from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
-from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import join_address
 
 log = logging.getLogger(__name__)
@@ -180,6 +179,15 @@ class LocalCluster:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
             self._folder = None
 
+    def kill(self) -> None:
+        """End everything now, without waiting for anybody: for a second Ctrl-C."""
+        self._stopping = True
+        for child in self.children.values():
+            if child.process is not None and child.pid:
+                _kill_group(child.process)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     async def _spawn(self, child: Child) -> None:
         assert self._folder is not None
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
@@ -302,19 +310,3 @@ async def _end(children: list[Child], grace_s: float) -> None:
         if process.returncode is None:
             _kill_group(process)
     await asyncio.wait(ends)
-
-
-async def cluster_status(address: str, timeout_s: float = 5.0) -> pb.StatusResponse:
-    """What the conductor at ``address`` knows. Raises MooncakeError when it does not answer."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        try:
-            status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=timeout_s)
-        except grpc.RpcError as failure:
-            error = error_from_rpc(failure, f"conductor {address}")
-            if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
-                raise NodeUnavailable(
-                    f"no conductor answers at {address}; start a cluster with `mooncake serve`, or name its gRPC "
-                    "address with --address"
-                ) from None
-            raise error from None
-    return status

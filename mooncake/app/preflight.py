@@ -147,7 +147,8 @@ def parameter_count(model: ModelConfig) -> int:
     attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    return model.num_layers * (attention + mlp) + embeddings
+    total: int = model.num_layers * (attention + mlp) + embeddings
+    return total
 
 
 def check_memory(config: Config, model: ModelConfig, available_gb: float | None = None) -> None:

@@ -124,13 +124,14 @@ async def _stop(node: Node, complete: bool) -> None:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; a second one ends the process at once with 130."""
+def stop_signals(at_once: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set; a second one calls ``at_once`` and ends the process with 130."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
 
     def on_signal() -> None:
         if asked.is_set():
+            at_once()
             os._exit(130)
         asked.set()
 

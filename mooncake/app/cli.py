@@ -1,0 +1,283 @@
+"""The command line: names, flags and exit codes. What a command does lives in its own module, imported when it runs,
+so that ``mooncake --help`` answers at once.
+
+Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a missing dependency, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mooncake.app.extras import MissingDependency
+from mooncake.config import Config, load_config
+from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
+
+app = typer.Typer(
+    name="mooncake",
+    help="Serve large language models with prefill and decode on different nodes around one shared KV-cache pool.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
+trace_app = typer.Typer(help="Recorded request traces.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(trace_app, name="trace")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value; may be repeated.", show_default=False),
+]
+Address = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="gRPC address of the cluster.", show_default="from the configuration")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.", show_default="random")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.", show_default=False)]
+System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
+
+BENCHES = {
+    "engine": "mooncake.app.bench_engine",
+    "serve": "mooncake.app.bench_serve",
+}
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="A folder, a .gguf file, or smollm2.", show_default="from the configuration")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes.", show_default="1")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
+    http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP; 0: any.", show_default="8000")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", show_default="50051")] = None,
+    restart: Annotated[bool, typer.Option(help="Start a process that died again.")] = True,
+    ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
+    log_level: Annotated[str, typer.Option(help="Of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
+) -> None:
+    """Start a cluster on this machine and keep it until Ctrl-C."""
+    flags = {
+        "model.path": model,
+        "cluster.prefill": prefill,
+        "cluster.decode": decode,
+        "conductor.http_port": http_port,
+        "conductor.grpc_port": grpc_port,
+    }
+    settings = _load(config, overrides, flags)
+    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}")
+    from mooncake.app.role_main import run_async
+
+    if ray:
+        from mooncake.app.ray_cluster import serve_on_ray
+
+        serve_on_ray(settings, log_level)
+    else:
+        from mooncake.app.serve import serve as serve_here
+
+        run_async(serve_here(settings, restart, log_level))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    address: Address = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: System = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the whole answer.")] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Ask once and stream the answer; then its TTFT, speed and reused tokens."""
+    from mooncake.app.talk import TalkOptions
+    from mooncake.app.talk import generate as generate_once
+
+    options = TalkOptions(
+        _address(address, config, overrides),
+        max_tokens,
+        temperature,
+        top_p,
+        seed,
+        tuple(stop or ()),
+        system,
+        as_json,
+        timeout_s,
+    )
+    generate_once(sys.stdin.read() if prompt == "-" else prompt, options, raw)
+
+
+@app.command()
+def chat(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    address: Address = "",
+    system: System = "",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """A conversation in which each turn reuses the blocks of the turns before."""
+    from mooncake.app.talk import TalkOptions
+    from mooncake.app.talk import chat as converse
+
+    converse(
+        TalkOptions(
+            _address(address, config, overrides), max_tokens, temperature, top_p, seed, tuple(stop or ()), system
+        )
+    )
+
+
+@app.command()
+def status(
+    config: ConfigFile = None, overrides: Overrides = None, address: Address = "", as_json: AsJson = False
+) -> None:
+    """The nodes of a running cluster, their load, and what was reused."""
+    from mooncake.app.show import show_status
+
+    show_status(_address(address, config, overrides), as_json)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    address: Address = "",
+    speed: Annotated[float, typer.Option(min=0.0, help="Trace seconds played in one; 0: as fast as it goes.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
+    tokens_per_block: Annotated[
+        int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")
+    ] = 16,
+    max_output: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded, scaled")
+    ] = None,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Most requests in flight.")] = 64,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one request.")] = 300.0,
+    ttft_slo_ms: Annotated[float, typer.Option(min=0.0, help="Limit on TTFT, for goodput.")] = math.inf,
+    tbt_slo_ms: Annotated[
+        float, typer.Option(min=0.0, help="Limit on the mean of the longest tenth of gaps, for goodput.")
+    ] = math.inf,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every request.", show_default=False)] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
+) -> None:
+    """Play a recorded trace against a running cluster and report what its clients would see."""
+    from mooncake.app.latency import SLO
+    from mooncake.app.replay import ReplayOptions
+    from mooncake.app.replay_command import ReplayOutput, replay_trace
+
+    options = ReplayOptions(
+        tokens_per_block, speed, jitter_ms, seed, concurrency, timeout_s, SLO(ttft_slo_ms, tbt_slo_ms)
+    )
+    replay_trace(trace, _address(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
+
+
+@app.command()
+def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Start a cluster, ask it, ask again with what it remembers, replay a small trace, and show where time went."""
+    from mooncake.app.demo import demo as show_demo
+    from mooncake.app.role_main import run_async
+
+    run_async(show_demo(_load(config, overrides, {})))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.", show_default=False)],
+) -> None:
+    """Measure: a table, then one line of JSON. Flags after the name go to the benchmark."""
+    if name not in BENCHES:
+        raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(BENCHES)}")
+    importlib.import_module(BENCHES[name]).main(context.args)
+
+
+@app.command()
+def version() -> None:
+    """The version of this installation."""
+    import platform
+    from importlib.metadata import version as installed
+
+    typer.echo(f"mooncake {installed('mooncake-cluster')} (Python {platform.python_version()})")
+
+
+@config_app.command("show")
+def config_show(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Every value that a cluster would start with."""
+    from mooncake.app.show import show_config
+
+    show_config(config, overrides or [], origin, as_json)
+
+
+@trace_app.command("stats")
+def trace_stats(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lengths, rates, and the hit rates of LRU caches of several sizes."""
+    from mooncake.app.show import show_trace
+
+    show_trace(trace, limit, as_json)
+
+
+def _load(path: Path | None, overrides: list[str] | None, flags: dict[str, str | int | None]) -> Config:
+    """Flags win over --set, --set over the file, the file over the defaults."""
+    given = [f"{name}={value!r}" for name, value in flags.items() if value is not None]
+    return load_config(path, [*(overrides or []), *given])
+
+
+def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:
+    return address or _load(path, overrides, {}).conductor_address
+
+
+def exit_code(error: MooncakeError) -> int:
+    if isinstance(error, MissingDependency):
+        return 3
+    if isinstance(error, Cancelled):
+        return 130
+    return 2 if isinstance(error, (ConfigError, CallerError)) else 1
+
+
+def main() -> None:
+    """The console script. Whatever a user can cause is one sentence on stderr, never a traceback."""
+    try:
+        app()
+    except MooncakeError as error:
+        sys.stderr.write(f"mooncake: {error.message}\n")
+        raise SystemExit(exit_code(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

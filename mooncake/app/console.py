@@ -1,0 +1,58 @@
+"""How commands speak to a person: one console for results, one for everything else, and the same words everywhere.
+
+Results go to stdout, so that a pipe gets them and nothing more; progress and remarks go to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from mooncake.rpc import inference_pb2
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """One line of JSON on stdout."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def plain_table(*columns: str, title: str | None = None) -> Table:
+    """A table with its first column to the left and figures to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", header_style="dim")
+    return table
+
+
+def ms(value: float) -> str:
+    """Milliseconds, with as many digits as mean something."""
+    return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def gigabytes(value: float) -> str:
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+
+
+def answer_line(usage: inference_pb2.Usage, timings: inference_pb2.RequestTimings) -> str:
+    """One request's figures in one line: what a person looks at after an answer."""
+    report = timings.prefill
+    parts = [f"TTFT {ms(timings.ttft_ms)}"]
+    if usage.completion_tokens > 1:
+        parts.append(f"TBT {ms(timings.mean_tbt_ms)}")
+        parts.append(f"{tokens_per_s(timings):.1f} tokens/s")
+    parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens reused")
+    if timings.prefill_node:
+        via = f" ({report.transport})" if report.transport else ""
+        parts.append(f"{timings.prefill_node} → {timings.decode_node}{via}")
+    return " · ".join(parts)
+
+
+def tokens_per_s(timings: inference_pb2.RequestTimings) -> float:
+    """Decoding speed of one request, the wait for its first token left out."""
+    return 1000 / timings.mean_tbt_ms if timings.mean_tbt_ms > 0 else 0.0

@@ -1,0 +1,39 @@
+"""Where each value of a configuration came from: the default, the file, or a flag."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from mooncake.config import load_config
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str  # "section.key"
+    value: object
+    origin: str  # "default", the file's name, or "flag"
+    default: object
+
+
+def settings(path: Path | None, overrides: list[str]) -> list[Setting]:
+    """Every value of the configuration, in its own order. Raises ConfigError for a configuration that is wrong."""
+    values = dict(_flat(msgspec.to_builtins(load_config(path, overrides))))
+    defaults = dict(_flat(msgspec.to_builtins(load_config())))
+    in_file = {name for name, _ in _flat(tomllib.loads(path.read_text()))} if path is not None else set()
+    flagged = {override.partition("=")[0].strip() for override in overrides}
+
+    def origin(name: str) -> str:
+        if name in flagged:
+            return "flag"
+        return str(path) if name in in_file else "default"
+
+    return [Setting(name, value, origin(name), defaults[name]) for name, value in values.items()]
+
+
+def _flat(tree: dict[str, dict[str, object]]) -> Iterable[tuple[str, object]]:
+    return ((f"{section}.{key}", value) for section, keys in tree.items() for key, value in keys.items())

@@ -1,0 +1,102 @@
+"""Pictures of a replay: how fast answers were, when requests came, and how much of their prompts was in cache.
+
+Needs matplotlib (the extra ``plots``), which is imported only when a plot is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mooncake.app.extras import require
+from mooncake.app.latency import Outcome, RequestResult
+from mooncake.app.replay import ReplayReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WINDOWS = 60  # of time, in the plots over time
+LINE, SECOND, LIMIT = "#1f6feb", "#d29922", "#cf222e"
+
+
+def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
+    """Four PNG files. Raises MissingDependency without matplotlib."""
+    require("matplotlib", "plots", "drawing plots")
+    folder.mkdir(parents=True, exist_ok=True)
+    ok = [result for result in report.results if result.outcome is Outcome.OK]
+    slo = report.options.slo
+    return [
+        _figure(folder / "ttft.png", lambda axes: _ttft(axes, ok, slo.ttft_ms)),
+        _figure(folder / "tbt.png", lambda axes: _tbt(axes, ok, slo.tbt_ms)),
+        _figure(folder / "arrivals.png", lambda axes: _arrivals(axes, report.results)),
+        _figure(folder / "hit_rate.png", lambda axes: _hit_rate(axes, ok, report.endless_cache.token)),
+    ]
+
+
+def _figure(path: Path, draw: object) -> Path:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    assert callable(draw)
+    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw(axes)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+    figure.savefig(path)
+    return path
+
+
+def _ttft(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
+    _cdf(axes, [result.ttft_ms for result in results], "TTFT", LINE)
+    _limit(axes, limit_ms)
+    axes.set(title="Time to first token", xlabel="ms", ylabel="share of requests")
+
+
+def _tbt(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
+    with_gaps = [result for result in results if result.gaps_ms]
+    _cdf(axes, [result.tail_tbt_ms for result in with_gaps], "mean of the longest tenth of gaps", LINE)
+    _cdf(axes, [result.mean_tbt_ms for result in with_gaps], "mean of all gaps", SECOND)
+    _limit(axes, limit_ms)
+    axes.set(title="Time between tokens, by request", xlabel="ms", ylabel="share of requests")
+
+
+def _arrivals(axes: Axes, results: Sequence[RequestResult]) -> None:
+    times = [result.sent_s for result in results]
+    width = _window(times)
+    axes.hist(times, bins=WINDOWS, range=(0.0, max(times, default=1.0)), color=LINE)
+    refused = [result.sent_s for result in results if result.outcome is Outcome.REJECTED]
+    if refused:
+        axes.hist(refused, bins=WINDOWS, range=(0.0, max(times, default=1.0)), color=LIMIT, label="rejected")
+    axes.set(title="Requests sent", xlabel="s since the start", ylabel=f"requests each {width:.2g} s")
+
+
+def _hit_rate(axes: Axes, results: Sequence[RequestResult], endless: float) -> None:
+    ordered = sorted(results, key=lambda result: result.sent_s)
+    hit = accumulate(result.cached_tokens for result in ordered)
+    asked = accumulate(result.prompt_tokens for result in ordered)
+    rates = [found / max(1, total) for found, total in zip(hit, asked, strict=True)]
+    axes.plot([result.sent_s for result in ordered], rates, color=LINE, label="so far, by token")
+    axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run, by token")
+    axes.set(title="Prompt tokens served from cache", xlabel="s since the start", ylabel="share", ylim=(0, 1))
+
+
+def _cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
+    ordered = sorted(values)
+    shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
+    axes.step(ordered, shares, where="post", label=label, color=colour)
+
+
+def _limit(axes: Axes, limit_ms: float) -> None:
+    if math.isfinite(limit_ms):
+        axes.axvline(limit_ms, color=LIMIT, linestyle="--", label=f"SLO {limit_ms:g} ms")
+
+
+def _window(times: Sequence[float]) -> float:
+    return max(times, default=1.0) / WINDOWS

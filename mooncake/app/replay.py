@@ -1,0 +1,245 @@
+"""Play a recorded trace against a running cluster at the trace's own timing, and measure what its clients would see.
+
+An open loop: a request is sent when its time has come, however slow the answers are, up to a bound of requests in
+flight. The hit rate is told beside the exact count of what an endless cache would have hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, Spread, summarize
+from mooncake.errors import InternalError, MooncakeError, NotFound, TryLater
+from mooncake.hashing import extend_chain
+from mooncake.rpc import common_pb2, inference_pb2
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.inference_pb2_grpc import InferenceStub
+from mooncake.rpc.server import Channels
+from mooncake.trace import HitCount, TraceRequest, expected_hits, trace_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """``speed`` 10 plays ten trace seconds in one; 0 sends everything as fast as ``concurrency`` allows.
+
+    ``jitter_ms`` moves each arrival by up to that much trace time (seeded): published traces come in ticks of 3 s.
+    """
+
+    tokens_per_block: int = 16
+    speed: float = 1.0
+    jitter_ms: float = 0.0
+    seed: int = 0
+    concurrency: int = 64
+    timeout_s: float = 300.0
+    slo: SLO = field(default_factory=SLO)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    model: str
+    options: ReplayOptions
+    summary: LoadSummary
+    endless_cache: HitRates  # of the requests that succeeded, served one after the other by an endless cache
+    results: tuple[RequestResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request and when to send it, in seconds after the start."""
+
+    index: int
+    at_s: float
+    request: TraceRequest
+
+
+def plan_arrivals(requests: Sequence[TraceRequest], options: ReplayOptions) -> list[Arrival]:
+    """When each request is sent. The first one goes at once, wherever in the trace it stood."""
+    rng = random.Random(options.seed)
+    first_ms = requests[0].timestamp_ms if requests else 0.0
+    per_ms = 1e-3 / options.speed if options.speed > 0 else 0.0
+    times = [(request.timestamp_ms - first_ms + rng.uniform(0, options.jitter_ms)) * per_ms for request in requests]
+    order = sorted(range(len(requests)), key=times.__getitem__)
+    return [Arrival(index, times[index], requests[index]) for index in order]
+
+
+class Replay:
+    """One run against one cluster. ``results`` fills as requests end, so a stopped run can still be reported."""
+
+    def __init__(self, address: str, options: ReplayOptions, on_result: Callable[[RequestResult], None]) -> None:
+        self.results: list[RequestResult] = []
+        self.running = 0
+        self._address = address
+        self._options = options
+        self._on_result = on_result
+        self._slots = asyncio.Semaphore(options.concurrency)
+        self._channels = Channels()
+        self._stub = InferenceStub(self._channels.get(address))
+        self._model = inference_pb2.ModelInfo()
+        self._start_s = 0.0
+
+    async def run(self, requests: Sequence[TraceRequest]) -> ReplayReport:
+        """Send all requests (scaled to ``tokens_per_block``) and wait for their ends.
+
+        Raises MooncakeError when the cluster cannot be reached at all. A request that fails is a result, not an error.
+        """
+        try:
+            self._model = await self._served_model()
+            self._start_s = time.monotonic()
+            tasks: set[asyncio.Task[None]] = set()
+            try:
+                for arrival in plan_arrivals(requests, self._options):
+                    await asyncio.sleep(arrival.at_s - self._now_s())
+                    await self._slots.acquire()
+                    task = asyncio.create_task(self._one(arrival))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            return self.report(requests)
+        finally:
+            await self._channels.close()
+
+    def report(self, requests: Sequence[TraceRequest]) -> ReplayReport:
+        """What has been measured so far."""
+        results = sorted(self.results, key=lambda result: result.index)
+        block_tokens = self._model.block_tokens or self._options.tokens_per_block
+        served = [requests[result.index] for result in results if result.outcome is Outcome.OK]
+        return ReplayReport(
+            model=self._model.id,
+            options=self._options,
+            summary=summarize(results, block_tokens, self._now_s(), self._options.slo),
+            endless_cache=endless_cache(served, self._options.tokens_per_block, self._model),
+            results=tuple(results),
+        )
+
+    async def _served_model(self) -> inference_pb2.ModelInfo:
+        try:
+            response: inference_pb2.ListModelsResponse = await self._stub.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=10.0
+            )
+        except grpc.RpcError as failure:
+            raise error_from_rpc(failure, f"conductor {self._address}") from None
+        if not response.models:
+            raise NotFound(f"the cluster at {self._address} serves no model yet")
+        return response.models[0]
+
+    async def _one(self, arrival: Arrival) -> None:
+        self.running += 1
+        try:
+            result = await self._measure(arrival)
+        finally:
+            self.running -= 1
+            self._slots.release()
+        self.results.append(result)
+        self._on_result(result)
+
+    async def _measure(self, arrival: Arrival) -> RequestResult:
+        request, sent_s = arrival.request, self._now_s()
+
+        def ended(outcome: Outcome, error: str = "") -> RequestResult:
+            return RequestResult(
+                arrival.index, arrival.at_s, sent_s, outcome, prompt_tokens=request.input_length, error=error
+            )
+
+        if request.input_length + request.output_length > self._model.max_model_len:
+            return ended(Outcome.TOO_LONG)
+        tokens = trace_tokens(request, self._options.tokens_per_block, self._model.vocab_size)
+        message = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=tokens.tolist()),
+            sampling=common_pb2.SamplingParams(
+                max_tokens=request.output_length, temperature=0.0, ignore_eos=True, seed=arrival.index
+            ),
+        )
+        try:
+            return await self._stream(arrival, message, sent_s)
+        except grpc.RpcError as failure:
+            error = error_from_rpc(failure, self._address)
+            return ended(Outcome.REJECTED if isinstance(error, TryLater) else Outcome.FAILED, error.message)
+        except MooncakeError as error:
+            return ended(Outcome.FAILED, error.message)
+
+    async def _stream(self, arrival: Arrival, message: inference_pb2.GenerateRequest, sent_s: float) -> RequestResult:
+        times_s: list[float] = []
+        last = inference_pb2.GenerateResponse()
+        async for last in self._stub.Generate(message, timeout=self._options.timeout_s):
+            times_s.extend([self._now_s()] * len(last.tokens))
+        usage = last.usage
+        if not times_s or len(times_s) != usage.completion_tokens:
+            raise InternalError(
+                f"{len(times_s)} tokens came, and the server says that it sent {usage.completion_tokens}"
+            )
+        return RequestResult(
+            index=arrival.index,
+            planned_s=arrival.at_s,
+            sent_s=sent_s,
+            outcome=Outcome.OK,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            ttft_ms=(times_s[0] - sent_s) * 1000,
+            gaps_ms=tuple((after - before) * 1000 for before, after in pairwise(times_s)),
+            total_ms=(self._now_s() - sent_s) * 1000,
+            prefill_node=last.timings.prefill_node,
+            decode_node=last.timings.decode_node,
+        )
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+
+def endless_cache(requests: Sequence[TraceRequest], tokens_per_block: int, model: inference_pb2.ModelInfo) -> HitRates:
+    """Exactly what one endless cache of the cluster's own blocks hits when these are served one after the other."""
+    if not requests:
+        return HitRates(0.0, 0.0, 0.0)
+    blocks = [cluster_blocks(request, tokens_per_block, model) for request in requests]
+    count: HitCount = expected_hits(blocks, None, model.block_tokens, whole_blocks_only=True)
+    return HitRates(count.block_rate, count.token_rate, count.request_mean_rate)
+
+
+def cluster_blocks(request: TraceRequest, tokens_per_block: int, model: inference_pb2.ModelInfo) -> TraceRequest:
+    """The same request with an id for each of the cluster's blocks in place of each of the trace's."""
+    tokens = trace_tokens(request, tokens_per_block, model.vocab_size)
+    keys = extend_chain(b"trace", tokens, model.block_tokens)
+    ids = [int.from_bytes(key[:7], "little") for key in keys]
+    if len(tokens) % model.block_tokens:
+        ids.append(-1)  # a partial last block is never shared
+    return TraceRequest(request.timestamp_ms, len(tokens), request.output_length, tuple(ids))
+
+
+def write_json(report: ReplayReport, path: Path, trace: str) -> None:
+    """The whole report with every request, for scripts. Infinite limits are written as null."""
+    text = msgspec.json.encode(
+        {
+            "bench": "replay",
+            "trace": trace,
+            "model": report.model,
+            "config": _finite(asdict(report.options)),
+            "seed": report.options.seed,
+            "summary": asdict(report.summary),
+            "endless_cache": asdict(report.endless_cache),
+            "results": [asdict(result) for result in report.results],
+        }
+    )
+    path.write_bytes(text + b"\n")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+__all__ = ("Replay", "ReplayOptions", "ReplayReport", "Spread", "plan_arrivals", "write_json")

@@ -1,0 +1,130 @@
+"""``mooncake replay``: the console around a replay: progress while it runs, a report at the end, files on request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from mooncake.app.console import err, ms, out, plain_table
+from mooncake.app.extras import require
+from mooncake.app.latency import Outcome, RequestResult, Spread
+from mooncake.app.replay import Replay, ReplayOptions, ReplayReport, write_json
+from mooncake.app.role_main import run_async, stop_signals
+from mooncake.errors import Cancelled
+from mooncake.trace import TraceRequest, load_trace, scale
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOutput:
+    json: Path | None = None
+    plots: Path | None = None
+
+
+def replay_trace(
+    path: Path, address: str, limit: int | None, max_output: int | None, options: ReplayOptions, output: ReplayOutput
+) -> None:
+    """Raises InvalidRequest for a broken trace, Cancelled after Ctrl-C (what was measured is reported first)."""
+    if output.plots is not None:
+        require("matplotlib", "plots", "--plots")
+    trace = [scale(request, options.tokens_per_block, max_output) for request in load_trace(path, limit)]
+    report, complete = run_async(run_with_progress(trace, address, options))
+    print_report(report)
+    if output.json is not None:
+        write_json(report, output.json, path.name)
+        out.print(f"\nevery request: {escape(str(output.json))}", soft_wrap=True)
+    if output.plots is not None:
+        from mooncake.app.plots import write_plots
+
+        files = write_plots(report, output.plots)
+        out.print(f"plots: {escape(', '.join(str(file) for file in files))}", soft_wrap=True)
+    if not complete:
+        raise Cancelled("stopped before the end of the trace")
+
+
+async def run_with_progress(
+    trace: Sequence[TraceRequest], address: str, options: ReplayOptions
+) -> tuple[ReplayReport, bool]:
+    """The report, and whether all of the trace was played: Ctrl-C stops it early."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=err,
+        transient=True,
+    )
+    with progress, stop_signals() as asked_to_stop:
+        meter = _Meter(progress, progress.add_task("replaying", total=len(trace), note=""))
+        replay = Replay(address, options, meter.add)
+        meter.replay = replay
+        running = asyncio.create_task(replay.run(trace), name="replay")
+        stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        complete = running.done()
+        if not complete:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        return (running.result() if complete else replay.report(trace)), complete
+
+
+class _Meter:
+    """The progress bar's view of the results so far."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.replay: Replay | None = None
+        self._progress = progress
+        self._task = task
+        self._ended = dict.fromkeys(Outcome, 0)
+
+    def add(self, result: RequestResult) -> None:
+        self._ended[result.outcome] += 1
+        notes = [f"{self.replay.running if self.replay else 0} running"]
+        notes += [f"{count} {outcome.replace('_', ' ')}" for outcome, count in self._ended.items() if count]
+        self._progress.update(self._task, advance=1, note=" · ".join(notes))
+
+
+def print_report(report: ReplayReport) -> None:
+    summary = report.summary
+    out.print(
+        f"[bold]{summary.ok} of {summary.requests} requests[/] in {summary.duration_s:.1f} s · "
+        f"{summary.rejected} rejected · {summary.failed} failed · {summary.too_long} too long for the model · "
+        f"{summary.completion_tokens_per_s:.1f} tokens/s\n"
+    )
+    table = plain_table("latency, by request", "p50", "p90", "p99", "max", "mean")
+    for name, spread in (
+        ("TTFT", summary.ttft_ms),
+        ("TBT, mean of the longest tenth of gaps", summary.tail_tbt_ms),
+        ("TBT, mean of all gaps", summary.mean_tbt_ms),
+        ("whole answer", summary.total_ms),
+        ("sent later than planned", summary.late_ms),
+    ):
+        table.add_row(name, *_cells(spread))
+    out.print(table)
+    out.print()
+    table = plain_table("prompt served from cache", "by block", "by token", "mean of requests")
+    for name, rates in (("measured", summary.hits), ("endless cache, one by one", report.endless_cache)):
+        table.add_row(name, f"{rates.block:.2%}", f"{rates.token:.2%}", f"{rates.request_mean:.2%}")
+    out.print(table)
+    slo = report.options.slo
+    if slo.is_set:
+        out.print(
+            f"\ngoodput at TTFT ≤ {slo.ttft_ms:g} ms and TBT (longest tenth) ≤ {slo.tbt_ms:g} ms: "
+            f"{summary.goodput_per_s:.2f} requests/s, {summary.goodput_share:.1%} of those sent"
+        )
+    if summary.too_long:
+        out.print("\nsome requests do not fit the model's context: lower --tokens-per-block")
+    for error in sorted({result.error for result in report.results if result.outcome is Outcome.FAILED})[:5]:
+        err.print(f"[red]failed:[/] {escape(error)}", soft_wrap=True)
+
+
+def _cells(spread: Spread) -> list[str]:
+    return [ms(value) for value in (spread.p50, spread.p90, spread.p99, spread.max, spread.mean)]

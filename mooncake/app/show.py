@@ -1,0 +1,132 @@
+"""Commands that report and change nothing: ``status``, ``config show``, ``trace stats``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+from rich.markup import escape
+
+from mooncake.app.calls import cluster_status
+from mooncake.app.console import gigabytes, out, plain_table, print_json
+from mooncake.app.latency import mean, percentile
+from mooncake.app.origins import settings
+from mooncake.app.role_main import run_async
+from mooncake.rpc import cluster_pb2 as pb
+from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, expected_hits, load_trace
+
+STATE_STYLES = {"live": "green", "suspect": "yellow", "draining": "cyan"}
+CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)  # blocks, as in the published analyses
+
+
+def show_status(address: str, as_json: bool) -> None:
+    status = run_async(cluster_status(address))
+    if as_json:
+        print_json(MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        return
+    ready = "[green]ready[/]" if status.ready else f"[yellow]waiting for {escape(', '.join(status.waiting_for))}[/]"
+    out.print(f"[bold]{escape(status.model or 'no model yet')}[/]  {ready}")
+    out.print(_node_table(status))
+    queries, prompt = max(1, status.block_queries), max(1, status.prompt_tokens)
+    out.print(
+        f"\n{status.requests_total:,} requests ({status.requests_running} running, {status.requests_failed} failed) · "
+        f"{status.prompt_tokens:,} prompt tokens, {status.cached_tokens / prompt:.1%} reused · "
+        f"{status.block_hits / queries:.1%} of {status.block_queries:,} blocks found in cache"
+    )
+
+
+def _node_table(status: pb.StatusResponse) -> object:
+    table = plain_table("node", "state", "address", "running", "waiting", "in use", "cached", "free", "transports")
+    for node in status.nodes:
+        load = node.load
+        style = STATE_STYLES.get(node.state, "red")
+        table.add_row(
+            escape(node.info.node_id),
+            f"[{style}]{escape(node.state)}[/]",
+            node.info.control_address,
+            str(load.running),
+            str(load.waiting),
+            f"{load.blocks_in_use:,}",
+            f"{load.blocks_cached:,}",
+            f"{load.blocks_free:,}",
+            escape(", ".join(_transport(transport) for transport in node.transports)) or "-",
+        )
+    return table
+
+
+def _transport(transport: pb.TransportStatus) -> str:
+    return f"{transport.transport} → {transport.peer} {gigabytes(transport.bytes)} at {transport.gb_per_s:.2f} GB/s"
+
+
+def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: bool) -> None:
+    rows = settings(path, overrides)
+    if as_json:
+        print_json([asdict(row) for row in rows] if origin else {row.name: row.value for row in rows})
+        return
+    table = plain_table("setting", "value", *(("from", "default") if origin else ()))
+    for row in rows:
+        changed = row.origin != "default"
+        cells = [escape(row.name), escape(_literal(row.value))]
+        if origin:
+            cells += [escape(row.origin), escape(_literal(row.default)) if changed else ""]
+        table.add_row(*cells, style="bold" if changed else None)
+    out.print(table)
+
+
+def _literal(value: object) -> str:
+    return '""' if value == "" else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def show_trace(path: Path, limit: int | None, as_json: bool) -> None:
+    """Lengths, rates, and what one LRU cache of several sizes would hit."""
+    trace = load_trace(path, limit)
+    facts = trace_facts(trace)
+    hits = {capacity: expected_hits(trace, capacity) for capacity in CAPACITIES}
+    if as_json:
+        rates = [
+            {
+                "capacity_blocks": capacity,
+                "block": count.block_rate,
+                "token": count.token_rate,
+                "request_mean": count.request_mean_rate,
+            }
+            for capacity, count in hits.items()
+        ]
+        print_json({"trace": str(path), **facts, "lru_hit_rates": rates})
+        return
+    table = plain_table(path.name, "")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
+    out.print(table)
+    table = plain_table(f"LRU cache, blocks of {TRACE_BLOCK_TOKENS}", "by block", "by token", "mean of requests")
+    for capacity, count in hits.items():
+        name = "endless" if capacity is None else f"{capacity:,}"
+        table.add_row(name, *(f"{r:.4f}" for r in (count.block_rate, count.token_rate, count.request_mean_rate)))
+    out.print()
+    out.print(table)
+
+
+def trace_facts(trace: list[TraceRequest]) -> dict[str, int | float]:
+    inputs = sorted(request.input_length for request in trace)
+    outputs = sorted(request.output_length for request in trace)
+    duration_s = (trace[-1].timestamp_ms - trace[0].timestamp_ms) / 1000
+    return {
+        "requests": len(trace),
+        "duration_s": duration_s,
+        "requests_per_s": len(trace) / max(duration_s, 1e-9),
+        "input_tokens": sum(inputs),
+        "input_mean": mean(inputs),
+        "input_p50": percentile(inputs, 0.5),
+        "input_p90": percentile(inputs, 0.9),
+        "input_p99": percentile(inputs, 0.99),
+        "input_max": inputs[-1],
+        "output_tokens": sum(outputs),
+        "output_mean": mean(outputs),
+        "output_p50": percentile(outputs, 0.5),
+        "output_p90": percentile(outputs, 0.9),
+        "output_p99": percentile(outputs, 0.99),
+        "output_max": outputs[-1],
+        "block_references": sum(len(request.hash_ids) for request in trace),
+        "distinct_blocks": len({block for request in trace for block in request.hash_ids}),
+    }
