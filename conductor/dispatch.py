@@ -265,7 +265,7 @@ class Dispatcher:
         else:
             journey.avoid |= frozenset(attempt.node_ids)
         if not failure.is_retryable or journey.retries >= self._limits.retries:
-            raise failure.error
+            raise failure.error from None
         journey.retries += 1
         self.stats.retries += 1
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, len(journey.emitted), failure.error)

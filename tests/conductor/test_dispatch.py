@@ -1,0 +1,368 @@
+"""One request's journey against nodes that work, fail, hang, die and come late."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conductor.api import InferenceRequest
+from mooncake.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    HandoffFailed,
+    InternalError,
+    InvalidRequest,
+    KVLoadFailed,
+    MooncakeError,
+    NodeUnavailable,
+    OutOfBlocks,
+    Overloaded,
+)
+from mooncake.hashing import chain_seed, extend_chain
+from mooncake.types import BlockEvent, FinishReason, SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def test_an_answer_comes_through_both_nodes(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    last = deltas[-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert (last.summary.prefill_node, last.summary.decode_node) == ("p0", "d0")
+    assert last.summary.report.transport == "shm"
+    assert last.summary.retries == 0
+    stats = cluster.core.dispatcher.stats
+    assert (stats.requests, stats.finished, stats.failed, stats.retries) == (1, 1, 0, 0)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.block_queries, stats.block_hits) == (5, 4, 1, 1)
+    assert dict(stats.handoffs) == {"committed": 1}
+    await cluster.is_quiet()
+
+
+async def test_both_nodes_are_told_the_same_hand_off(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    await cluster.generate(cluster.request(PROMPT, 3))
+    await cluster.generate(cluster.request(PROMPT, 3))
+    prefill, decode = cluster.prefill[0].last_request, cluster.decode[0].last_request
+    assert prefill.handoff_id == decode.handoff_id
+    assert prefill.epoch == decode.epoch
+    assert prefill.epoch >> 32 == cluster.core.incarnation & 0xFFFF_FFFF
+    assert prefill.epoch & 0xFFFF_FFFF == 2, "it counts up"
+    assert prefill.decode_address == cluster.decode[0].address
+
+
+async def test_one_token_needs_no_decode_node(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 1))
+    assert tokens == cluster.answer(PROMPT, 1)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].summary.decode_node == ""
+    assert cluster.decode[0].calls == 0
+    await cluster.is_quiet()
+
+
+async def test_one_token_that_ends_the_answer_is_a_stop(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.prefill[0].script.answer_eos_at = 0
+    _, deltas = await cluster.generate(cluster.request(PROMPT, 1))
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    _, deltas = await cluster.generate(cluster.request(PROMPT, 1, ignore_eos=True))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("at", [0, 3])
+async def test_the_end_of_sequence_ends_the_stream(start_cluster: Any, at: int) -> None:
+    cluster = await start_cluster(1, 1)
+    for node in cluster.nodes:
+        node.script.answer_eos_at = at
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert len(tokens) == at + 1
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    await cluster.is_quiet()
+
+
+@pytest.mark.parametrize(
+    "error", [KVLoadFailed("no"), HandoffFailed("no"), NodeUnavailable("draining"), OutOfBlocks("no")]
+)
+async def test_a_failed_prefill_is_tried_once_elsewhere(start_cluster: Any, error: MooncakeError) -> None:
+    cluster = await start_cluster(2, 2)
+    cluster.prefill[0].script.error = error
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert (deltas[-1].summary.prefill_node, deltas[-1].summary.retries) == ("p1", 1)
+    stats = cluster.core.dispatcher.stats
+    assert (stats.retries, stats.failed) == (1, 0)
+    assert dict(stats.handoffs) == {"failed": 1, "committed": 1}
+    await cluster.is_quiet()
+
+
+@pytest.mark.parametrize("after", [1, 3])
+async def test_a_decode_node_that_fails_midway_loses_and_repeats_no_token(start_cluster: Any, after: int) -> None:
+    cluster = await start_cluster(2, 2)
+    script = cluster.decode[0].script
+    script.error, script.tokens_first = HandoffFailed("engine broke"), after
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.decode_node == "d1"
+    second = cluster.decode[1].last_request
+    assert second.num_prompt_tokens == len(PROMPT)
+    sent = np.frombuffer(second.tokens, dtype="<u4").tolist()
+    assert sent == PROMPT + cluster.answer(PROMPT, 8)[: 1 + after]
+    await cluster.is_quiet()
+
+
+async def test_a_retry_with_one_token_left_needs_no_decode_node(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    script = cluster.decode[0].script
+    script.error, script.tokens_first = HandoffFailed("engine broke"), 2
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 4))
+    assert tokens == cluster.answer(PROMPT, 4)
+    assert (deltas[-1].finish_reason, cluster.decode[0].calls) == (FinishReason.LENGTH, 1)
+
+
+async def test_an_answer_whose_end_was_lost_is_not_continued(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.cut_finish = True
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 4))
+    assert tokens == cluster.answer(PROMPT, 4)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert cluster.prefill[0].calls == 1
+    await cluster.is_quiet()
+
+
+async def test_the_same_pair_is_tried_again_when_it_is_alive_and_all_there_is(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    script = cluster.decode[0].script
+    script.error, script.tokens_first, script.times = HandoffFailed("checksum"), 2, 1
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.retries == 1
+    await cluster.is_quiet()
+
+
+async def test_when_every_try_fails_the_caller_gets_the_typed_error(start_cluster: Any) -> None:
+    cluster = await start_cluster(2, 2)
+    for node in cluster.prefill:
+        node.script.error = KVLoadFailed("the pool is broken")
+    with pytest.raises(KVLoadFailed, match="the pool is broken"):
+        await cluster.generate(cluster.request())
+    assert sum(node.calls for node in cluster.prefill) == 2
+    assert cluster.core.dispatcher.stats.failures == {KVLoadFailed.code: 1}
+    await cluster.is_quiet()
+
+
+async def test_a_request_that_is_wrong_is_not_tried_again(start_cluster: Any) -> None:
+    cluster = await start_cluster(2, 2)
+    cluster.prefill[0].script.error = ContextTooLong("5 tokens do not fit")
+    with pytest.raises(ContextTooLong, match="do not fit"):
+        await cluster.generate(cluster.request())
+    assert sum(node.calls for node in cluster.prefill) == 1
+    await cluster.is_quiet()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_that_dies_midway_is_survived_and_gets_no_more_work(start_cluster: Any, role: str) -> None:
+    cluster = await start_cluster(2, 2, node_timeout_s=30.0)
+    victim = getattr(cluster, role)[0]
+    victim.script.token_s = 0.02
+    if role == "prefill":
+        victim.script.gate = asyncio.Event()
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 20)))
+    if role == "prefill":
+        await cluster.eventually(lambda: victim.running == 1)
+    else:
+        await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 3)
+    await victim.die()
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 20)
+    assert getattr(deltas[-1].summary, f"{role}_node") != victim.node_id
+
+    calls = victim.calls
+    await asyncio.gather(*(cluster.generate(cluster.request()) for _ in range(4)))
+    assert victim.calls == calls, "unreachable: no work at once, long before its heartbeats time out"
+    await cluster.is_quiet()
+
+
+async def test_a_node_that_falls_silent_loses_its_requests_to_another(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 2, node_timeout_s=0.5)
+    victim = cluster.decode[0]
+    victim.script.hang = True
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await cluster.eventually(lambda: victim.running == 1)
+    victim.membership._task.cancel()  # its connections stay up, its heartbeat stops
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.decode_node == "d1"
+    await cluster.is_quiet()
+
+
+async def test_without_another_node_its_death_is_a_typed_error(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    victim = cluster.decode[0]
+    victim.script.token_s = 0.02
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 50)))
+    await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 3)
+    await victim.die()
+    with pytest.raises(NodeUnavailable, match="d0"):
+        await answer
+    await cluster.is_quiet()
+
+
+async def test_a_prefill_node_that_dies_after_the_commit_hurts_nobody(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.prefill[0].script.silent_report = True
+    cluster.decode[0].script.token_s = 0.02
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 15)))
+    await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 2)
+    await cluster.prefill[0].die()
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 15)
+    assert deltas[-1].summary.retries == 0
+    await cluster.is_quiet()
+
+
+async def test_a_report_that_does_not_come_holds_no_answer_back(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.prefill[0].script.silent_report = True
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 4))
+    assert tokens == cluster.answer(PROMPT, 4)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await cluster.is_quiet()
+
+
+@pytest.mark.parametrize("phase", ["queued at prefill", "decoding"])
+async def test_a_client_that_goes_away_frees_both_nodes_within_a_second(start_cluster: Any, phase: str) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.token_s = 0.02
+    if phase == "queued at prefill":
+        cluster.prefill[0].script.hang = True
+        waiting = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 500)))
+        await cluster.eventually(lambda: all(node.running == 1 for node in cluster.nodes))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    else:
+        stream = cluster.core.dispatcher.generate(cluster.request(PROMPT, 500))
+        for _ in range(3):
+            await anext(stream)
+        await stream.aclose()
+    await cluster.is_quiet()
+    assert cluster.core.dispatcher.stats.cancelled == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_deadline_ends_a_request_on_nodes_that_hang(start_cluster: Any, role: str) -> None:
+    cluster = await start_cluster(1, 1)
+    getattr(cluster, role)[0].script.hang = True
+    started = cluster.core.clock()
+    with pytest.raises(DeadlineExceeded):
+        await cluster.generate(cluster.request(timeout_s=0.4))
+    assert 0.3 < cluster.core.clock() - started < 1.4
+    assert cluster.core.dispatcher.stats.handoffs == {"expired": 1}
+    await cluster.is_quiet()
+
+
+async def test_a_deadline_in_the_past_costs_nothing(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    with pytest.raises(DeadlineExceeded):
+        await cluster.generate(cluster.request(timeout_s=-1.0))
+    assert [node.calls for node in cluster.nodes] == [0, 0]
+    await cluster.is_quiet()
+
+
+async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere(start_cluster: Any) -> None:
+    cluster = await start_cluster(2, 2, handoff_timeout_s=0.3)
+    cluster.decode[0].script.hang = True
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 5))
+    assert tokens == cluster.answer(PROMPT, 5)
+    assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d1", 1)
+    assert cluster.core.dispatcher.stats.handoffs == {"expired": 1, "committed": 1}
+    await cluster.is_quiet()
+
+
+async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, max_requests=2)
+    cluster.prefill[0].script.gate = gate = asyncio.Event()
+    running = [asyncio.create_task(cluster.generate(cluster.request())) for _ in range(2)]
+    await cluster.eventually(lambda: cluster.prefill[0].running == 2)
+    with pytest.raises(Overloaded) as refused:
+        await cluster.generate(cluster.request())
+    assert refused.value.retry_after_s > 0
+    gate.set()
+    await asyncio.gather(*running)
+    await cluster.generate(cluster.request())
+    await cluster.is_quiet()
+
+
+async def test_no_node_no_service(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 0)
+    with pytest.raises(NodeUnavailable, match="no decode node"):
+        await cluster.generate(cluster.request())
+    assert cluster.core.waiting_for() == ["decode"]
+    await cluster.is_quiet()
+
+
+async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    request = InferenceRequest("r", np.array([], dtype=np.uint32), SamplingParams(), cluster.core.clock() + 5)
+    with pytest.raises(InvalidRequest):
+        await cluster.generate(request)
+
+
+async def test_a_missing_index_is_our_bug_and_ends_the_request(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.skip_index = True
+    with pytest.raises(InternalError, match="token 1 is missing"):
+        await cluster.generate(cluster.request())
+    await cluster.is_quiet()
+
+
+async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: Any) -> None:
+    cluster = await start_cluster(3, 3)
+    prompt = list(range(10, 30))
+    keys = extend_chain(chain_seed("kv"), np.array(prompt, dtype=np.uint32), 4)
+    cluster.core.costs.observe_prefill("p0", 1000, 0, 1000.0)
+    cluster.prefill[2].events.append([BlockEvent(True, key) for key in keys[:3]])
+    cluster.decode[1].events.append([BlockEvent(True, key) for key in keys[:2]])
+    cluster.core.costs.observe_transfer("p0", "d0", 1024, 5.0)
+    await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 3 and len(cluster.core.index) == 3)
+    await cluster.eventually(lambda: cluster.core.index.num_blocks("d1") == 2)
+    _, deltas = await cluster.generate(cluster.request(prompt, 3))
+    assert (deltas[-1].summary.prefill_node, deltas[-1].summary.decode_node) == ("p2", "d1")
+    assert deltas[-1].summary.predicted_ttft_ms > 0
+    assert cluster.core.dispatcher.stats.ttft_compared == 1
+
+    cluster.prefill[2].events.append([BlockEvent(False, key) for key in keys[:3]])
+    await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 0)
+
+
+async def test_a_storm_leaves_nothing_behind(start_cluster: Any) -> None:
+    cluster = await start_cluster(3, 3, retries=2)
+    cluster.prefill[0].script.error = HandoffFailed("always")
+    cluster.decode[0].script.error, cluster.decode[0].script.tokens_first = HandoffFailed("always"), 2
+    cluster.decode[1].script.token_s = 0.002
+
+    async def client(number: int) -> str:
+        prompt = [number, number + 1, 3, 4, 5, 6, 7, 8]
+        stream = cluster.core.dispatcher.generate(cluster.request(prompt, 12))
+        got: list[int] = []
+        try:
+            async for delta in stream:
+                got.extend(token.token_id for token in delta.tokens)
+                if number % 5 == 0 and len(got) >= 3:
+                    return "left"
+        except MooncakeError as error:
+            return error.code
+        finally:
+            await stream.aclose()
+        assert got == cluster.answer(prompt, 12)
+        return "done"
+
+    ends = await asyncio.gather(*(client(number) for number in range(60)))
+    assert ends.count("left") >= 8
+    assert ends.count("done") >= 30, ends
+    await cluster.is_quiet()
+    stats = cluster.core.dispatcher.stats
+    assert stats.requests == stats.finished + stats.cancelled + stats.failed == 60

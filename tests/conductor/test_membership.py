@@ -1,0 +1,138 @@
+"""Nodes and the conductor find each other over real gRPC, in any order and after any restart."""
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import pytest
+
+from mooncake.config import load_config
+from mooncake.errors import ConfigError
+from mooncake.membership import Membership
+from mooncake.rpc import cluster_pb2
+from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+
+
+def info(node_id: str = "p9", incarnation: int = 1, fingerprint: str = "kv") -> cluster_pb2.NodeInfo:
+    return cluster_pb2.NodeInfo(
+        node_id=node_id,
+        role="prefill",
+        incarnation=incarnation,
+        control_address="127.0.0.1:9",
+        kv_fingerprint=fingerprint,
+        block_tokens=4,
+    )
+
+
+def report() -> cluster_pb2.HeartbeatRequest:
+    sample = cluster_pb2.PrefillSample(new_tokens=100, ms=50)
+    return cluster_pb2.HeartbeatRequest(
+        load=cluster_pb2.Load(waiting=2, waiting_tokens=200), samples=cluster_pb2.CostSamples(prefill=[sample])
+    )
+
+
+def member(address: str, node: cluster_pb2.NodeInfo) -> Membership:
+    overrides = [f"node.conductor={address}", "conductor.heartbeat_interval_s=0.05"]
+    return Membership(load_config(overrides=overrides), node, report)
+
+
+async def test_a_node_registers_reports_and_drains(start_cluster: Any) -> None:
+    cluster = await start_cluster(0, 0)
+    node = member(cluster.address, info())
+    await node.start()
+    assert node.is_registered
+    [status] = cluster.servicer.status().nodes
+    assert (status.info.node_id, status.state, status.load.waiting_tokens) == ("p9", "live", 200)
+    assert cluster.core.costs.prefill("p9").ms(100, 0) == pytest.approx(50, rel=0.01)
+    await node.stop()
+    [status] = cluster.servicer.status().nodes
+    assert status.state == "draining"
+
+
+async def test_a_node_may_come_before_its_conductor_and_says_so_once(
+    start_cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mooncake.membership")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    node = member(address, info())
+    await node.start()
+    assert not node.is_registered
+    await asyncio.sleep(0.5)  # a few attempts
+    cluster = await start_cluster(0, 0, grpc_port=int(address.partition(":")[2]))
+    await asyncio.wait_for(node.wait_registered(), 5)
+    assert [status.info.node_id for status in cluster.servicer.status().nodes] == ["p9"]
+    assert sum("waits for the conductor" in record.message for record in caplog.records) == 1
+    await node.stop()
+
+
+async def test_nodes_register_again_with_a_conductor_that_starts_anew(start_cluster: Any) -> None:
+    first = await start_cluster(0, 0)
+    node = member(first.address, info())
+    await node.start()
+    port = int(first.address.partition(":")[2])
+    await first.server.stop(0)
+    second = await start_cluster(0, 0, grpc_port=port)
+    await first.eventually(lambda: second.core.registry.get("p9") is not None)
+    assert second.core.costs.prefill("p9").is_known, "what it measured before is told again"
+    await node.stop()
+
+
+async def test_a_node_of_another_model_is_refused_in_one_sentence(start_cluster: Any) -> None:
+    cluster = await start_cluster(0, 0)
+    node = member(cluster.address, info(fingerprint="other"))
+    with pytest.raises(ConfigError, match="give every node the same model"):
+        await node.start()
+    await node.stop()
+    assert list(cluster.core.registry.nodes()) == []
+
+
+async def test_a_replaced_process_leaves_and_stays_away(start_cluster: Any) -> None:
+    cluster = await start_cluster(0, 0)
+    old, new = member(cluster.address, info(incarnation=1)), member(cluster.address, info(incarnation=2))
+    await old.start()
+    await new.start()
+    await cluster.eventually(lambda: not old.is_registered)
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        node = cluster.core.registry.get("p9")
+        assert node is not None and node.info.incarnation == 2
+    await old.stop()
+    assert cluster.core.registry.get("p9").state == "live", "its good-bye says nothing of its successor"
+    await new.stop()
+
+
+async def test_a_silent_node_is_gone_and_comes_back_by_itself(start_cluster: Any) -> None:
+    cluster = await start_cluster(0, 0, node_timeout_s=0.3)
+    node = member(cluster.address, info())
+    await node.start()
+    assert node._task is not None
+    node._task.cancel()
+    await cluster.eventually(lambda: cluster.core.registry.get("p9") is None)
+    again = member(cluster.address, info())
+    await again.start()
+    assert cluster.core.registry.get("p9") is not None
+    await again.stop()
+    await node.stop()
+
+
+async def test_status_tells_what_the_cluster_waits_for(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 0)
+    async with asyncio.timeout(5):
+        status = await ClusterStub(cluster.channels.get(cluster.address)).Status(cluster_pb2.StatusRequest())
+    assert (status.ready, list(status.waiting_for)) == (False, ["decode"])
+    cluster = await start_cluster(1, 1)
+    await cluster.generate(cluster.request())
+    status = cluster.servicer.status()
+    assert status.ready
+    assert (status.requests_total, status.requests_running, status.prompt_tokens, status.block_hits) == (1, 0, 5, 1)
+
+
+async def test_a_role_that_does_not_exist_is_refused(start_cluster: Any) -> None:
+    cluster = await start_cluster(0, 0)
+    node = info()
+    node.role = "chef"
+    with pytest.raises(Exception, match="no such role"):
+        await member(cluster.address, node).start()

@@ -1,0 +1,228 @@
+"""Placement: what it does with caches, queues and costs, and what it refuses."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from conductor.cost import CostModel
+from conductor.fleet import Fleet, Ticket
+from conductor.registry import NodeInfo, NodeLoad, Registry
+from conductor.scheduler import Placement, RequestFacts, Shape, place
+from mooncake.errors import NodeUnavailable, Overloaded
+from mooncake.types import Role, SegmentAddress
+
+SHAPE = Shape(block_tokens=64, block_bytes=1 << 20, num_layers=10)
+
+
+def node(node_id: str, role: Role, host: str = "h0", max_sequences: int = 0) -> NodeInfo:
+    segment = SegmentAddress(node_id, 1, host, "@x", "127.0.0.1:1", 1 << 20, 100)
+    return NodeInfo(node_id, role, 1, f"{node_id}:1", segment, "kv", 64, max_sequences)
+
+
+@dataclass
+class Cluster:
+    """A fleet with nodes of known speed: 1 ms a token of prefill, 10 ms a decode step, 1 ms a MB of transfer."""
+
+    prefill: int = 2
+    decode: int = 2
+    stores: int = 1
+    measured: bool = True
+    now: float = 100.0
+    fleet: Fleet = field(init=False)
+
+    def __post_init__(self) -> None:
+        registry, costs = Registry("kv", 64, 0.5, 5.0), CostModel()
+        self.fleet = Fleet(registry, costs)
+        for role, count in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.STORE, self.stores)):
+            for i in range(count):
+                registry.register(node(f"{role[0]}{i}", role), self.now)
+        if not self.measured:
+            return
+        for size in (1, 10, 100, 1000):
+            costs.observe_prefill("p0", size, 0, float(size))
+            costs.observe_decode("d0", size, 64 * size, 10.0 + size)
+            costs.observe_transfer("p0", "d0", size << 20, float(size))
+
+    def place(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> Placement:
+        facts = replace(RequestFacts(num_tokens, runs or {}, expected_tokens=10.0), **changes)  # type: ignore[arg-type]
+        return place(facts, self.fleet.view(self.now), SHAPE, self.now)
+
+    def book(self, placement: Placement, num_tokens: int = 640) -> Ticket:
+        parts = placement.breakdown
+        decode_id = placement.decode.node_id if placement.decode else ""
+        ticket = Ticket(
+            placement.prefill.node_id, decode_id, placement.new_tokens, parts.fetch_ms + parts.prefill_ms, num_tokens
+        )
+        self.fleet.book(ticket, -(-num_tokens // 64), self.now)
+        return ticket
+
+
+def pair(placement: Placement) -> tuple[str, str]:
+    return placement.prefill.node_id, placement.decode.node_id if placement.decode else ""
+
+
+def test_nobody_matches_and_all_are_idle_the_first_pair_is_taken() -> None:
+    placement = Cluster().place()
+    assert pair(placement) == ("p0", "d0")
+    assert placement.new_tokens == 640
+    assert placement.predicted_ttft_ms == pytest.approx(640, rel=0.01)
+    assert placement.breakdown.queue_ms == 0.0
+
+
+def test_a_cached_prefix_attracts() -> None:
+    placement = Cluster().place(runs={"p1": 5})
+    assert pair(placement)[0] == "p1"
+    assert (placement.local_tokens, placement.fetched_tokens, placement.new_tokens) == (320, 0, 320)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    placement = Cluster().place(runs={"p1": 10})
+    assert placement.new_tokens == 1
+    placement = Cluster().place(num_tokens=1, runs={})
+    assert placement.new_tokens == 1
+
+
+def test_the_pool_serves_every_node_so_the_queue_decides() -> None:
+    cluster = Cluster()
+    cluster.book(cluster.place(runs={}))
+    placement = cluster.place(runs={"s0": 8})
+    assert pair(placement)[0] == "p1"
+    assert placement.fetched_tokens == 512
+    assert [store.node_id for store in placement.pools] == ["s0"]
+    assert placement.breakdown.fetch_ms == pytest.approx(8.0, rel=0.02), "8 blocks of 1 MiB at 1 ms"
+
+
+def test_a_busy_node_loses_its_cache_advantage() -> None:
+    cluster = Cluster()
+    chosen = []
+    for _ in range(12):
+        placement = cluster.place(runs={"p1": 9})
+        chosen.append(placement.prefill.node_id)
+        cluster.book(placement)
+    assert chosen[:8] == ["p1"] * 8, "a queue of 64 ms each is less than the 576 ms that p0 would compute more"
+    assert "p0" in chosen[8:]
+
+
+def test_decode_stays_where_the_conversation_is() -> None:
+    placement = Cluster().place(num_tokens=64, runs={"d1": 1})
+    assert pair(placement)[1] == "d1"
+    assert placement.breakdown.handoff_ms == 0.0
+
+
+def test_decode_load_spreads() -> None:
+    cluster = Cluster()
+    cluster.book(cluster.place())
+    assert pair(cluster.place())[1] == "d1"
+
+
+def test_a_decode_node_without_room_is_passed_over_while_another_has_some() -> None:
+    cluster = Cluster()
+    full = NodeLoad(blocks_total=100, blocks_free=1, blocks_cached=0)
+    cluster.fleet.registry.heartbeat("d0", 1, full, False, cluster.now)
+    cluster.fleet.heard("d0", full)
+    assert pair(cluster.place())[1] == "d1"
+    cluster.fleet.registry.heartbeat("d1", 1, full, False, cluster.now)
+    cluster.fleet.heard("d1", full)
+    assert pair(cluster.place())[1] in {"d0", "d1"}, "nobody has room: the request waits there"
+
+
+def test_one_answer_token_needs_no_decode_node() -> None:
+    placement = Cluster(decode=0).place(needs_decode=False)
+    assert placement.decode is None
+    with pytest.raises(NodeUnavailable, match="decode"):
+        Cluster(decode=0).place()
+    with pytest.raises(NodeUnavailable, match="prefill"):
+        Cluster(prefill=0).place()
+
+
+def test_nodes_that_failed_this_request_are_excluded() -> None:
+    cluster = Cluster()
+    assert pair(cluster.place(excluded=frozenset({"p0", "d0"}))) == ("p1", "d1")
+    with pytest.raises(NodeUnavailable):
+        cluster.place(excluded=frozenset({"d0", "d1"}))
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_early() -> None:
+    with pytest.raises(Overloaded) as refused:
+        Cluster().place(budget_ms=100.0)
+    assert refused.value.retry_after_s == pytest.approx(0.54, abs=0.05)
+    assert Cluster(measured=False).place(budget_ms=100.0), "an unknown prediction refuses nobody"
+
+
+def test_without_measurements_load_decides() -> None:
+    cluster = Cluster(measured=False, prefill=3, decode=3)
+    pairs = []
+    for _ in range(3):
+        placement = cluster.place(runs={"p0": 5})
+        assert not placement.is_known
+        assert placement.predicted_ttft_ms == 0.0
+        pairs.append(pair(placement))
+        cluster.book(placement)
+    assert sorted(pairs) == [("p0", "d0"), ("p1", "d1"), ("p2", "d2")]
+
+
+def test_a_shared_first_block_does_not_herd() -> None:
+    cluster = Cluster(prefill=5, decode=5)
+    chosen: Counter[str] = Counter()
+    for _ in range(50):
+        placement = cluster.place(num_tokens=2000, runs={"p3": 1})
+        chosen[placement.prefill.node_id] += 1
+        cluster.book(placement, 2000)
+    assert max(chosen.values()) <= 13, chosen
+    assert min(chosen.values()) >= 8, chosen
+
+
+def test_tickets_bring_every_account_back_to_nothing() -> None:
+    cluster = Cluster()
+    tickets = [cluster.book(cluster.place()) for _ in range(7)]
+    assert cluster.fleet.open_work
+    for ticket in tickets:
+        cluster.fleet.prefill_done(ticket, cluster.now)
+        cluster.fleet.close(ticket, cluster.now)
+        cluster.fleet.close(ticket, cluster.now)  # twice is once
+    assert cluster.fleet.open_work == {}
+    assert cluster.fleet.view(cluster.now).prefill.queued_ms.tolist() == [0.0, 0.0]
+
+
+def test_work_of_others_shows_in_heartbeats() -> None:
+    cluster = Cluster()
+    cluster.book(cluster.place())
+    load = NodeLoad(waiting=2, waiting_tokens=1640)
+    cluster.fleet.registry.heartbeat("p0", 1, load, False, cluster.now)
+    cluster.fleet.heard("p0", load)
+    queue = cluster.fleet.view(cluster.now).prefill.queued_ms
+    assert queue[0] == pytest.approx(1640, rel=0.02), "640 tokens are ours, 1,000 are foreign"
+    assert queue[1] == 0.0
+
+
+def test_time_passing_shortens_the_queue() -> None:
+    cluster = Cluster(prefill=1)
+    cluster.book(cluster.place())
+    cluster.now += 0.4
+    assert cluster.place().breakdown.queue_ms == pytest.approx(240, rel=0.05)
+    cluster.now += 10.0
+    assert cluster.place().breakdown.queue_ms == pytest.approx(0.0, abs=1e-6), "it may be late, but not negative"
+
+
+def test_pruning_finds_the_same_pair_as_trying_all() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(50):
+        cluster = Cluster(prefill=6, decode=5, stores=2)
+        for name in [f"p{i}" for i in range(6)]:
+            cluster.fleet.book(Ticket(name, f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640), 1, cluster.now)
+        runs = {f"{kind}{i}": int(rng.integers(1, 10)) for kind in "pds" for i in range(5) if rng.random() < 0.5}
+        best = cluster.place(runs=runs)
+        everybody = {*(f"p{i}" for i in range(6)), *(f"d{i}" for i in range(5))}
+
+        def total(placement: Placement) -> float:
+            parts = placement.breakdown
+            return placement.predicted_ttft_ms + parts.handoff_ms + 10.0 * parts.step_ms
+
+        totals = [
+            total(cluster.place(runs=runs, excluded=frozenset(everybody - {f"p{p}", f"d{d}"})))
+            for p in range(6)
+            for d in range(5)
+        ]
+        assert total(best) == pytest.approx(min(totals))
