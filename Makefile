@@ -5,16 +5,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
 
-.PHONY: setup demo test test-all check bench proto clean
+.PHONY: help setup demo test test-all check bench proto clean
+
+help:
+	@echo 'make demo      a cluster on this machine: a streamed answer, a second turn that reuses the first, a replay'
+	@echo 'make test      the tests, without the slow ones'
+	@echo 'make test-all  all tests'
+	@echo 'make check     lint, formatting, types, the import diagram, generated code'
+	@echo 'make bench     measure the engine and the served cluster'
+	@echo 'make proto     generate the Python code of proto/*.proto anew'
+	@echo 'make setup     only the environment; TORCH=cuda for GPUs, PYTHON=... for another interpreter'
+	@echo 'make clean     remove the environment and everything built'
 
 setup: $(VENV)/.ready-$(TORCH)
 
 $(VENV)/.ready-$(TORCH): pyproject.toml constraints.txt deploy/setup.sh
-	PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) sh deploy/setup.sh
-	touch $@
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' VENV='$(VENV)' sh deploy/setup.sh
+	@rm -f $(VENV)/.ready-* && touch $@
 
 demo: setup
-	$(BIN)/mooncake demo
+	@$(BIN)/mooncake demo
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow"
@@ -41,4 +51,4 @@ bench: setup
 	$(BIN)/mooncake bench serve
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

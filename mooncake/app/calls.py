@@ -1,4 +1,4 @@
-"""What commands ask of a running cluster over gRPC: an answer, streamed as text with its figures at the end; its status.
+"""What commands ask of a running cluster over gRPC: an answer, streamed as text with figures at the end; its status.
 
 When nobody answers, the error says what to do about it.
 """
@@ -70,8 +70,11 @@ async def cluster_status(address: str, timeout_s: float = 5.0) -> cluster_pb2.St
 
 
 def _told(failure: grpc.RpcError) -> MooncakeError:
-    """The cluster's own error; or, for a call that never reached a server (whose answers carry metadata), what to do."""
-    if isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.UNAVAILABLE:
-        if not failure.trailing_metadata() and not failure.initial_metadata():
-            return NodeUnavailable("no cluster answers there; start one with `mooncake serve`, or give its --address")
+    """The cluster's own error; or what to do, when the call never reached a server (whose answers carry metadata)."""
+    if (
+        isinstance(failure, grpc.aio.AioRpcError)
+        and failure.code() is grpc.StatusCode.UNAVAILABLE
+        and not (failure.trailing_metadata() or failure.initial_metadata())
+    ):
+        return NodeUnavailable("no cluster answers there; start one with `mooncake serve`, or give its --address")
     return error_from_rpc(failure, "cluster")

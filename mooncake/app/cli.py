@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from json import dumps as json_text  # a JSON string or number is one of TOML too
 from pathlib import Path
 from typing import Annotated
 
@@ -252,7 +253,7 @@ def trace_stats(
 
 def _load(path: Path | None, overrides: list[str] | None, flags: dict[str, str | int | None]) -> Config:
     """Flags win over --set, --set over the file, the file over the defaults."""
-    given = [f"{name}={value!r}" for name, value in flags.items() if value is not None]
+    given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
     return load_config(path, [*(overrides or []), *given])
 
 

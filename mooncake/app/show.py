@@ -75,7 +75,7 @@ def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: 
 
 
 def _literal(value: object) -> str:
-    return '""' if value == "" else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def show_trace(path: Path, limit: int | None, as_json: bool) -> None:
