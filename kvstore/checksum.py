@@ -1,0 +1,60 @@
+"""The checksum of stored bytes: xxh3-64, one for each range (a layer) of a block.
+
+It catches flipped bits and torn writes, not attackers. Checksums travel as little-endian uint64 arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from typing_extensions import Buffer
+
+from mooncake.errors import ChecksumMismatch, InvalidRequest
+
+Checksums = npt.NDArray[np.uint64]
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3-64 of one contiguous buffer."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def checksums_of(parts: Iterable[Buffer]) -> Checksums:
+    """One checksum for each buffer."""
+    return np.fromiter((checksum(part) for part in parts), dtype=np.uint64)
+
+
+def range_checksums(data: Buffer, ranges: int) -> Checksums:
+    """One checksum for each of ``ranges`` equal parts of ``data``. Raises InvalidRequest when it does not divide."""
+    view = memoryview(data).cast("B")
+    if not 1 <= ranges <= view.nbytes or view.nbytes % ranges:
+        raise InvalidRequest(f"{view.nbytes} bytes do not divide into {ranges} equal ranges")
+    size = view.nbytes // ranges
+    return checksums_of(view[start : start + size] for start in range(0, view.nbytes, size))
+
+
+def first_mismatch(data: Buffer, expected: Checksums) -> int | None:
+    """Index of the first of ``len(expected)`` equal ranges whose checksum differs, or None when all agree."""
+    differs = range_checksums(data, len(expected)) != expected
+    return int(differs.argmax()) if differs.any() else None
+
+
+def verify(data: Buffer, expected: Checksums, what: str) -> None:
+    """Raises ChecksumMismatch, naming ``what`` and the range, unless every range of ``data`` is what was sealed."""
+    bad = first_mismatch(data, expected)
+    if bad is not None:
+        raise ChecksumMismatch(f"{what}: range {bad} of {len(expected)} differs from what was sealed")
+
+
+def checksums_to_wire(checksums: Checksums) -> bytes:
+    return np.ascontiguousarray(checksums, dtype="<u8").tobytes()
+
+
+def checksums_from_wire(data: bytes) -> Checksums:
+    """Raises InvalidRequest when the buffer is not a whole number of uint64."""
+    if len(data) % 8:
+        raise InvalidRequest("checksum buffer length is not a multiple of 8", "checksums")
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)

@@ -1,0 +1,177 @@
+"""Registered memory: one run of blocks in a memfd, which other processes of this host may map.
+
+A memfd has no name in any file system, so nothing is left behind however its owner dies. This module knows bytes and
+memory limits; it must not know what the blocks hold, who may write them, or how they travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import mmap
+import os
+import resource
+import secrets
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import ConfigError, InvalidRequest
+
+# <linux/fcntl.h>: Python's fcntl names some of these only from 3.13 on.
+F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1034, 0x2, 0x4
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, Linux 5.14
+_POPULATE_STEP = 16 << 20
+
+MAX_BLOCK_BYTES = (1 << 32) - 1  # lengths and offsets travel as uint32
+MAX_BLOCKS = 1 << 24
+
+
+class Segment:
+    """``num_blocks`` blocks of ``block_bytes`` bytes, shared and writable. Its owner alone creates and closes it.
+
+    ``incarnation`` is a random number of this one segment: whoever names another speaks to a dead owner.
+    """
+
+    def __init__(self, name: str, fd: int, block_bytes: int, num_blocks: int) -> None:
+        self.name = name
+        self.fd = fd
+        self.block_bytes = block_bytes
+        self.num_blocks = num_blocks
+        self.incarnation = secrets.randbits(63) | 1
+        self._map = map_shared(fd, block_bytes * num_blocks)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self.buffer = memoryview(self._map)
+
+    @classmethod
+    def create(cls, name: str, block_bytes: int, num_blocks: int) -> Segment:
+        """Raises ConfigError, saying what to change, when this much memory is not there."""
+        if not (1 <= block_bytes <= MAX_BLOCK_BYTES and 1 <= num_blocks <= MAX_BLOCKS):
+            raise ConfigError(f"segment {name}: {num_blocks} blocks of {block_bytes} bytes is out of range")
+        size = block_bytes * num_blocks
+        _check_memory(name, size)
+        fd = os.memfd_create(f"mooncake-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            # A peer that maps it can then neither cut it under our feet nor grow it.
+            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+            return cls(name, fd, block_bytes, num_blocks)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ConfigError(f"segment {name}: cannot get {_gb(size)} of shared memory: {error}") from None
+
+    def block(self, index: int) -> memoryview:
+        return self.range(index, 0, self.block_bytes)
+
+    def range(self, index: int, offset: int, length: int) -> memoryview:
+        """Raises InvalidRequest for a range that is not inside one block."""
+        check_range(index, offset, length, self.block_bytes, self.num_blocks)
+        start = index * self.block_bytes + offset
+        return self.buffer[start : start + length]
+
+    def populate(self, stop: threading.Event | None = None) -> None:
+        """Have the kernel provide every page now. Blocking: call it in a thread.
+
+        A page costs about four times as much when it is first touched in the middle of a copy. Kernels before 5.14
+        do not know how; then pages come at first touch.
+        """
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        address, size = self.array.ctypes.data, self.array.nbytes
+        for start in range(0, size, _POPULATE_STEP):
+            if stop is not None and stop.is_set():
+                return
+            if madvise(address + start, min(_POPULATE_STEP, size - start), _MADV_POPULATE_WRITE) != 0:
+                return
+
+    def close(self) -> None:
+        """Give the memory back. Views that are still alive keep it until they die."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.buffer.release()
+        self.array = np.empty(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def check_range(index: int, offset: int, length: int, block_bytes: int, num_blocks: int) -> None:
+    """Raises InvalidRequest unless ``[offset, offset + length)`` is a non-empty range inside block ``index``."""
+    if not 0 <= index < num_blocks:
+        raise InvalidRequest(f"block {index} is outside the segment of {num_blocks} blocks")
+    if not (offset >= 0 and length > 0 and offset + length <= block_bytes):
+        raise InvalidRequest(f"range [{offset}, {offset + length}) is outside a block of {block_bytes} bytes")
+
+
+def map_shared(fd: int, size: int, writable: bool = True) -> mmap.mmap:
+    """Map a memfd. Raises ValueError when it is smaller than ``size``, OSError when there is no address space."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        with contextlib.suppress(OSError):  # a kernel built without it
+            mapping.madvise(advice)
+    return mapping
+
+
+def is_sealed_size(fd: int) -> bool:
+    """Whether the memfd's owner has given up shrinking it, so that touching a mapping can never fault."""
+    try:
+        return bool(fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)
+    except OSError:
+        return False
+
+
+def host_id() -> str:
+    """Names the reach of an abstract unix socket: this boot of this kernel, and this network namespace.
+
+    Two containers of one host that do not share a network namespace get different names, and so use TCP.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    return hashlib.sha256(f"{boot}|{namespace}".encode()).hexdigest()[:16]
+
+
+def _check_memory(name: str, size: int) -> None:
+    for limit, free in (("free memory", _available_bytes()), ("RLIMIT_AS", _address_space()), _file_size_limit()):
+        if free is not None and size > free:
+            raise ConfigError(
+                f"segment {name} needs {_gb(size)}, but {limit} allows {_gb(free)}; configure less "
+                "(store.dram_gb, prefill.kv_gb, decode.kv_gb) or free memory"
+            )
+
+
+def _available_bytes() -> int | None:
+    """What the machine, or this process's cgroup when that is less, can still give."""
+    candidates: list[int] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        candidates.extend(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        unified = [line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+        group = Path("/sys/fs/cgroup") / unified[0][3:].lstrip("/")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            candidates.append(int(limit) - int((group / "memory.current").read_text()))
+    return min(candidates, default=None)
+
+
+def _address_space() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    used_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(0, limit - used_pages * mmap.PAGESIZE)
+
+
+def _file_size_limit() -> tuple[str, int | None]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # growing a memfd past it would kill us with SIGXFSZ
+    return "RLIMIT_FSIZE", None if limit == resource.RLIM_INFINITY else limit
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,379 @@
+"""The owner's side of the data plane: who may write which block, and the sockets through which peers reach a segment.
+
+A write carries an epoch, and lands only where the block is granted to that epoch. Over TCP the owner checks: once
+``revoke`` has returned, no TCP write can land any more. Over shared memory the writer itself looks into the grants
+table before and after each copy, and the owner cannot stop a copy that has begun. So the rule for owners is: after
+``revoke``, a block may be used again at once if ``maps_memory(writer)`` is False, and otherwise only after the writer
+has said that it is done (seal, commit, abort, close) or ``on_peer_gone`` has named it. This module must not know what
+blocks hold or why they are granted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, host_id, map_shared
+from kvstore.transfer import protocol, sockets
+from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
+from mooncake.errors import ConfigError, DeadlineExceeded
+from mooncake.types import SegmentAddress
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 512
+HELLO_TIMEOUT_S = 5.0
+FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
+_LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """Since start. Shared-memory traffic passes the owner by and is not counted here."""
+
+    bytes_in: int
+    bytes_out: int
+    refused: int  # writes and reads that were not allowed
+    violations: int  # connections closed for not speaking the protocol
+    connections: int  # open now
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Written by one connection's thread, read by any."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    refused: int = 0
+    violations: int = 0
+
+    def add(self, other: _Counts) -> None:
+        self.bytes_in += other.bytes_in
+        self.bytes_out += other.bytes_out
+        self.refused += other.refused
+        self.violations += other.violations
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    sock: socket.socket
+    is_local: bool  # over the unix socket: holds a mapping, sends nothing
+    peer: str = ""  # set once it has said hello
+    landing: frozenset[int] = frozenset()  # blocks that the frame being received writes into
+    counts: _Counts = field(default_factory=_Counts)
+
+
+class SegmentServer:
+    """Serves one segment. ``start`` and ``stop`` once; every method may be called from any thread.
+
+    ``on_peer_gone`` is called once for each peer (``TransferEngine.writer_id``), from a thread of the server, when
+    its last connection has ended. It must not block.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        node_id: str,
+        transports: tuple[str, ...] = ("shm", "tcp"),
+        host: str = "127.0.0.1",
+        on_peer_gone: Callable[[str], None] | None = None,
+    ) -> None:
+        self.on_peer_gone = on_peer_gone
+        self._segment = segment
+        self._node_id = node_id
+        self._transports = transports
+        self._host = host
+        self._grants = _Grants(segment.num_blocks)
+        self._changed = threading.Condition()  # guards everything below, and the grants
+        self._connections: set[_Connection] = set()
+        self._threads: set[threading.Thread] = set()
+        self._ended = _Counts()  # of connections that have ended
+        self._listeners: list[socket.socket] = []
+        self._unix_path = ""
+        self._tcp_address = ""
+        self._stopping = False
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError when the address cannot be had."""
+        if "shm" in self._transports:
+            self._unix_path = f"@mooncake-{self._segment.incarnation:016x}"
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind("\0" + self._unix_path[1:])
+            self._listen(listener, is_local=True)
+        if "tcp" in self._transports:
+            listener = _tcp_listener(self._host)
+            host, port = listener.getsockname()[:2]
+            self._tcp_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._listen(listener, is_local=False)
+
+    @property
+    def address(self) -> SegmentAddress:
+        return SegmentAddress(
+            node_id=self._node_id,
+            incarnation=self._segment.incarnation,
+            host_id=host_id(),
+            unix_path=self._unix_path,
+            tcp_address=self._tcp_address,
+            block_bytes=self._segment.block_bytes,
+            num_blocks=self._segment.num_blocks,
+        )
+
+    def grant(self, block_ids: Iterable[int], epoch: int) -> None:
+        """From now on these blocks take writes of ``epoch`` (1 or more), and of no other."""
+        if epoch < 1:
+            raise ValueError("epochs count from 1")
+        with self._changed:
+            for block in block_ids:
+                self._grants.table[block] = epoch
+
+    def revoke(self, block_ids: Iterable[int]) -> None:
+        """No TCP write into these blocks lands after this returns. See the rule for shared memory at the top.
+
+        A frame that is half received gets a moment to end; then its connection is cut. Blocks no more than that.
+        """
+        blocks = frozenset(block_ids)
+        with self._changed:
+            for block in blocks:
+                self._grants.table[block] = 0
+            patience = time.monotonic() + _LANDING_GRACE_S
+            while landing := [each for each in self._connections if each.landing & blocks]:
+                left = patience - time.monotonic()
+                if left <= 0:
+                    for connection in landing:
+                        _shut(connection.sock)
+                self._changed.wait(max(left, 0.01))
+
+    def maps_memory(self, peer: str) -> bool:
+        """Whether this peer has the segment mapped, so that a copy it began could still be going on."""
+        with self._changed:
+            return any(each.peer == peer and each.is_local for each in self._connections)
+
+    def stats(self) -> ServerStats:
+        total = _Counts()
+        with self._changed:
+            for counts in (self._ended, *(each.counts for each in self._connections)):
+                total.add(counts)
+            open_now = len(self._connections)
+        return ServerStats(total.bytes_in, total.bytes_out, total.refused, total.violations, open_now)
+
+    def stop(self) -> None:
+        """Close every connection and end every thread. Peers see their transfers fail."""
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            for sock in [*self._listeners, *(each.sock for each in self._connections)]:
+                _shut(sock)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(_JOIN_TIMEOUT_S)
+        for listener in self._listeners:
+            listener.close()
+        self._grants.close()
+
+    def _listen(self, listener: socket.socket, is_local: bool) -> None:
+        listener.listen(128)
+        self._listeners.append(listener)
+        self._spawn(lambda: self._accept(listener, is_local), "accept")
+
+    def _spawn(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._changed:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=f"{self._node_id}-segment-{name}", daemon=True)
+        with self._changed:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket, is_local: bool) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._stopping:
+                    return
+                log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
+                time.sleep(0.1)  # out of file descriptors: let some end
+                continue
+            connection = _Connection(sock, is_local)
+            with self._changed:
+                full = len(self._connections) >= MAX_CONNECTIONS
+                if not (full or self._stopping):
+                    self._connections.add(connection)
+            if full or self._stopping:
+                with contextlib.suppress(OSError):
+                    sock.send(self._welcome(Status.BUSY))
+                sock.close()
+                continue
+            self._spawn(lambda connection=connection: self._serve(connection), "peer")  # type: ignore[misc]
+
+    def _serve(self, connection: _Connection) -> None:
+        """One connection from its greeting to its end."""
+        try:
+            if not connection.is_local:
+                sockets.tune(connection.sock)
+            self._greet(connection)
+            while connection.peer:
+                self._serve_frame(connection)
+        except ProtocolViolation as error:
+            connection.counts.violations += 1
+            log.warning("segment of %s: closing a connection: %s", self._node_id, error.message)
+        except (OSError, DeadlineExceeded) as error:
+            log.debug("segment of %s: connection of %s ended: %s", self._node_id, connection.peer or "?", error)
+        finally:
+            self._end(connection)
+
+    def _greet(self, connection: _Connection) -> None:
+        deadline = time.monotonic() + HELLO_TIMEOUT_S
+        sock = connection.sock
+        hello = protocol.unpack_hello(sockets.receive(sock, protocol.HELLO_BYTES, deadline))
+        peer_id = protocol.unpack_peer_id(sockets.receive(sock, hello.peer_id_bytes, deadline))
+        if hello.segment_incarnation != self._segment.incarnation:
+            sock.sendall(self._welcome(Status.WRONG_SEGMENT))
+        elif connection.is_local and _peer_user(sock) not in (os.geteuid(), 0):
+            sock.sendall(self._welcome(Status.FORBIDDEN))
+        else:
+            with self._changed:
+                connection.peer = peer_name(peer_id, hello.peer_incarnation)
+            files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
+            socket.send_fds(sock, [self._welcome(Status.OK)], files)
+
+    def _welcome(self, status: Status) -> bytes:
+        return protocol.pack_welcome(status, self._segment.block_bytes, self._segment.num_blocks)
+
+    def _serve_frame(self, connection: _Connection) -> None:
+        sock = connection.sock
+        head = sockets.receive_when_it_comes(sock, protocol.FRAME_BYTES, FRAME_TIMEOUT_S)
+        if connection.is_local:
+            raise ProtocolViolation("a frame over the unix socket")
+        frame = protocol.unpack_frame(head)
+        deadline = time.monotonic() + FRAME_TIMEOUT_S
+        ranges = protocol.unpack_ranges(sockets.receive(sock, frame.num_ranges * protocol.RANGE_BYTES, deadline), frame)
+        serve = self._serve_write if frame.operation is Operation.WRITE else self._serve_read
+        serve(connection, frame, ranges, deadline)
+
+    def _serve_write(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+        status, refused = self._begin_landing(connection, ranges)
+        if status is Status.OK:
+            try:
+                sockets.receive_into(connection.sock, [self._view(item) for item in ranges], deadline)
+            finally:
+                self._end_landing(connection)
+            connection.counts.bytes_in += frame.payload_bytes
+        else:
+            _discard(connection.sock, frame.payload_bytes, deadline)
+            connection.counts.refused += 1
+        reply = protocol.pack_reply(status, refused, 0, frame.frame_id)
+        sockets.send_all(connection.sock, [memoryview(reply)], deadline)
+
+    def _serve_read(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+        outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
+        if outside is not None:
+            connection.counts.refused += 1
+            reply = protocol.pack_reply(Status.BAD_RANGE, outside, 0, frame.frame_id)
+            sockets.send_all(connection.sock, [memoryview(reply)], deadline)
+            return
+        reply = protocol.pack_reply(Status.OK, 0, frame.payload_bytes, frame.frame_id)
+        sockets.send_all(connection.sock, [memoryview(reply), *map(self._view, ranges)], deadline)
+        connection.counts.bytes_out += frame.payload_bytes
+
+    def _begin_landing(self, connection: _Connection, ranges: list[WireRange]) -> tuple[Status, int]:
+        """Check a write as a whole, under the lock that ``revoke`` takes, and note where it is about to land."""
+        outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
+        if outside is not None:
+            return Status.BAD_RANGE, outside
+        with self._changed:
+            for index, item in enumerate(ranges):
+                if item.epoch == 0 or self._grants.table[item.block] != item.epoch:
+                    return Status.STALE_EPOCH, index
+            connection.landing = frozenset(item.block for item in ranges)
+        return Status.OK, 0
+
+    def _end_landing(self, connection: _Connection) -> None:
+        with self._changed:
+            connection.landing = frozenset()
+            self._changed.notify_all()
+
+    def _view(self, item: WireRange) -> memoryview:
+        start = item.block * self._segment.block_bytes + item.offset
+        return self._segment.buffer[start : start + item.length]
+
+    def _end(self, connection: _Connection) -> None:
+        with self._changed:
+            connection.sock.close()
+            self._connections.discard(connection)
+            self._ended.add(connection.counts)
+            self._changed.notify_all()
+            alive = any(each.peer == connection.peer for each in self._connections)
+            gone = bool(connection.peer) and not alive and not self._stopping
+        if gone and self.on_peer_gone is not None:
+            self.on_peer_gone(connection.peer)
+
+
+class _Grants:
+    """The epoch that may write each block, 0 for none, in a page that writers on this host see but cannot change."""
+
+    def __init__(self, num_blocks: int) -> None:
+        size = num_blocks * 8
+        fd = os.memfd_create("mooncake-grants", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+            self._map = map_shared(fd, size)
+            self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        self.table = memoryview(self._map).cast("Q")  # aligned 8-byte stores: a reader never sees half of one
+
+    def close(self) -> None:
+        os.close(self.read_only_fd)
+        self.table.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def peer_name(peer_id: str, incarnation: int) -> str:
+    """What the owner of a segment calls one life of one peer."""
+    return f"{peer_id}/{incarnation:016x}"
+
+
+def _tcp_listener(host: str) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"node.host: cannot listen on {host!r} for transfers: {error.strerror}") from None
+    return listener
+
+
+def _peer_user(sock: socket.socket) -> int:
+    """User id of the process at the other end of a unix socket."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+def _discard(sock: socket.socket, size: int, deadline: float) -> None:
+    """Take the payload of a refused write, so that the next frame can be found."""
+    scratch = memoryview(bytearray(min(size, 1 << 16)))
+    for start in range(0, size, len(scratch)):
+        sockets.receive_into(sock, [scratch[: size - start]], deadline)
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake whoever waits on this socket; its own thread closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
