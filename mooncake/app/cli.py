@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import math
+import secrets
 import sys
 from json import dumps as json_text  # a JSON string or number is one of TOML too
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mooncake.app.extras import MissingDependency
 from mooncake.config import Config, load_config
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
+
+if TYPE_CHECKING:
+    from mooncake.types import SamplingParams
 
 app = typer.Typer(
     name="mooncake",
@@ -116,16 +120,12 @@ def generate(
 
     options = TalkOptions(
         _address(address, config, overrides),
-        max_tokens,
-        temperature,
-        top_p,
-        seed,
+        _sampling(max_tokens, temperature, top_p, seed),
         tuple(stop or ()),
         system,
-        as_json,
         timeout_s,
     )
-    generate_once(sys.stdin.read() if prompt == "-" else prompt, options, raw)
+    generate_once(sys.stdin.read() if prompt == "-" else prompt, options, raw, as_json)
 
 
 @app.command()
@@ -144,11 +144,8 @@ def chat(
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import chat as converse
 
-    converse(
-        TalkOptions(
-            _address(address, config, overrides), max_tokens, temperature, top_p, seed, tuple(stop or ()), system
-        )
-    )
+    sampling = _sampling(max_tokens, temperature, top_p, seed)
+    converse(TalkOptions(_address(address, config, overrides), sampling, tuple(stop or ()), system))
 
 
 @app.command()
@@ -259,6 +256,18 @@ def _load(path: Path | None, overrides: list[str] | None, flags: dict[str, str |
 
 def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:
     return address or _load(path, overrides, {}).conductor_address
+
+
+def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:
+    """The client sends a whole SamplingParams, so a seed that was not given is drawn here."""
+    from mooncake.types import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=secrets.randbits(63) if seed is None else seed,
+    )
 
 
 def exit_code(error: MooncakeError) -> int:

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from mooncake.rpc import inference_pb2
+from mooncake.client import RequestTimings, Usage
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -39,7 +39,7 @@ def gigabytes(value: float) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
-def answer_line(usage: inference_pb2.Usage, timings: inference_pb2.RequestTimings) -> str:
+def answer_line(usage: Usage, timings: RequestTimings) -> str:
     """One request's figures in one line: what a person looks at after an answer."""
     report = timings.prefill
     parts = [f"TTFT {ms(timings.ttft_ms)}"]
@@ -53,6 +53,6 @@ def answer_line(usage: inference_pb2.Usage, timings: inference_pb2.RequestTiming
     return " · ".join(parts)
 
 
-def tokens_per_s(timings: inference_pb2.RequestTimings) -> float:
+def tokens_per_s(timings: RequestTimings) -> float:
     """Decoding speed of one request, the wait for its first token left out."""
     return 1000 / timings.mean_tbt_ms if timings.mean_tbt_ms > 0 else 0.0

@@ -8,11 +8,10 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 
-from mooncake.app.calls import cluster_status
 from mooncake.app.console import gigabytes, out, plain_table, print_json
 from mooncake.app.latency import mean, percentile
 from mooncake.app.origins import settings
-from mooncake.app.role_main import run_async
+from mooncake.app.reach import reach
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, expected_hits, load_trace
 
@@ -21,7 +20,8 @@ CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)  # blocks, as in the
 
 
 def show_status(address: str, as_json: bool) -> None:
-    status = run_async(cluster_status(address))
+    with reach(address) as client:
+        status = client.status()
     if as_json:
         print_json(MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
         return

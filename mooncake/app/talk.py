@@ -2,121 +2,124 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 
-import grpc
-from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 
-from mooncake.app.calls import Answer, Turn, ask, chat_request
 from mooncake.app.console import answer_line, err, print_json
+from mooncake.app.reach import reach
+from mooncake.client import Client, GenerateChunk
 from mooncake.errors import MooncakeError
-from mooncake.rpc import common_pb2, inference_pb2
+from mooncake.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class TalkOptions:
     address: str
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+    sampling: SamplingParams
     stop: tuple[str, ...] = ()
     system: str = ""
-    as_json: bool = False
     timeout_s: float = 600.0
 
-    @property
-    def sampling(self) -> common_pb2.SamplingParams:
-        return common_pb2.SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
-        )
 
-
-def generate(prompt: str, options: TalkOptions, raw: bool) -> None:
+def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> None:
     """One answer. ``raw`` continues the prompt as it is, without the chat template."""
-    if raw:
-        request = inference_pb2.GenerateRequest(text=prompt, sampling=options.sampling)
+    with reach(options.address) as client:
+        if raw:
+            chunks = client.stream(prompt, sampling=options.sampling, stop=options.stop, timeout_s=options.timeout_s)
+        else:
+            messages = [*_system_turn(options), {"role": "user", "content": prompt}]
+            chunks = client.stream(
+                messages=messages, sampling=options.sampling, stop=options.stop, timeout_s=options.timeout_s
+            )
+        answer = Answer()
+        for chunk in chunks:
+            answer.add(chunk)
+            if not as_json:
+                _write(chunk.text)
+    if as_json:
+        print_json({"text": answer.text, **asdict(answer.last)})
     else:
-        request = chat_request([*_system_turn(options), Turn("user", prompt)], options.sampling)
-    request.stop.extend(options.stop)
-    answer = asyncio.run(_one_call(request, options))
-    if options.as_json:
-        print_json(
-            {
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-                "usage": MessageToDict(answer.usage, preserving_proto_field_name=True),
-                "timings": MessageToDict(answer.timings, preserving_proto_field_name=True),
-            }
-        )
-    else:
-        sys.stdout.write("\n")
-        _tell(answer)
+        _write("\n")
+        _tell(answer.last)
 
 
-async def _one_call(request: inference_pb2.GenerateRequest, options: TalkOptions) -> Answer:
-    async with grpc.aio.insecure_channel(options.address) as channel:
-        return await ask(channel, request, _ignore if options.as_json else _write, options.timeout_s)
+@dataclass(slots=True)
+class Answer:
+    """What came of one answer so far."""
 
+    text: str = ""
+    last: GenerateChunk = field(default_factory=lambda: GenerateChunk("", (), ""))
 
-def chat(options: TalkOptions) -> None:
-    """A conversation until end of input. Each turn sends the whole conversation, whose blocks are in the cache."""
-    conversation = Conversation(options, _system_turn(options))
-    err.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation, /new forgets it[/]")
-    with asyncio.Runner() as runner:
-        channel = runner.run(_open(options.address))
-        try:
-            while (text := _read_line()) is not None:
-                if text == "/new":
-                    conversation = Conversation(options, _system_turn(options))
-                elif text:
-                    conversation.take_turn(runner, channel, text)
-        finally:
-            runner.run(channel.close(None))
+    def add(self, chunk: GenerateChunk) -> None:
+        self.text += chunk.text
+        self.last = chunk
 
 
 @dataclass(slots=True)
 class Conversation:
+    """Each turn sends the whole conversation; the blocks of the turns before are in the cluster's cache."""
+
+    client: Client
     options: TalkOptions
-    turns: list[Turn] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
 
-    def take_turn(self, runner: asyncio.Runner, channel: grpc.aio.Channel, text: str) -> None:
-        """Ask, and remember both sides. A turn that fails or is stopped is forgotten: the next one starts before it."""
-        request = chat_request([*self.turns, Turn("user", text)], self.options.sampling)
-        request.stop.extend(self.options.stop)
-        try:
-            answer = runner.run(ask(channel, request, _write, self.options.timeout_s))
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
-            err.print("[dim]stopped; this turn is forgotten[/]")
-            return
-        except MooncakeError as error:
-            err.print(f"[red]{escape(error.message)}[/]")
-            return
-        sys.stdout.write("\n")
-        _tell(answer)
-        self.turns += [Turn("user", text), Turn("assistant", answer.text)]
+    def turn(self, text: str) -> Iterator[GenerateChunk]:
+        """Stream the answer. A turn that does not end well is forgotten: the next one starts before it."""
+        question = {"role": "user", "content": text}
+        answer = Answer()
+        for chunk in self.client.stream(
+            messages=[*self.messages, question],
+            sampling=self.options.sampling,
+            stop=self.options.stop,
+            timeout_s=self.options.timeout_s,
+        ):
+            answer.add(chunk)
+            yield chunk
+        self.messages += [question, {"role": "assistant", "content": answer.text}]
 
 
-async def _open(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address)
+def chat(options: TalkOptions) -> None:
+    """A conversation until end of input."""
+    with reach(options.address) as client:
+        client.models()  # fails now, not after the first question
+        conversation = Conversation(client, options, _system_turn(options))
+        err.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation, /new forgets it[/]")
+        while (text := _read_line()) is not None:
+            if text == "/new":
+                conversation = Conversation(client, options, _system_turn(options))
+            elif text:
+                _take_turn(conversation, text)
+
+
+def _take_turn(conversation: Conversation, text: str) -> None:
+    try:
+        for chunk in conversation.turn(text):
+            _write(chunk.text)
+            if chunk.finish_reason:
+                _write("\n")
+                _tell(chunk)
+    except KeyboardInterrupt:
+        _write("\n")
+        err.print("[dim]stopped; this turn is forgotten[/]")
+    except MooncakeError as error:
+        _write("\n")
+        err.print(f"[red]{escape(error.message)}[/]")
 
 
 def _read_line() -> str | None:
     """What the person typed; None at the end of input, or when Ctrl-C is pressed at the prompt."""
-    prompt = "› " if sys.stdin.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        return input(prompt).strip()
-    sys.stdout.write("\n")
+        return input("› " if sys.stdin.isatty() else "").strip()
+    _write("\n")
     return None
 
 
-def _system_turn(options: TalkOptions) -> list[Turn]:
-    return [Turn("system", options.system)] if options.system else []
+def _system_turn(options: TalkOptions) -> list[dict[str, str]]:
+    return [{"role": "system", "content": options.system}] if options.system else []
 
 
 def _write(text: str) -> None:
@@ -124,10 +127,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _ignore(_text: str) -> None:
-    return
-
-
-def _tell(answer: Answer) -> None:
-    cut = " · cut at max tokens" if answer.finish_reason == "length" else ""
-    err.print(f"[dim]{escape(answer_line(answer.usage, answer.timings))}{cut}[/]")
+def _tell(last: GenerateChunk) -> None:
+    if last.usage is not None and last.timings is not None:
+        cut = " · cut at --max-tokens" if last.finish_reason == "length" else ""
+        err.print(f"[dim]{escape(answer_line(last.usage, last.timings))}{cut}[/]", soft_wrap=True)

@@ -47,7 +47,7 @@ def trailing_metadata(error: MooncakeError) -> tuple[tuple[str, str], ...]:
 
 def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     """The MooncakeError that the other side raised, or the one that fits a transport failure."""
-    if not isinstance(error, grpc.aio.AioRpcError):
+    if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):  # of an asynchronous or a blocking stub
         return errors.NodeUnavailable(f"{peer or 'peer'}: {error}")
     metadata = {str(key): str(value) for key, value in (error.trailing_metadata() or ())}
     message = error.details() or str(error.code())
