@@ -1,0 +1,266 @@
+"""``mooncake.Client``: a cluster from Python, over gRPC, blocking.
+
+    from mooncake import Client
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("The capital of France is").text)
+        for chunk in client.stream(messages=[{"role": "user", "content": "Hello"}]):
+            print(chunk.text, end="", flush=True)
+
+Errors are those of ``mooncake.errors``. It knows the wire and nothing of nodes; it must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import grpc
+
+from mooncake.errors import InternalError, InvalidRequest
+from mooncake.rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from mooncake.rpc import inference_pb2 as pb
+from mooncake.rpc.convert import report_from_wire, sampled_from_wire, sampling_to_wire
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.server import MAX_MESSAGE_BYTES
+from mooncake.types import PrefillReport, SampledToken, SamplingParams
+
+Messages = Sequence[Mapping[str, str]]
+"""E.g. ``[{"role": "user", "content": "Hello"}]``."""
+
+_SHORT_CALL_S = 30.0  # for everything but generating
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was reused
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """As the cluster's front door measured them (milliseconds), and where the request ran."""
+
+    ttft_ms: float
+    mean_tbt_ms: float  # plain mean of the token gaps
+    tail_tbt_ms: float  # mean of the longest tenth of the gaps (FAST'25)
+    total_ms: float
+    prefill: PrefillReport
+    prefill_node: str
+    decode_node: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """What is new in an answer. Text may lag behind the tokens. The last chunk has the fields after ``text``."""
+
+    request_id: str
+    tokens: tuple[SampledToken, ...]
+    text: str
+    finish_reason: str = ""  # "stop" or "length"
+    usage: Usage | None = None
+    timings: RequestTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    tokens: tuple[SampledToken, ...]
+    finish_reason: str
+    usage: Usage
+    timings: RequestTimings
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    max_model_len: int  # tokens of prompt plus answer
+    vocab_size: int
+    block_tokens: int
+    dtype: str
+
+
+class Client:
+    """One channel to a conductor; safe to use from several threads. Close it, or use it in a ``with``.
+
+    A call raises InvalidRequest or NotFound (fix the request), Overloaded (with a retry time), NodeUnavailable (nobody
+    there, or a node died and the retry failed too), DeadlineExceeded, or InternalError.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+        self.address = address
+        options = (
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        )
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        cache_salt: str = "",
+        session: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> GenerateResult:
+        """The whole answer to exactly one of ``prompt``, ``messages`` and ``token_ids``.
+
+        ``sampling`` None leaves everything to the server: a seed of its own, and as many tokens as it gives by default
+        (16; for messages what the context leaves). ``cache_salt`` narrows which cached blocks may be reused;
+        ``session`` hints which requests belong together.
+        """
+        request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id)
+        chunks = list(self._chunks(request, session, timeout_s))
+        last = chunks[-1] if chunks else None
+        if last is None or last.usage is None or last.timings is None:
+            raise InternalError("the answer ended without a reason")
+        return GenerateResult(
+            request_id=last.request_id,
+            text="".join(chunk.text for chunk in chunks),
+            tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timings=last.timings,
+        )
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        token_ids: Sequence[int] | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        cache_salt: str = "",
+        session: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Iterator[GenerateChunk]:
+        """As ``generate``, chunk by chunk. Closing the iterator cancels the request."""
+        request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id)
+        return self._chunks(request, session, timeout_s)
+
+    def tokenize(self, text: str | None = None, *, messages: Messages | None = None) -> list[int]:
+        if (text is None) == (messages is None):
+            raise InvalidRequest("give exactly one of text and messages", "text")
+        if messages is not None:
+            request = pb.TokenizeRequest(chat=_chat(messages))
+        else:
+            request = pb.TokenizeRequest(text=text or "")
+        try:
+            return list(self._inference.Tokenize(request, timeout=_SHORT_CALL_S).ids)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        try:
+            return self._inference.Detokenize(pb.DetokenizeRequest(ids=token_ids), timeout=_SHORT_CALL_S).text
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
+    def models(self) -> list[Model]:
+        try:
+            response = self._inference.ListModels(pb.ListModelsRequest(), timeout=_SHORT_CALL_S)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+        return [
+            Model(model.id, model.max_model_len, model.vocab_size, model.block_tokens, model.dtype)
+            for model in response.models
+        ]
+
+    def status(self) -> cluster_pb2.StatusResponse:
+        """Nodes, their load and their links; requests and cache hits so far."""
+        try:
+            return self._cluster.Status(cluster_pb2.StatusRequest(), timeout=_SHORT_CALL_S)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _chunks(self, request: pb.GenerateRequest, session: str, timeout_s: float | None) -> Iterator[GenerateChunk]:
+        metadata = (("x-session-affinity", session),) if session else ()
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
+        try:
+            for response in call:
+                yield _chunk(response)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+        finally:
+            call.cancel()
+
+
+def _request(
+    prompt: str | None,
+    messages: Messages | None,
+    token_ids: Sequence[int] | None,
+    sampling: SamplingParams | None,
+    stop: Sequence[str],
+    cache_salt: str,
+    request_id: str,
+) -> pb.GenerateRequest:
+    if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
+        raise InvalidRequest("give exactly one of prompt, messages and token_ids", "prompt")
+    request = pb.GenerateRequest(request_id=request_id, stop=stop, cache_salt=cache_salt)
+    if prompt is not None:
+        request.text = prompt
+    elif messages is not None:
+        request.chat.CopyFrom(_chat(messages))
+    elif token_ids is not None:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+    if sampling is not None:
+        request.sampling.CopyFrom(sampling_to_wire(sampling))
+    return request
+
+
+def _chat(messages: Messages) -> pb.ChatMessages:
+    return pb.ChatMessages(
+        messages=[pb.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+    )
+
+
+def _chunk(response: pb.GenerateResponse) -> GenerateChunk:
+    tokens = tuple(sampled_from_wire(token) for token in response.tokens)
+    if not response.finish_reason:
+        return GenerateChunk(response.request_id, tokens, response.text)
+    usage, timings = response.usage, response.timings
+    return GenerateChunk(
+        response.request_id,
+        tokens,
+        response.text,
+        response.finish_reason,
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        RequestTimings(
+            timings.ttft_ms,
+            timings.mean_tbt_ms,
+            timings.p90_tail_tbt_ms,
+            timings.total_ms,
+            report_from_wire(timings.prefill),
+            timings.prefill_node,
+            timings.decode_node,
+        ),
+    )
