@@ -41,9 +41,9 @@ class Core:
         )
         self.index = PrefixIndex()
         self.costs = CostModel()
-        self.fleet = Fleet(self.registry, self.costs)
+        self.fleet = Fleet(self.registry, self.costs, self.index)
         self.subscriber = Subscriber(self.index, self.channels)
-        self.dispatcher = Dispatcher(config, model, self.fleet, self.index, self.channels, self.incarnation, clock)
+        self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
 

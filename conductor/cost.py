@@ -80,7 +80,7 @@ class LinearFit:
         self.num_samples = 0
 
     def observe(self, features: Coefficients, ms: float) -> None:
-        """Values that are no measurement (negative, zero, NaN, beyond reason) are ignored: they come from another process."""
+        """Values that cannot be measurements (zero, negative, NaN, huge) are ignored: they come from outside."""
         if not (1e-6 <= ms <= 1e9) or not all(0.0 <= value < 1e18 for value in features):
             return
         x = np.array(features) / self._scales / ms  # dividing by ms makes errors relative: short steps count as much

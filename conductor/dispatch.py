@@ -18,10 +18,10 @@ import numpy as np
 
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
-from conductor.fleet import Fleet, Ticket
+from conductor.fleet import Fleet, Ticket, View
 from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
 from conductor.merge import Merger
-from conductor.prefix_index import PrefixIndex, index_keys
+from conductor.prefix_index import index_keys
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement, RequestFacts, Shape, place
 from conductor.stats import DispatchStats
@@ -74,7 +74,6 @@ class Dispatcher:
         config: Config,
         model: ModelFacts,
         fleet: Fleet,
-        index: PrefixIndex,
         channels: Channels,
         incarnation: int,
         clock: Callable[[], float] = time.monotonic,
@@ -83,7 +82,6 @@ class Dispatcher:
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
         self._model = model
         self._fleet = fleet
-        self._index = index
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
@@ -148,16 +146,17 @@ class Dispatcher:
         left = request.sampling.max_tokens - len(journey.emitted)
         seed = chain_seed(self._model.kv_fingerprint, request.salt)
         keys = extend_chain(seed, tokens, self._model.shape.block_tokens)
+        view = self._fleet.view(now)
         facts = RequestFacts(
             num_tokens=len(tokens),
-            runs=self._index.match(index_keys(keys)),
+            runs=self._fleet.index.runs(index_keys(keys)),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=left > 1,
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
             budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
         )
-        placement = self._place(facts, journey, now)
-        ticket, blocks = self._ticket(facts, placement)
+        placement = self._place(facts, view, journey, now)
+        ticket = _ticket(facts, placement)
         epoch = next(self._epochs)
         journey.lifecycle.move(RequestState.PLACED)
         attempt = Attempt(
@@ -174,7 +173,7 @@ class Dispatcher:
             handoff_timeout_s=self._handoff_timeout_s,
             clock=self._clock,
         )
-        self._fleet.book(ticket, blocks, now)
+        self._fleet.book(ticket, now)
         for node_id in attempt.node_ids:
             self._attempts.setdefault(node_id, set()).add(attempt)
         journey.summary = replace(
@@ -187,9 +186,9 @@ class Dispatcher:
         log.debug("%s placed: %s", request.request_id, placement)
         return attempt
 
-    def _place(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
+    def _place(self, facts: RequestFacts, view: View, journey: _Journey, now: float) -> Placement:
         """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all there is."""
-        view, shape = self._fleet.view(now), self._model.shape
+        shape = self._model.shape
         if journey.avoid:
             with contextlib.suppress(NodeUnavailable):
                 return place(replace(facts, excluded=journey.avoid | journey.dead), view, shape, now)
@@ -197,19 +196,6 @@ class Dispatcher:
             return place(replace(facts, excluded=journey.dead), view, shape, now)
         except NodeUnavailable as error:
             raise journey.error or error from None  # why the last attempt failed tells more
-
-    def _ticket(self, facts: RequestFacts, placement: Placement) -> tuple[Ticket, int]:
-        parts = placement.breakdown
-        decode_id = placement.decode.node_id if placement.decode else ""
-        ticket = Ticket(
-            prefill_id=placement.prefill.node_id,
-            decode_id=decode_id,
-            new_tokens=placement.new_tokens,
-            prefill_ms=parts.fetch_ms + parts.prefill_ms,
-            context_tokens=facts.num_tokens,
-        )
-        blocks = -(-facts.num_tokens // self._model.shape.block_tokens) - facts.runs.get(decode_id, 0)
-        return ticket, max(blocks, 0)
 
     def _note(self, journey: _Journey, attempt: Attempt, delta: Delta) -> Delta:
         """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
@@ -299,3 +285,15 @@ class Dispatcher:
             self.stats.recent_output_tokens.append(max(len(journey.emitted), 1))
         if journey.lifecycle.state is RequestState.FINISHED:
             self.stats.finished += 1
+
+
+def _ticket(facts: RequestFacts, placement: Placement) -> Ticket:
+    parts = placement.breakdown
+    return Ticket(
+        prefill_id=placement.prefill.node_id,
+        decode_id=placement.decode.node_id if placement.decode else "",
+        new_tokens=placement.new_tokens,
+        prefill_ms=parts.fetch_ms + parts.prefill_ms,
+        context_tokens=facts.num_tokens,
+        blocks=placement.sent_blocks,
+    )

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.cost import CostModel
+from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
 from mooncake.types import Role
 
 Floats = npt.NDArray[np.float64]
+Slots = npt.NDArray[np.int64]
 
 COSTS_REFRESH_S = 0.1  # new coefficients are looked at so often; placements and heartbeats count at once
 
@@ -58,7 +60,9 @@ class View:
     stores: tuple[NodeInfo, ...]
     prefill_at: dict[str, int]
     decode_at: dict[str, int]
-    store_at: dict[str, int]
+    prefill_slots: Slots  # in the prefix index
+    decode_slots: Slots
+    store_slots: Slots
     fetch_latency: Floats  # [S, P]
     fetch_byte: Floats
     send_latency: Floats  # [P, D]
@@ -94,6 +98,7 @@ class Ticket:
     new_tokens: int
     prefill_ms: float
     context_tokens: int
+    blocks: int = 0  # that the decode node needs
     open_prefill: bool = True
     open_decode: bool = True
 
@@ -101,9 +106,10 @@ class Ticket:
 class Fleet:
     """One owner: the dispatcher books, the cluster service reports. All times are given (seconds, monotonic)."""
 
-    def __init__(self, registry: Registry, costs: CostModel) -> None:
+    def __init__(self, registry: Registry, costs: CostModel, index: PrefixIndex) -> None:
         self.registry = registry
         self.costs = costs
+        self.index = index
         self._accounts: dict[str, Account] = {}
         self._view: View | None = None
         self._built_at = 0.0
@@ -117,7 +123,7 @@ class Fleet:
         """Nodes with something placed and not taken back. Empty when no request runs."""
         return {node_id: account for node_id, account in self._accounts.items() if not account.is_empty}
 
-    def book(self, ticket: Ticket, blocks: int, now: float) -> None:
+    def book(self, ticket: Ticket, now: float) -> None:
         prefill = self.account(ticket.prefill_id)
         if not prefill.prefills:
             prefill.busy_since = now
@@ -129,7 +135,7 @@ class Fleet:
             decode = self.account(ticket.decode_id)
             decode.decodes += 1
             decode.decode_tokens += ticket.context_tokens
-            decode.unseen_blocks += blocks
+            decode.unseen_blocks += ticket.blocks
             self._sync(ticket.decode_id)
 
     def prefill_done(self, ticket: Ticket, now: float) -> None:
@@ -218,7 +224,9 @@ class Fleet:
             stores=stores,
             prefill_at={info.node_id: position for position, info in enumerate(prefill)},
             decode_at={info.node_id: position for position, info in enumerate(decode)},
-            store_at={info.node_id: position for position, info in enumerate(stores)},
+            prefill_slots=self._slots(prefill),
+            decode_slots=self._slots(decode),
+            store_slots=self._slots(stores),
             fetch_latency=_matrix([[cost.latency_ms for cost in row] for row in fetch], len(prefill)),
             fetch_byte=_matrix([[cost.byte_ms for cost in row] for row in fetch], len(prefill)),
             send_latency=_matrix([[cost.latency_ms for cost in row] for row in send], len(decode)),
@@ -227,6 +235,9 @@ class Fleet:
         for info in (*prefill, *decode):
             self._sync(info.node_id)
         return view
+
+    def _slots(self, nodes: tuple[NodeInfo, ...]) -> Slots:
+        return np.array([self.index.slot(info.node_id) for info in nodes], dtype=np.int64)
 
     def _sync(self, node_id: str) -> None:
         """Carry one node's account into the view."""

@@ -10,13 +10,12 @@ longest match does not herd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from conductor.fleet import Floats, PrefillSide, View
+from conductor.fleet import Floats, PrefillSide, Slots, View
 from conductor.registry import NodeInfo
 from mooncake.errors import NodeUnavailable, Overloaded
 
@@ -27,10 +26,11 @@ MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """All of a request that placement depends on. ``runs`` is the prefix index's answer: leading blocks, by node."""
+    """All of a request that placement depends on. ``runs`` is the prefix index's answer: leading blocks, by slot. Ask
+    for the view first: it gives every node its slot."""
 
     num_tokens: int  # prompt, and what was generated before a retry
-    runs: Mapping[str, int]
+    runs: Slots
     expected_tokens: float = 1.0  # of the answer
     needs_decode: bool = True
     budget_ms: float = float("inf")  # to the deadline
@@ -66,6 +66,7 @@ class Placement:
     local_tokens: int  # of the prompt, in the prefill node's cache
     fetched_tokens: int  # beyond those, in the first pool
     new_tokens: int  # to compute
+    sent_blocks: int  # to the decode node, which lacks them
     is_known: bool  # whether the prefill node's predictions rest on measurements
     breakdown: Breakdown
 
@@ -96,7 +97,7 @@ def place(facts: RequestFacts, view: View, shape: Shape, now: float) -> Placemen
         )
     best = _least(ttft, view.prefill.queued_tokens, view.prefill.queued_requests)
     if not facts.needs_decode:
-        return _placement(facts, view, shape, first, best, None, Breakdown())
+        return _placement(facts, view, first, best, None, Breakdown())
     return _with_decode(facts, view, shape, first, ttft, best, allowed_decode)
 
 
@@ -116,21 +117,14 @@ class _FirstToken:
 def _first_token(facts: RequestFacts, view: View, shape: Shape, now: float) -> _FirstToken:
     side = view.prefill
     usable = facts.num_tokens - 1  # the last token is always computed
-    local = np.zeros(len(side.nodes), dtype=np.int64)
-    runs: list[tuple[int, int]] = []  # (blocks, store)
-    for node_id, run in facts.runs.items():
-        if (at := view.prefill_at.get(node_id)) is not None:
-            local[at] = min(run * shape.block_tokens, usable)
-        elif (at := view.store_at.get(node_id)) is not None:
-            runs.append((run, at))
+    local = np.minimum(facts.runs[view.prefill_slots] * shape.block_tokens, usable)
     queue = _queue_ms(side, now)
     compute = _prefill_ms(side, local, facts.num_tokens, shape.chunk_tokens)
     fetch = np.zeros(len(local))
     cached = local
     source = np.full(len(local), -1)
     best = None
-    # Longest run first, so that it is the one taken while nothing is known about costs.
-    for run, store in sorted(runs, key=lambda found: (-found[0], found[1]))[:MAX_SOURCES]:
+    for run, store in _sources(facts, view):
         reach = np.maximum(local, min(run * shape.block_tokens, usable))
         brings = reach > local
         if not brings.any():
@@ -145,6 +139,14 @@ def _first_token(facts: RequestFacts, view: View, shape: Shape, now: float) -> _
         fetch, compute = np.where(better, this_fetch, fetch), np.where(better, this_compute, compute)
         cached, source = np.where(better, reach, cached), np.where(better, store, source)
     return _FirstToken(queue, fetch, compute, local, cached, source, queue + fetch + compute)
+
+
+def _sources(facts: RequestFacts, view: View) -> list[tuple[int, int]]:
+    """(blocks, store) of the stores that hold some of the prefix; the longest run first, so that it is the one taken
+    while nothing is known about costs."""
+    runs = facts.runs[view.store_slots].tolist()
+    found = sorted((-run, store) for store, run in enumerate(runs) if run)
+    return [(-run, store) for run, store in found[:MAX_SOURCES]]
 
 
 def _queue_ms(side: PrefillSide, now: float) -> Floats:
@@ -172,53 +174,47 @@ def _with_decode(
     allowed: npt.NDArray[np.bool_] | None,
 ) -> Placement:
     side = view.decode
-    step = (
-        side.step_ms
-        + side.sequence_ms * (side.sequences + 1)
-        + side.context_ms * (side.context_tokens + facts.num_tokens)
-    )
+    step = side.step_ms + side.sequence_ms * (side.sequences + 1)
+    step += side.context_ms * (side.context_tokens + facts.num_tokens)
     total_blocks = -(-facts.num_tokens // shape.block_tokens)
-    send_blocks = np.full(len(side.nodes), total_blocks)
-    for node_id, run in facts.runs.items():
-        if (at := view.decode_at.get(node_id)) is not None:
-            send_blocks[at] = max(total_blocks - run, 0)
-    work = facts.expected_tokens * step
-    room = (side.free_sequences >= 1) & (side.free_blocks >= send_blocks + facts.expected_tokens / shape.block_tokens)
+    send_blocks = np.maximum(total_blocks - facts.runs[view.decode_slots], 0)
+    answer_blocks = facts.expected_tokens / shape.block_tokens
+    room = (side.free_sequences >= 1) & (side.free_blocks >= send_blocks + answer_blocks)
     if allowed is not None:
         room &= allowed
-    if not room.any():
-        room = allowed if allowed is not None else np.ones(len(side.nodes), dtype=bool)  # it will have to wait there
-    work = np.where(room, work, np.inf)
+    if not room.any():  # it will have to wait there
+        room = np.ones(len(side.nodes), dtype=np.bool_) if allowed is None else allowed
+    work = np.where(room, facts.expected_tokens * step, np.inf)
     send_bytes = send_blocks * float(shape.block_bytes)
 
-    def totals(rows: npt.NDArray[np.intp]) -> tuple[Floats, Floats]:
-        handoff = _handoff_ms(view.send_latency[rows], view.send_byte[rows], send_bytes, first.prefill_ms[rows], shape)
-        return ttft[rows, None] + handoff + work, handoff
+    def row(p: int) -> tuple[Floats, Floats]:
+        transfer = view.send_latency[p] + view.send_byte[p] * send_bytes
+        # What is left of the transfer when prefill ends: layers are sent while later ones compute, the last cannot be.
+        handoff = np.maximum(transfer - first.prefill_ms[p], transfer / shape.num_layers)
+        return ttft[p] + handoff + work, handoff
 
     # No pair of prefill node p is better than ttft(p) + min work, so most rows need not be computed. Exact.
-    only_best = np.array([best])
-    matrix, handoff = totals(only_best)
-    rows = np.flatnonzero(ttft + work.min() < matrix.min() - TIE_MS)
-    if len(rows) > 1 or (len(rows) == 1 and rows[0] != best):
-        rows = np.union1d(rows, only_best)
-        matrix, handoff = totals(rows)
-    else:
-        rows = only_best
-    row = _least(matrix.min(axis=1), view.prefill.queued_tokens[rows], view.prefill.queued_requests[rows])
-    column = _least(matrix[row], side.sequences, side.context_tokens)
-    parts = Breakdown(handoff_ms=float(handoff[row, column]), step_ms=float(step[column]))
-    return _placement(facts, view, shape, first, int(rows[row]), column, parts)
-
-
-def _handoff_ms(latency: Floats, byte: Floats, num_bytes: Floats, prefill_ms: Floats, shape: Shape) -> Floats:
-    """What is left of the transfer when prefill ends: layers are sent while later ones compute, the last cannot be."""
-    transfer = latency + byte * num_bytes
-    result: Floats = np.maximum(transfer - prefill_ms[:, None], transfer / shape.num_layers)
-    return result
+    totals, handoff = row(best)
+    least = totals.min()
+    for p in (ttft + work.min() < least - TIE_MS).nonzero()[0].tolist():
+        if p == best:
+            continue
+        other, other_handoff = row(p)
+        if other.min() < least - TIE_MS:
+            best, totals, handoff, least = p, other, other_handoff, other.min()
+    d = _least(totals, side.sequences, side.context_tokens)
+    parts = Breakdown(handoff_ms=float(handoff[d]), step_ms=float(step[d]))
+    return _placement(facts, view, first, best, d, parts, int(send_blocks[d]))
 
 
 def _placement(
-    facts: RequestFacts, view: View, shape: Shape, first: _FirstToken, p: int, d: int | None, parts: Breakdown
+    facts: RequestFacts,
+    view: View,
+    first: _FirstToken,
+    p: int,
+    d: int | None,
+    parts: Breakdown,
+    sent_blocks: int = 0,
 ) -> Placement:
     prefill = view.prefill.nodes[p]
     decode = None if d is None else view.decode.nodes[d]
@@ -230,6 +226,7 @@ def _placement(
         local_tokens=local,
         fetched_tokens=cached - local,
         new_tokens=facts.num_tokens - cached,
+        sent_blocks=sent_blocks,
         is_known=bool(view.prefill.known[p]),
         breakdown=Breakdown(
             queue_ms=float(first.queue_ms[p]),
@@ -252,7 +249,7 @@ def _pools(stores: tuple[NodeInfo, ...], prefill: NodeInfo, source: int) -> tupl
 def _least(cost: Floats, *ties: Floats) -> int:
     """Index of the least cost; near-equal costs are told apart by ``ties`` in order, then by position."""
     at = int(cost.argmin())
-    equal = np.flatnonzero(cost <= cost[at] + TIE_MS)
+    equal = (cost <= cost[at] + TIE_MS).nonzero()[0]
     if len(equal) < 2:
         return at
     keys = [tie[equal] for tie in reversed(ties)]

@@ -55,7 +55,7 @@ class Subscriber:
     def forget(self, node_id: str) -> None:
         if task := self._tasks.pop(node_id, None):
             task.cancel()
-        self._index.clear(node_id)
+        self._index.forget(node_id)
 
     async def close(self) -> None:
         tasks, self._tasks = list(self._tasks.values()), {}

@@ -13,7 +13,7 @@ operations = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.sampled_from(NODES), st.sampled_from(KEYS)),
         st.tuples(st.just("remove"), st.sampled_from(NODES), st.sampled_from(KEYS)),
-        st.tuples(st.just("clear"), st.sampled_from(NODES), st.none()),
+        st.tuples(st.sampled_from(["clear", "forget"]), st.sampled_from(NODES), st.none()),
     ),
     max_size=120,
 )
@@ -25,7 +25,7 @@ def test_match_equals_brute_force(steps: list[tuple[str, str, BlockKey | None]],
     truth: dict[str, set[BlockKey]] = {}
     for what, node, key in steps:
         if key is None:
-            index.clear(node)
+            index.clear(node) if what == "clear" else index.forget(node)
             truth.pop(node, None)
             continue
         index.apply(node, [BlockEvent(what == "store", key)])

@@ -8,6 +8,7 @@ import pytest
 
 from conductor.cost import CostModel
 from conductor.fleet import Fleet, Ticket
+from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
 from conductor.scheduler import Placement, RequestFacts, Shape, place
 from mooncake.errors import NodeUnavailable, Overloaded
@@ -34,7 +35,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         registry, costs = Registry("kv", 64, 0.5, 5.0), CostModel()
-        self.fleet = Fleet(registry, costs)
+        self.fleet = Fleet(registry, costs, PrefixIndex())
         for role, count in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.STORE, self.stores)):
             for i in range(count):
                 registry.register(node(f"{role[0]}{i}", role), self.now)
@@ -46,16 +47,25 @@ class Cluster:
             costs.observe_transfer("p0", "d0", size << 20, float(size))
 
     def place(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> Placement:
-        facts = replace(RequestFacts(num_tokens, runs or {}, expected_tokens=10.0), **changes)  # type: ignore[arg-type]
-        return place(facts, self.fleet.view(self.now), SHAPE, self.now)
+        view = self.fleet.view(self.now)
+        by_slot = np.zeros(self.prefill + self.decode + self.stores, dtype=np.int64)
+        for node_id, run in (runs or {}).items():
+            by_slot[self.fleet.index.slot(node_id)] = run
+        facts = replace(RequestFacts(num_tokens, by_slot, expected_tokens=10.0), **changes)  # type: ignore[arg-type]
+        return place(facts, view, SHAPE, self.now)
 
     def book(self, placement: Placement, num_tokens: int = 640) -> Ticket:
         parts = placement.breakdown
         decode_id = placement.decode.node_id if placement.decode else ""
         ticket = Ticket(
-            placement.prefill.node_id, decode_id, placement.new_tokens, parts.fetch_ms + parts.prefill_ms, num_tokens
+            placement.prefill.node_id,
+            decode_id,
+            placement.new_tokens,
+            parts.fetch_ms + parts.prefill_ms,
+            num_tokens,
+            placement.sent_blocks,
         )
-        self.fleet.book(ticket, -(-num_tokens // 64), self.now)
+        self.fleet.book(ticket, self.now)
         return ticket
 
 
@@ -211,8 +221,13 @@ def test_pruning_finds_the_same_pair_as_trying_all() -> None:
     for _ in range(50):
         cluster = Cluster(prefill=6, decode=5, stores=2)
         for name in [f"p{i}" for i in range(6)]:
-            cluster.fleet.book(Ticket(name, f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640), 1, cluster.now)
-        runs = {f"{kind}{i}": int(rng.integers(1, 10)) for kind in "pds" for i in range(5) if rng.random() < 0.5}
+            cluster.fleet.book(Ticket(name, f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640), cluster.now)
+        runs = {
+            f"{kind}{i}": int(rng.integers(1, 10))
+            for kind, count in (("p", 6), ("d", 5), ("s", 2))
+            for i in range(count)
+            if rng.random() < 0.5
+        }
         best = cluster.place(runs=runs)
         everybody = {*(f"p{i}" for i in range(6)), *(f"d{i}" for i in range(5))}
 
