@@ -6,7 +6,7 @@ A block is in exactly one of three places:
 
     free      holds nothing
     in use    one or more block tables refer to it; it may have a key already
-    cached    nobody refers to it, but its key is known, so that a later request can take it; evicted when room is needed
+    cached    nobody refers to it, but its key is known: a later request can take it, or it is evicted for room
 
 Cached blocks stand in one line, least recently used first, and every cached block stands before its cached parent. So
 whatever is at the head of the line is a leaf: a prefix is never evicted before what builds on it.
@@ -77,7 +77,7 @@ class BlockPool:
         return block_ids
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks without a key, evicting cached ones as needed. Raises OutOfBlocks and then changes nothing."""
+        """``count`` blocks without a key, evicting cached ones as needed. Raises OutOfBlocks, changing nothing."""
         if count > self.num_available:
             raise OutOfBlocks(
                 f"{count} blocks are needed, {self.num_available} of {self.num_blocks} are free or can be evicted"

@@ -43,11 +43,12 @@ class Admission:
     to_load: list[tuple[int, int, BlockKey]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else."""
 
     entries: list[StepEntry] = field(default_factory=list)
+    has_preempted: bool = False
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     failures: list[tuple[Sequence, MooncakeError]] = field(default_factory=list)
@@ -111,14 +112,20 @@ class Scheduler:
         self._run(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """``child`` goes on from where the running ``parent`` stands, sharing all its blocks. Raises OutOfBlocks."""
+        """``child``, whose tokens the running ``parent`` begins with, runs too and shares the blocks of those tokens.
+
+        Its last token is computed once more, for its logits; so it may still draw another first token than its parent.
+        Raises OutOfBlocks when too many run.
+        """
         if not self._free_rows:
             raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
+        shared = parent.block_table[: self._blocks_of(child)]
+        self.pool.fork(shared)
+        self._set_table(child, shared)
+        child.num_computed = child.num_tokens - 1
+        child.block_keys = parent.block_keys[: child.num_tokens // self._block_tokens]
+        child.num_sealed = min(parent.num_sealed, child.num_computed // self._block_tokens)
         self._arrive(child)
-        self.pool.fork(parent.block_table)
-        self._set_table(child, list(parent.block_table))
-        child.num_computed, child.num_sealed = parent.num_computed, parent.num_sealed
-        child.block_keys = list(parent.block_keys)
         child.move(SequenceState.RUNNING)
         self._run(child)
 
@@ -152,21 +159,19 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Moves sequences between the queues and hands out blocks, but computes nothing: a plan may be abandoned."""
         plan = StepPlan()
-        preempted = self._plan_decodes(plan)
+        self._plan_decodes(plan)
         budget = self._plan_chunks(plan)
-        if not preempted:
+        if not plan.has_preempted:
             self._admit(plan, budget)
         return plan
 
-    def _plan_decodes(self, plan: StepPlan) -> bool:
-        """One token of every sequence that is past its prompt. True when one had to give its blocks back for it."""
-        before = self.num_preemptions
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        """One token of every sequence that is past its prompt."""
         for sequence in list(self.running):
             if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding or sequence.is_loading:
                 continue
             if self._make_writable(sequence, sequence.num_computed, plan):
                 plan.entries.append(StepEntry(sequence, sequence.num_computed, 1))
-        return self.num_preemptions > before
 
     def _plan_chunks(self, plan: StepPlan) -> int:
         """The next part of running prompts, first come, first served. Returns the rest of the budget (tokens)."""
@@ -247,7 +252,7 @@ class Scheduler:
         if not is_new and not self.pool.needs_copy(table[index]):
             return True
         while self.pool.num_available == 0:
-            victim = self._latest()
+            victim = self._victim(sequence)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
@@ -261,13 +266,15 @@ class Scheduler:
         self.tables[sequence.row, index] = block_id
         return True
 
-    def _latest(self) -> Sequence:
-        """Who arrived last, of those whose blocks nobody else is writing into."""
-        return next(sequence for sequence in reversed(self.running) if not sequence.is_loading)
+    def _victim(self, asking: Sequence) -> Sequence:
+        """Who arrived last, of those whose blocks nobody else is writing or reading; the one who asks if need be."""
+        movable = (s for s in reversed(self.running) if not (s.is_loading or s.hold_blocks))
+        return next(movable, asking)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         victim.num_preemptions += 1
         self.num_preemptions += 1
+        plan.has_preempted = True
         self.put_back(victim)
         plan.entries[:] = [entry for entry in plan.entries if entry.sequence is not victim]
 
@@ -324,5 +331,6 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
 
 
-def num_tokens_to_compute(sequences: Iterable[Sequence]) -> int:
-    return sum(sequence.num_tokens - sequence.num_computed for sequence in sequences)
+def num_prompt_tokens_left(sequences: Iterable[Sequence]) -> int:
+    """Tokens still to compute, without the newest one of those that are decoding."""
+    return sum(s.num_tokens - s.num_computed for s in sequences if not s.is_decoding)

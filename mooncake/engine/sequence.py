@@ -39,7 +39,7 @@ class Sequence:
 
     __slots__ = (
         "_buffer",
-        "_num_full_length",
+        "_full_length",
         "admitted_s",
         "arrival",
         "block_keys",
@@ -87,8 +87,6 @@ class Sequence:
         num_tokens = len(tokens)
         if not 1 <= num_prompt <= num_tokens:
             raise InvalidRequest(f"a prompt of {num_prompt} tokens in {num_tokens} tokens is not possible", "prompt")
-        if num_tokens >= max_model_len:
-            raise ContextTooLong(f"{num_tokens} tokens leave no room for an answer in {max_model_len}", "prompt")
         if num_tokens - num_prompt >= sampling.max_tokens:
             raise InvalidRequest("the answer is complete already", "max_tokens")
         if num_to_sample is not None and num_to_sample < 1:
@@ -102,14 +100,13 @@ class Sequence:
         self.external_blocks = external_blocks
         self.hold_blocks = hold_blocks
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
-        full_length = min(num_prompt + sampling.max_tokens, max_model_len)
-        if num_to_sample is not None:
-            full_length = min(full_length, num_tokens + num_to_sample)
-        self._num_full_length = full_length  # tokens, at which it ends in this engine
-
-        self._buffer = np.empty(min(full_length, 2 * num_tokens + 64), np.uint32)
-        self._buffer[:num_tokens] = tokens
         self.num_tokens = num_tokens
+        self._full_length = num_prompt + sampling.max_tokens  # tokens, at which it ends in this engine
+        if num_to_sample is not None:
+            self._full_length = min(self._full_length, num_tokens + num_to_sample)
+        self.limit_length(max_model_len)
+        self._buffer = np.empty(min(self._full_length, 2 * num_tokens + 64), np.uint32)
+        self._buffer[:num_tokens] = tokens
         self.num_computed = 0
         self.block_keys: list[BlockKey] = []  # of the full blocks
         self.block_table: list[int] = []
@@ -135,6 +132,10 @@ class Sequence:
         return self._buffer[: self.num_tokens]
 
     @property
+    def last_token(self) -> int:
+        return int(self._buffer[self.num_tokens - 1])
+
+    @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt
 
@@ -147,6 +148,12 @@ class Sequence:
     def must_go_on(self) -> bool:
         """Whether ``min_tokens`` forbids the next token to end the answer."""
         return self.num_tokens - self.num_prompt < self.sampling.min_tokens
+
+    def limit_length(self, max_model_len: int) -> None:
+        """Raises ContextTooLong when not even one token can follow."""
+        if self.num_tokens >= max_model_len:
+            raise ContextTooLong(f"{self.num_tokens} tokens leave no room for an answer in {max_model_len}", "prompt")
+        self._full_length = min(self._full_length, max_model_len)
 
     def move(self, state: SequenceState) -> None:
         """Raises InternalError for a move that the table does not allow; nothing changes then."""
@@ -164,7 +171,7 @@ class Sequence:
         self.num_tokens += 1
         if token_id in self.stop_ids and self.num_tokens - self.num_prompt > self.sampling.min_tokens:
             return FinishReason.STOP
-        if self.num_tokens >= self._num_full_length:
+        if self.num_tokens >= self._full_length:
             return FinishReason.LENGTH
         return None
 

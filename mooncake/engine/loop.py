@@ -1,0 +1,155 @@
+"""The thread that owns an engine: it runs what others ask of it, steps while there is work, and hands the tokens out.
+
+No error ends it silently: a load that failed is computed instead, any other failure of a step ends the sequences that
+run or wait, and each of them is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from mooncake.engine.engine import NO_HOOK, Engine, StepHook, StepOutput
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, NodeUnavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OnOutput = Callable[[StepOutput | MooncakeError], None]
+"""Told each token of a sequence, or once the error that ended it. Called on the engine's thread: it must not block."""
+
+
+class EngineThread:
+    """Starts at once. ``call``, ``add``, ``listen`` and ``stop`` may be used from any thread."""
+
+    def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
+        self.engine = engine
+        self._hook = hook
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, OnOutput] = {}
+        self._gate = threading.Lock()  # between asking and stopping
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[Engine], T]) -> Future[T]:
+        """Run ``work`` between two steps. The future fails with what it raises, or NodeUnavailable after ``stop``."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(self.engine))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        with self._gate:
+            if not self._is_stopping:
+                self._calls.put(run)
+                return future
+        future.set_exception(NodeUnavailable("the engine has stopped"))
+        return future
+
+    def add(self, sequence: Sequence, on_output: OnOutput) -> None:
+        """Queue a sequence. If the engine refuses it, ``on_output`` gets the error."""
+
+        def add(engine: Engine) -> None:
+            engine.add(sequence)
+            self._listeners[sequence.request_id] = on_output
+
+        def refused(future: Future[None]) -> None:
+            error = future.exception()
+            if error is not None:
+                _tell(on_output, sequence.request_id, _as_ours(error))
+
+        self.call(add).add_done_callback(refused)
+
+    def listen(self, request_id: str, on_output: OnOutput) -> None:
+        """Have the tokens of a sequence that was not added here (a reserved one), before it starts."""
+        self._listeners[request_id] = on_output
+
+    def stop(self) -> None:
+        """Return once the thread has ended; every sequence still here ends with NodeUnavailable. Idempotent."""
+        with self._gate:
+            self._is_stopping = True
+            self._calls.put(lambda: None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_stuck = False
+        while not self._is_stopping:
+            self._serve_calls(wait=is_stuck or not self.engine.has_work)
+            is_stuck = not self._step()
+        self._serve_calls(wait=False)
+        self.engine.fail_all(NodeUnavailable("the engine is stopping"))
+        self._publish([])
+        for request_id in list(self._listeners):
+            self._finish(request_id, NodeUnavailable("the engine is stopping"))
+
+    def _serve_calls(self, *, wait: bool) -> None:
+        try:
+            self._calls.get(block=wait)()
+            while True:
+                self._calls.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _step(self) -> bool:
+        """False when there is nothing to do until someone asks for something."""
+        if not self.engine.has_work:
+            self._publish([])
+            self._drop_stale_listeners()
+            return False
+        outputs: list[StepOutput] = []
+        try:
+            outputs = self.engine.step(self._hook)
+        except KVLoadFailed as error:
+            self._recover(error)
+        except Exception as error:
+            log.exception("a step failed; its sequences end")
+            self.engine.fail_all(_as_ours(error))
+        self._publish(outputs)
+        return not self.engine.is_stalled
+
+    def _recover(self, error: KVLoadFailed) -> None:
+        failed = self.engine.rewind_failed(error)
+        if failed:
+            log.info("stored KV of %s is computed instead: %s", ", ".join(failed), error.message)
+        else:
+            self.engine.fail_all(error, error.request_ids or None)
+
+    def _publish(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._finish(output.request_id, output)
+            elif listener := self._listeners.get(output.request_id):
+                _tell(listener, output.request_id, output)
+        for request_id, error in self.engine.take_ended():
+            self._finish(request_id, error)
+
+    def _drop_stale_listeners(self) -> None:
+        """Of sequences that someone listened for and that never started."""
+        for request_id in list(self._listeners):
+            if not self.engine.knows(request_id):
+                self._listeners.pop(request_id, None)
+
+    def _finish(self, request_id: str, last: StepOutput | MooncakeError) -> None:
+        if listener := self._listeners.pop(request_id, None):
+            _tell(listener, request_id, last)
+
+
+def _tell(listener: OnOutput, request_id: str, output: StepOutput | MooncakeError) -> None:
+    try:
+        listener(output)
+    except Exception:
+        log.exception("the listener of request %s failed", request_id)
+
+
+def _as_ours(error: BaseException) -> MooncakeError:
+    return error if isinstance(error, MooncakeError) else InternalError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,63 @@
+"""A step's plan as the arrays that the model reads, built in buffers that are used again and again.
+
+It must not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` the longest block table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mooncake.engine.scheduler import StepEntry
+from mooncake.model.batch import ForwardBatch
+
+
+class BatchBuilder:
+    """The batch it gives out is valid until the next one is built."""
+
+    def __init__(self, tables: npt.NDArray[np.int32], block_tokens: int, max_tokens: int) -> None:
+        """``tables`` are the scheduler's, by row; ``max_tokens`` is the usual size of a step, not a limit."""
+        self._tables = tables
+        self._block_tokens = block_tokens
+        self._tokens = np.empty(max_tokens, np.int64)
+        self._positions = np.empty(max_tokens, np.int64)
+
+    def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[int]]:
+        """The batch, and which entries reach the end of their tokens: those have a row of logits each, in order."""
+        firsts = np.array([entry.first for entry in entries], np.int64)
+        counts = np.array([entry.num_tokens for entry in entries], np.int64)
+        totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
+        rows = np.array([entry.sequence.row for entry in entries], np.int64)
+        ends = firsts + counts
+        starts = np.zeros(len(entries) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        tokens, positions = self._buffers(int(starts[-1]))
+        row_of_token: npt.NDArray[np.int64] = rows
+        if len(tokens) == len(entries):  # decodes only: a token each
+            tokens[:] = [entry.sequence.last_token for entry in entries]
+            positions[:] = firsts
+        else:
+            for entry, start, end in zip(entries, starts.tolist(), starts[1:].tolist(), strict=False):
+                tokens[start:end] = entry.sequence.tokens[entry.first : entry.end]
+            row_of_token = np.repeat(rows, counts)
+            np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
+        indices, offsets = np.divmod(positions, self._block_tokens)
+        slots = self._tables[row_of_token, indices].astype(np.int64) * self._block_tokens + offsets
+        longest = -(-int(ends.max()) // self._block_tokens)
+        complete = np.flatnonzero(ends == totals)
+        batch = ForwardBatch(
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            query_starts=torch.from_numpy(starts),
+            context_lens=torch.from_numpy(ends.astype(np.int32)),
+            block_tables=torch.from_numpy(self._tables[rows, :longest]),
+            slots=torch.from_numpy(slots),
+            logit_rows=torch.from_numpy(starts[complete + 1].astype(np.int64) - 1),
+        )
+        return batch, complete.tolist()
+
+    def _buffers(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if count > len(self._tokens):
+            self._tokens, self._positions = np.empty(count, np.int64), np.empty(count, np.int64)
+        return self._tokens[:count], self._positions[:count]
