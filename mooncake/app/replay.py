@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
@@ -26,6 +27,9 @@ from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.inference_pb2_grpc import InferenceStub
 from mooncake.rpc.server import Channels
 from mooncake.trace import HitCount, TraceRequest, expected_hits, trace_tokens
+
+if TYPE_CHECKING:
+    from mooncake.rpc.inference_pb2_grpc import InferenceAsyncStub
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,9 @@ def plan_arrivals(requests: Sequence[TraceRequest], options: ReplayOptions) -> l
 class Replay:
     """One run against one cluster. ``results`` fills as requests end, so a stopped run can still be reported."""
 
-    def __init__(self, address: str, options: ReplayOptions, on_result: Callable[[RequestResult], None]) -> None:
+    def __init__(
+        self, address: str, options: ReplayOptions, on_result: Callable[[RequestResult], None] = lambda _: None
+    ) -> None:
         self.results: list[RequestResult] = []
         self.running = 0
         self._address = address
@@ -83,9 +89,8 @@ class Replay:
         self._on_result = on_result
         self._slots = asyncio.Semaphore(options.concurrency)
         self._channels = Channels()
-        self._stub = InferenceStub(self._channels.get(address))
         self._model = inference_pb2.ModelInfo()
-        self._start_s = 0.0
+        self._start_s = time.monotonic()
 
     async def run(self, requests: Sequence[TraceRequest]) -> ReplayReport:
         """Send all requests (scaled to ``tokens_per_block``) and wait for their ends.
@@ -127,7 +132,7 @@ class Replay:
 
     async def _served_model(self) -> inference_pb2.ModelInfo:
         try:
-            response: inference_pb2.ListModelsResponse = await self._stub.ListModels(
+            response: inference_pb2.ListModelsResponse = await self._stub().ListModels(
                 inference_pb2.ListModelsRequest(), timeout=10.0
             )
         except grpc.RpcError as failure:
@@ -135,6 +140,9 @@ class Replay:
         if not response.models:
             raise NotFound(f"the cluster at {self._address} serves no model yet")
         return response.models[0]
+
+    def _stub(self) -> InferenceAsyncStub:
+        return InferenceStub(self._channels.get(self._address))
 
     async def _one(self, arrival: Arrival) -> None:
         self.running += 1
@@ -174,7 +182,7 @@ class Replay:
     async def _stream(self, arrival: Arrival, message: inference_pb2.GenerateRequest, sent_s: float) -> RequestResult:
         times_s: list[float] = []
         last = inference_pb2.GenerateResponse()
-        async for last in self._stub.Generate(message, timeout=self._options.timeout_s):
+        async for last in self._stub().Generate(message, timeout=self._options.timeout_s):
             times_s.extend([self._now_s()] * len(last.tokens))
         usage = last.usage
         if not times_s or len(times_s) != usage.completion_tokens:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake.app.console import err, ms, out, plain_table
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult, Spread
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport, write_json
-from mooncake.app.role_main import run_async, stop_signals
+from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.errors import Cancelled
-from mooncake.trace import TraceRequest, load_trace, scale
+from mooncake.trace import load_trace, scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,15 @@ def replay_trace(
     if output.plots is not None:
         require("matplotlib", "plots", "--plots")
     trace = [scale(request, options.tokens_per_block, max_output) for request in load_trace(path, limit)]
-    report, complete = run_async(run_with_progress(trace, address, options))
+    meter = Meter(len(trace))
+    replay = Replay(address, options, meter.add)
+    complete = True
+    try:
+        with meter.shown():
+            run_async(unless_stopped(replay.run(trace)))
+    except Cancelled:
+        complete = False
+    report = replay.report(trace)
     print_report(report)
     if output.json is not None:
         write_json(report, output.json, path.name)
@@ -47,49 +52,30 @@ def replay_trace(
         raise Cancelled("stopped before the end of the trace")
 
 
-async def run_with_progress(
-    trace: Sequence[TraceRequest], address: str, options: ReplayOptions
-) -> tuple[ReplayReport, bool]:
-    """The report, and whether all of the trace was played: Ctrl-C stops it early."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=err,
-        transient=True,
-    )
-    with progress, stop_signals() as asked_to_stop:
-        meter = _Meter(progress, progress.add_task("replaying", total=len(trace), note=""))
-        replay = Replay(address, options, meter.add)
-        meter.replay = replay
-        running = asyncio.create_task(replay.run(trace), name="replay")
-        stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        complete = running.done()
-        if not complete:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-        return (running.result() if complete else replay.report(trace)), complete
+class Meter:
+    """A progress bar over the results so far."""
 
-
-class _Meter:
-    """The progress bar's view of the results so far."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self.replay: Replay | None = None
-        self._progress = progress
-        self._task = task
+    def __init__(self, total: int) -> None:
         self._ended = dict.fromkeys(Outcome, 0)
+        self._progress = Progress(
+            TextColumn("replaying"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=err,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=total, note="")
+
+    def shown(self) -> Progress:
+        """A context in which the bar is on the screen."""
+        return self._progress
 
     def add(self, result: RequestResult) -> None:
         self._ended[result.outcome] += 1
-        notes = [f"{self.replay.running if self.replay else 0} running"]
-        notes += [f"{count} {outcome.replace('_', ' ')}" for outcome, count in self._ended.items() if count]
-        self._progress.update(self._task, advance=1, note=" · ".join(notes))
+        note = " · ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in self._ended.items() if count)
+        self._progress.update(self._task, advance=1, note=note)
 
 
 def print_report(report: ReplayReport) -> None:

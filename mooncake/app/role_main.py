@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mooncake.config import Config, load_config
-from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
+from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,25 @@ async def _stop(node: Node, complete: bool) -> None:
         if complete:
             raise
         log.debug("stopping a node that had not started", exc_info=True)
+
+
+async def unless_stopped(work: Coroutine[object, object, T], at_once: Callable[[], None] = lambda: None) -> T:
+    """The result of ``work``; or Cancelled when SIGTERM or SIGINT came first and ``work`` has cleaned up.
+
+    A second signal calls ``at_once`` and ends the process with 130.
+    """
+    with stop_signals(at_once) as asked_to_stop:
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Cancelled("stopped by a signal")
+        finally:
+            stopping.cancel()
+            working.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 @contextlib.contextmanager

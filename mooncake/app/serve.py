@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from importlib.metadata import version
 
@@ -10,37 +11,30 @@ from rich.markup import escape
 
 from mooncake.app.console import err, out
 from mooncake.app.local import LocalCluster
-from mooncake.app.role_main import stop_signals
+from mooncake.app.role_main import unless_stopped
 from mooncake.config import Config
+from mooncake.errors import Cancelled
 
 
 async def serve(config: Config, restart: bool, log_level: str) -> None:
     """Run until SIGINT or SIGTERM, then drain. Raises MooncakeError when the cluster cannot start or go on."""
     cluster = LocalCluster(config, restart=restart, log_level=log_level, tell=_tell, tell_log=_tell_log)
     _announce(cluster)
-    with stop_signals(at_once=cluster.kill) as asked_to_stop:
-        life = asyncio.create_task(_live(cluster), name="cluster")
-        stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
-        try:
-            await asyncio.wait((life, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if life.done():
-                life.result()
-            out.print("\nstopping; running requests may finish (Ctrl-C again stops at once)")
-        finally:
-            life.cancel()
-            stopping.cancel()
-            await asyncio.gather(life, stopping, return_exceptions=True)
-            await cluster.stop()
-        out.print("stopped")
+    with contextlib.suppress(Cancelled):
+        await unless_stopped(_live(cluster), at_once=cluster.kill)
+    out.print("stopped")
 
 
 async def _live(cluster: LocalCluster) -> None:
     start_s = time.monotonic()
-    await cluster.start()
-    await cluster.wait_ready()
-    out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
-    _tell_next(cluster)
-    raise await cluster.wait_fatal()
+    async with cluster:
+        out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
+        _tell_next(cluster)
+        try:
+            raise await cluster.wait_fatal()
+        except asyncio.CancelledError:
+            out.print("\nstopping; running requests may finish (Ctrl-C again stops at once)")
+            raise
 
 
 def _announce(cluster: LocalCluster) -> None:
