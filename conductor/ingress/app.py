@@ -1,0 +1,150 @@
+"""Ingress as one object: the conductor builds it, adds its gRPC service, starts its HTTP port, and stops it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+
+from google.protobuf import json_format
+from mooncake.checkpoint import Checkpoint
+from mooncake.tokenizer import Tokenizer
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from conductor.api import Generator
+from conductor.ingress import http
+from conductor.ingress.grpc import SERVICE, InferenceService
+from conductor.ingress.metrics import CONTENT_TYPE, Metrics
+from conductor.ingress.openai import OpenAIApi, guarded
+from conductor.ingress.pipeline import Pipeline, ServedModel
+from conductor.stats import DispatchStats
+from mooncake.config import Config
+from mooncake.errors import MooncakeError
+from mooncake.rpc import inference_pb2_grpc
+from mooncake.rpc.cluster_pb2 import StatusResponse
+from mooncake.rpc.server import RpcServer
+
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+}
+
+
+class Ingress:
+    """The front doors of a cluster. ``status`` must be cheap: the page and the metrics ask for it."""
+
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        dispatcher: Generator,
+        status: Callable[[], StatusResponse],
+        stats: DispatchStats,
+        keep_alive_s: float = http.KEEP_ALIVE_S,
+    ) -> None:
+        limits = config.conductor
+        self._address = (limits.host, limits.http_port)
+        self._timeout_s = limits.request_timeout_s
+        self._status = status
+        model = served_model(config, checkpoint)
+        self._metrics = Metrics(model.name, status, stats)
+        # the core refuses with a better retry time; this bound only keeps what waits before it finite
+        self._pipeline = Pipeline(model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests)
+        api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
+        self._server = http.HttpServer(self._app(api))
+
+    def add_grpc(self, server: RpcServer) -> None:
+        """Before the server starts."""
+        service = InferenceService(self._pipeline, self._timeout_s)
+        server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
+
+    async def start_http(self) -> int:
+        """The port that HTTP listens on. Raises ConfigError when it cannot be had."""
+        return await self._server.start(*self._address)
+
+    async def stop(self) -> None:
+        """End what runs with a typed error, then close the port. The gRPC server is its owner's to stop."""
+        await self._pipeline.close()
+        await self._server.stop()
+
+    def _app(self, api: OpenAIApi) -> ASGIApp:
+        routes = [
+            *api.routes(),
+            Route("/version", guarded(self._version), methods=["GET"]),
+            Route("/health", guarded(self._ready), methods=["GET"]),
+            Route("/health/live", guarded(self._live), methods=["GET"]),
+            Route("/health/ready", guarded(self._ready), methods=["GET"]),
+            Route("/metrics", guarded(self._metrics_page), methods=["GET"]),
+            Route("/status.json", guarded(self._status_json), methods=["GET"]),
+            Route("/", guarded(self._page), methods=["GET"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
+        return http.EdgeMiddleware(app, self._metrics.http_response)
+
+    async def _version(self, request: Request) -> Response:
+        return http.json_response({"version": project_version()})
+
+    async def _live(self, request: Request) -> Response:
+        return http.json_response({"status": "live"})
+
+    async def _ready(self, request: Request) -> Response:
+        status = self._status()
+        if status.ready:
+            return http.json_response({"status": "ready"})
+        body = {"status": "waiting", "waiting_for": list(status.waiting_for)}
+        return http.json_response(body, 503, {"retry-after": "1"})
+
+    async def _metrics_page(self, request: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def _status_json(self, request: Request) -> Response:
+        body = json_format.MessageToDict(
+            self._status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return http.json_response(body, headers={"cache-control": "no-store"})
+
+    async def _page(self, request: Request) -> Response:
+        page = resources.files("conductor.ingress").joinpath("status.html").read_bytes()
+        return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
+
+def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
+    own_len = checkpoint.config.max_model_len
+    return ServedModel(
+        name=config.model.name or checkpoint.name,
+        max_model_len=min(config.model.max_model_len or own_len, own_len),
+        vocab_size=checkpoint.config.vocab_size,
+        block_tokens=config.block.tokens,
+        dtype=config.model.dtype,
+        fingerprint=f"fp_{checkpoint.digest[:12]}",
+        created=int(time.time()),
+    )
+
+
+def project_version() -> str:
+    try:
+        return version("mooncake-cluster")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return http.error_response(http.NoSuchRoute(f"no such path: {request.method} {request.url.path[:200]}"))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    response = http.error_response(_wrong(request))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
+
+
+def _wrong(request: Request) -> MooncakeError:
+    return http.WrongMethod(f"{request.url.path[:200]} does not take {request.method}")

@@ -1,0 +1,165 @@
+"""How one choice of an OpenAI answer is written: pieces in; chunks of a stream, or a whole choice, out.
+
+Tokens wait until their text is whole, so that what a chunk says of tokens (log-probabilities, ids) fits its text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import UNSET, UnsetType
+
+from conductor.ingress.openai_types import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
+    ContentLogprob,
+    TopLogprob,
+)
+from conductor.ingress.pipeline import Outcome, Piece
+from mooncake.types import SampledToken
+
+AnyChoice = ChatChoice | ChatChunkChoice | CompletionChoice
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a client wants to know of tokens beside the text. ``text_of`` gives one token's text."""
+
+    text_of: Callable[[int], str]
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+class ChoiceWriter(ABC):
+    """One choice while it is generated."""
+
+    def __init__(self, index: int, extras: Extras) -> None:
+        self._index = index
+        self._extras = extras
+        self._text = ""  # not yet in a chunk
+        self._tokens: list[SampledToken] = []  # likewise
+        self._has_begun = False
+        self.num_tokens = 0
+        self.outcome: Outcome | None = None
+
+    def take(self, piece: Piece) -> None:
+        self._text += piece.text
+        self._tokens.extend(piece.tokens)
+        self.num_tokens += len(piece.tokens)
+        self.outcome = piece.outcome or self.outcome
+
+    def chunks(self, piece: Piece) -> list[AnyChoice]:
+        """What a stream says on this piece: nothing as long as its text is not whole."""
+        self.take(piece)
+        chunks: list[AnyChoice] = []
+        if not self._has_begun:
+            self._has_begun = True
+            chunks.extend(self._opening())
+        if self._text or self.outcome is not None:
+            chunks.append(self._chunk())
+            self._text = ""
+            self._tokens = []
+        return chunks
+
+    @property
+    def _finish_reason(self) -> str | None:
+        return None if self.outcome is None else str(self.outcome.finish_reason)
+
+    @property
+    def _token_ids(self) -> list[int] | UnsetType:
+        return [token.token_id for token in self._tokens] if self._extras.token_ids else UNSET
+
+    @abstractmethod
+    def _opening(self) -> list[AnyChoice]: ...
+
+    @abstractmethod
+    def _chunk(self) -> AnyChoice: ...
+
+    @abstractmethod
+    def whole(self) -> AnyChoice:
+        """The whole choice, when ``take`` had all its pieces."""
+
+
+class ChatWriter(ChoiceWriter):
+    def _opening(self) -> list[AnyChoice]:
+        return [ChatChunkChoice(self._index, ChatDelta("assistant", ""))]
+
+    def _chunk(self) -> AnyChoice:
+        delta = ChatDelta(content=self._text or None)
+        return ChatChunkChoice(self._index, delta, self._finish_reason, self._logprobs(), self._token_ids)
+
+    def whole(self) -> AnyChoice:
+        message = AssistantMessage(self._text)
+        return ChatChoice(self._index, message, self._finish_reason or "stop", self._logprobs(), self._token_ids)
+
+    def _logprobs(self) -> ChatLogprobs | None:
+        if not self._extras.logprobs:
+            return None
+        return ChatLogprobs([self._content_logprob(token) for token in self._tokens])
+
+    def _content_logprob(self, token: SampledToken) -> ContentLogprob:
+        text = self._extras.text_of(token.token_id)
+        top = [TopLogprob(name, value, _bytes(name)) for name, value in _top(token, self._extras)]
+        return ContentLogprob(text, _logprob(token), _bytes(text), top)
+
+
+class CompletionWriter(ChoiceWriter):
+    """``echo`` is put before the answer's own text."""
+
+    def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str = "") -> None:
+        super().__init__(index, extras)
+        self._text = echo
+        self._offset = len(echo)  # of the next token in the text
+        self._prompt_ids: list[int] | UnsetType = prompt_ids if extras.token_ids else UNSET
+
+    def _opening(self) -> list[AnyChoice]:
+        return []
+
+    def _chunk(self) -> AnyChoice:
+        choice = self._choice(self._finish_reason)
+        self._prompt_ids = UNSET  # told once
+        return choice
+
+    def whole(self) -> AnyChoice:
+        return self._choice(self._finish_reason or "stop")
+
+    def _choice(self, finish_reason: str | None) -> AnyChoice:
+        logprobs = self._logprobs()
+        return CompletionChoice(self._index, self._text, finish_reason, logprobs, self._prompt_ids, self._token_ids)
+
+    def _logprobs(self) -> CompletionLogprobs | None:
+        if not self._extras.logprobs:
+            return None
+        texts = [self._extras.text_of(token.token_id) for token in self._tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        top = [
+            {text: _logprob(token)} | dict(_top(token, self._extras))
+            for text, token in zip(texts, self._tokens, strict=True)
+        ]
+        return CompletionLogprobs(texts, [_logprob(token) for token in self._tokens], top, offsets)
+
+
+def _logprob(token: SampledToken) -> float:
+    return LOWEST_LOGPROB if token.logprob is None else max(token.logprob.logprob, LOWEST_LOGPROB)
+
+
+def _top(token: SampledToken, extras: Extras) -> list[tuple[str, float]]:
+    if token.logprob is None:
+        return []
+    return [(extras.text_of(token_id), max(value, LOWEST_LOGPROB)) for token_id, value in token.logprob.top]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """None for a token that is only a part of a character: its text is not what its bytes are."""
+    return None if "\ufffd" in text else list(text.encode())

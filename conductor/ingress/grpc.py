@@ -1,0 +1,152 @@
+"""The public gRPC service ``mooncake.v1.Inference`` over the shared pipeline.
+
+Only wire forms in and out. Status codes, health and reflection come from ``mooncake.rpc.server``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc
+from mooncake.tokenizer import ChatMessage
+
+from conductor.ingress.pipeline import Job, Outcome, Piece, Pipeline
+from mooncake.errors import InvalidRequest
+from mooncake.rpc import common_pb2, inference_pb2_grpc
+from mooncake.rpc import inference_pb2 as pb
+from mooncake.rpc.convert import report_to_wire, sampled_to_wire, sampling_from_wire
+from mooncake.rpc.server import remaining_s
+from mooncake.types import TokenIds
+
+SERVICE = "mooncake.v1.Inference"
+COMPLETION_MAX_TOKENS = 16  # for text and token ids; a chat may take what the context leaves
+SESSION_KEY = "x-session-affinity"  # metadata: which requests belong together, a hint
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, pipeline: Pipeline, request_timeout_s: float) -> None:
+        self._pipeline = pipeline
+        self._request_timeout_s = request_timeout_s
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        job = await self._job(request, context)
+        async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
+            async for piece in pieces:
+                yield piece_to_wire(job.request.request_id, piece)
+
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
+    ) -> pb.TokenizeResponse:
+        self._pipeline.check_model(request.model)
+        match request.WhichOneof("input"):
+            case "text":
+                tokens = await self._pipeline.encode(request.text, "text")
+            case "chat":
+                tokens = await self._pipeline.encode_chat(chat_from_wire(request.chat))
+            case _:
+                raise InvalidRequest("one of text and chat must be set", "input")
+        return pb.TokenizeResponse(ids=tokens.tolist())
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: pb.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
+    ) -> pb.DetokenizeResponse:
+        self._pipeline.check_model(request.model)
+        tokens = self._pipeline.as_tokens(request.ids, "ids")
+        return pb.DetokenizeResponse(text=await self._pipeline.decode(tokens))
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        model = self._pipeline.model
+        info = pb.ModelInfo(
+            id=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_tokens=model.block_tokens,
+            dtype=model.dtype,
+        )
+        return pb.ListModelsResponse(models=[info])
+
+    async def _job(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> Job:
+        arrived_at = self._pipeline.now()
+        deadline = arrived_at + remaining_s(context, self._request_timeout_s)
+        self._pipeline.check_open()
+        self._pipeline.check_model(request.model)
+        tokens, default = await self._prompt(request)
+        wanted = common_pb2.SamplingParams()
+        wanted.CopyFrom(request.sampling)
+        asked = wanted.max_tokens if wanted.HasField("max_tokens") else None
+        wanted.max_tokens = self._pipeline.max_tokens(len(tokens), asked, default)
+        return self._pipeline.job(
+            tokens,
+            sampling_from_wire(wanted),
+            request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+            deadline=deadline,
+            arrived_at=arrived_at,
+            stop=request.stop,
+            salt=request.cache_salt,
+            session=_session(context),
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:
+        """The prompt's ids, and how long its answer may be when the client does not say."""
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await self._pipeline.encode(request.text, "text"), COMPLETION_MAX_TOKENS
+            case "token_ids":
+                return self._pipeline.check_tokens(request.token_ids.ids, "token_ids"), COMPLETION_MAX_TOKENS
+            case "chat":
+                return await self._pipeline.encode_chat(chat_from_wire(request.chat)), None
+            case _:
+                raise InvalidRequest("one of text, chat and token_ids must be set", "prompt")
+
+
+def chat_from_wire(chat: pb.ChatMessages) -> list[ChatMessage]:
+    return [ChatMessage(message.role, message.content) for message in chat.messages]
+
+
+def piece_to_wire(request_id: str, piece: Piece) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        request_id=request_id, tokens=[sampled_to_wire(token) for token in piece.tokens], text=piece.text
+    )
+    if piece.outcome is not None:
+        response.MergeFrom(_outcome_to_wire(piece.outcome))
+    return response
+
+
+def _outcome_to_wire(outcome: Outcome) -> pb.GenerateResponse:
+    usage, latency, summary = outcome.usage, outcome.latency, outcome.summary
+    return pb.GenerateResponse(
+        finish_reason=str(outcome.finish_reason),
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        timings=pb.RequestTimings(
+            ttft_ms=latency.ttft_ms,
+            mean_tbt_ms=latency.mean_tbt_ms,
+            p90_tail_tbt_ms=latency.tail_tbt_ms,
+            total_ms=latency.total_ms,
+            prefill=report_to_wire(summary.report),
+            prefill_node=summary.prefill_node,
+            decode_node=summary.decode_node,
+        ),
+    )
+
+
+def _session(context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == SESSION_KEY:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return ""

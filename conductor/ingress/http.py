@@ -1,0 +1,396 @@
+"""HTTP without OpenAI: the server, its limits, bodies, errors in OpenAI's shape, event streams, clients that go away.
+
+It knows sockets, headers and framing, and nothing of prompts or answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import re
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+import msgspec
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mooncake.errors import (
+    CallerError,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MooncakeError,
+    Overloaded,
+    RetryElsewhere,
+    TryLater,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 4 << 20
+MAX_HEADER_BYTES = 64 << 10
+HEADERS_TIMEOUT_S = 30.0  # for the head of a request to arrive
+BODY_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 30.0  # of a connection between requests
+KEEP_ALIVE_S = 5.0  # silence on an event stream after which a comment is sent
+STOP_GRACE_S = 2
+
+_CLIENT_REQUEST_ID = re.compile(rb"[\w.:\-]{1,128}", re.ASCII)
+_RETRY_S = 1.0
+
+Observe = Callable[[str, int], None]  # route, status
+
+
+class BodyTooLarge(CallerError):
+    """More bytes than a request may have."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlow(CallerError):
+    """The client stopped sending half-way."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
+class UnsupportedMediaType(CallerError):
+    """The body is not declared to be JSON."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class ClientGone(Cancelled):
+    """Nobody listens any more: no response is due."""
+
+
+class NoSuchRoute(CallerError):
+    http_status = 404
+    code = "not_found"
+
+
+class WrongMethod(CallerError):
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def error_body(error: MooncakeError) -> ErrorBody:
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return ErrorBody(ErrorDetail(error.message, _error_type(error), param, error.code))
+
+
+def error_response(error: MooncakeError) -> Response:
+    return json_response(error_body(error), error.http_status, error_headers(error))
+
+
+def error_headers(error: MooncakeError) -> dict[str, str]:
+    """Clients try 408, 409, 429 and 5xx again: say when, and say so when it is of no use."""
+    if isinstance(error, (TryLater, RetryElsewhere)):
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else _RETRY_S
+        return {"retry-after-ms": str(max(1, round(wait_s * 1e3))), "retry-after": str(max(1, math.ceil(wait_s)))}
+    if isinstance(error, (DeadlineExceeded, BodyTooSlow)):
+        return {"x-should-retry": "false"}
+    return {}
+
+
+def _error_type(error: MooncakeError) -> str:
+    if isinstance(error, CallerError):
+        return "invalid_request_error"
+    if isinstance(error, TryLater):
+        return "rate_limit_error"
+    if isinstance(error, RetryElsewhere):
+        return "service_unavailable_error"
+    return "timeout_error" if isinstance(error, DeadlineExceeded) else "server_error"
+
+
+def known_error(error: Exception, what: str) -> MooncakeError:
+    """The error as one of ours. A foreign one is our bug: logged in full, told as one sentence."""
+    if isinstance(error, MooncakeError):
+        return error
+    log.error("unexpected error in %s", what, exc_info=error)
+    return InternalError("internal error; the server's log has the details")
+
+
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def read_json_body(request: Request) -> bytes:
+    """The raw body. Raises BodyTooLarge, BodyTooSlow, UnsupportedMediaType, or ClientGone."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType("the body must be JSON; send the header Content-Type: application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client went away")
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"a request body may have at most {MAX_BODY_BYTES} bytes")
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise BodyTooSlow(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Do ``work`` while the client stays; cancel it and raise ClientGone as soon as the client goes."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(_until_gone(receive), name="watch the client")
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client went away")
+        working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """Server-sent events on one response. The response starts with the first event or keep-alive comment, so that an
+    error before it still has a status of its own."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str], keep_alive_s: float) -> None:
+        self._send = send
+        self._headers = headers
+        self._keep_alive_s = keep_alive_s
+        self._lock = asyncio.Lock()
+        self._last_at = asyncio.get_running_loop().time()
+        self.has_started = False
+
+    async def event(self, data: bytes) -> None:
+        await self._write(b"data: %b\n\n" % data)
+
+    async def end(self, data: bytes) -> None:
+        await self._write(b"data: %b\n\n" % data, more=False)
+
+    async def keep_alive(self) -> None:
+        """Comment on every silence, so that neither the client nor a proxy takes it for a dead connection."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = self._last_at + self._keep_alive_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await self._write(b": keep-alive\n\n")
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        async with self._lock:
+            self._last_at = asyncio.get_running_loop().time()
+            if not self.has_started:
+                self.has_started = True
+                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                headers |= {"x-accel-buffering": "no", **self._headers}
+                raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class StreamingAnswer(Response):
+    """A response whose events ``produce`` writes. A failure is a plain error response before the first byte, and an
+    error event after it; ``[DONE]`` ends a whole answer only."""
+
+    def __init__(
+        self,
+        produce: Callable[[EventStream], Awaitable[None]],
+        headers: Mapping[str, str],
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__()
+        self._produce = produce
+        self._stream_headers = headers
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send, self._stream_headers, self._keep_alive_s)
+        try:
+            await unless_gone(receive, self._run(stream))
+        except ClientGone:
+            return
+        except Exception as failure:
+            error = known_error(failure, scope["path"])
+            if stream.has_started:
+                await stream.end(msgspec.json.encode(error_body(error)))
+            else:
+                await error_response(error)(scope, receive, send)
+
+    async def _run(self, stream: EventStream) -> None:
+        keeping_alive = asyncio.create_task(stream.keep_alive(), name="keep an event stream alive")
+        try:
+            await self._produce(stream)
+        finally:
+            keeping_alive.cancel()
+            await asyncio.gather(keeping_alive, return_exceptions=True)
+        await stream.end(b"[DONE]")
+
+
+class EdgeMiddleware:
+    """Outermost: gives every response the id of its request, and counts it."""
+
+    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+        self._app = app
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request_id = _client_request_id(scope) or uuid.uuid4().hex.encode()
+        status = Cancelled.http_status
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            route = scope.get("route")
+            self._observe(getattr(route, "path", "unknown"), status)
+
+
+def _client_request_id(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _CLIENT_REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return None
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on the size of a request's head and on the time it may take."""
+
+    _head_bytes = 0
+    _is_in_head = True
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_head()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_in_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEADER_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def _start_head(self) -> None:
+        self._stop_timer()
+        self._head_bytes = 0
+        self._is_in_head = True
+        self._timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._refuse, b"408 Request Timeout")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside our event loop: signals belong to whoever runs the process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One listening socket and its uvicorn server."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(IDLE_TIMEOUT_S),
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port chosen when ``port`` is 0. Raises ConfigError when the address cannot be had."""
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family, backlog=512)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from None
+        listener.setblocking(False)
+        bound = int(listener.getsockname()[1])
+        self._task = asyncio.create_task(self._server.serve([listener]), name="http server")
+        await self._server.listening.wait()
+        return bound
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._task = None

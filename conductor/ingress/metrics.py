@@ -1,0 +1,218 @@
+"""Prometheus metrics: what ingress sees itself, and what the conductor reports when it is scraped.
+
+Names that dashboards for vLLM look for (prefix ``vllm:``, labels ``model_name`` and ``engine``) beside our own
+(prefix ``mooncake_``). Intervals come from ingress's one monotonic clock. A registry of its own, no globals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from conductor.ingress.pipeline import Outcome
+from conductor.stats import DispatchStats
+from mooncake.rpc.cluster_pb2 import Load, NodeStatus, StatusResponse
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ENGINE = "0"
+_VLLM_LABELS = ("model_name", "engine")
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    """Implements ``pipeline.Observer``; ``render`` is the page that Prometheus reads."""
+
+    def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
+        self._gap = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request", _LATENCY_S)
+        self._mean_gap = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean gap between the tokens of a request", _LATENCY_S
+        )
+        self._total = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _LATENCY_S)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting at the prefill node", _LATENCY_S)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt", _LATENCY_S)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last", _LATENCY_S)
+        self._prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._answer_size = self._histogram("vllm:request_generation_tokens", "Tokens generated for one", _TOKENS)
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests")
+        self._tokens = self._counter("vllm:generation_tokens", "Tokens generated")
+        self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache")
+        self._finished = Counter(
+            "vllm:request_success",
+            "Requests that finished",
+            (*_VLLM_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in ("stop", "length"):  # dashboards want the series from the start
+            self._finished.labels(model, _ENGINE, reason)
+        self._tail_gap = Histogram(
+            "mooncake_tail_tbt_seconds",
+            "Mean of the longest tenth of a request's token gaps",
+            buckets=_LATENCY_S,
+            registry=self._registry,
+        )
+        self._handoff = Histogram(
+            "mooncake_handoff_seconds",
+            "End of prefill to commit at the decode node",
+            buckets=_LATENCY_S,
+            registry=self._registry,
+        )
+        self._retried = Counter("mooncake_request_retries", "Retries of finished requests", registry=self._registry)
+        self._failed = Counter(
+            "mooncake_request_errors", "Requests that ended in an error", ("code",), registry=self._registry
+        )
+        self._http = Counter("mooncake_http_responses", "HTTP responses", ("route", "status"), registry=self._registry)
+        self._registry.register(_ClusterCollector(model, status, stats))
+        ProcessCollector(registry=self._registry)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+        self._tokens.inc()
+
+    def token_gap(self, gap_s: float) -> None:
+        self._gap.observe(gap_s)
+        self._tokens.inc()
+
+    def finished(self, outcome: Outcome) -> None:
+        usage, latency, timings = outcome.usage, outcome.latency, outcome.summary.report.timings
+        self._finished.labels(self._model, _ENGINE, str(outcome.finish_reason)).inc()
+        self._total.observe(latency.total_ms / 1e3)
+        self._decode.observe((latency.total_ms - latency.ttft_ms) / 1e3)
+        self._queue.observe(timings.queue_ms / 1e3)
+        self._prefill.observe(timings.prefill_ms / 1e3)
+        self._handoff.observe(timings.handoff_ms / 1e3)
+        if usage.completion_tokens > 1:
+            self._mean_gap.observe(latency.mean_tbt_ms / 1e3)
+            self._tail_gap.observe(latency.tail_tbt_ms / 1e3)
+        self._prompt_size.observe(usage.prompt_tokens)
+        self._answer_size.observe(usage.completion_tokens)
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._queries.inc(usage.prompt_tokens)
+        self._hits.inc(usage.cached_tokens)
+        self._retried.inc(outcome.summary.retries)
+
+    def failed(self, code: str) -> None:
+        self._failed.labels(code).inc()
+
+    def http_response(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(name, text, _VLLM_LABELS, buckets=buckets, registry=self._registry)
+        return histogram.labels(self._model, _ENGINE)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _VLLM_LABELS, registry=self._registry).labels(self._model, _ENGINE)
+
+
+class _ClusterCollector(Collector):
+    """Reads the cluster's status once a scrape, so that the values of one page belong together."""
+
+    def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
+        self._model = model
+        self._status = status
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # names are known only with the nodes; asking would need a status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        yield from self._engine(status)
+        yield from _nodes(status)
+        yield from _transports(status)
+        yield from self._requests(status)
+
+    def _engine(self, status: StatusResponse) -> Iterator[Metric]:
+        """The whole cluster as the one engine that a vLLM dashboard shows."""
+        loads = [node.load for node in status.nodes if node.info.role in ("prefill", "decode")]
+        total = sum(load.blocks_total for load in loads)
+        in_use = sum(load.blocks_in_use for load in loads)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences in the running batches", sum(load.running for load in loads)),
+            ("vllm:num_requests_waiting", "Sequences that wait for a place", sum(load.waiting for load in loads)),
+            ("vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1", in_use / total if total else 0.0),
+        ):
+            family = GaugeMetricFamily(name, text, labels=_VLLM_LABELS)
+            family.add_metric((self._model, _ENGINE), value)
+            yield family
+
+    def _requests(self, status: StatusResponse) -> Iterator[Metric]:
+        stats = self._stats
+        yield GaugeMetricFamily("mooncake_ready", "1 when requests can be served", float(status.ready))
+        yield GaugeMetricFamily("mooncake_requests_running", "Requests admitted and not ended", status.requests_running)
+        yield CounterMetricFamily("mooncake_requests", "Requests admitted", status.requests_total)
+        yield CounterMetricFamily("mooncake_requests_cancelled", "Requests whose client left", stats.cancelled)
+        yield CounterMetricFamily("mooncake_retries", "Attempts tried again on another pair", stats.retries)
+        yield CounterMetricFamily("mooncake_block_queries", "Prompt blocks asked for", status.block_queries)
+        yield CounterMetricFamily("mooncake_block_hits", "Prompt blocks found in a cache", status.block_hits)
+        yield GaugeMetricFamily(
+            "mooncake_ttft_prediction_error_seconds",
+            "Mean difference of predicted and measured TTFT of recent requests",
+            status.prediction_error_ms / 1e3,
+        )
+        for name, text, label, counts in (
+            ("mooncake_requests_failed", "Requests that the conductor ended in an error", "code", stats.failures),
+            ("mooncake_attempts_failed", "Failed attempts, retried or not", "code", stats.failed_attempts),
+            ("mooncake_handoffs", "Hand-offs by their end", "state", stats.handoffs),
+        ):
+            family = CounterMetricFamily(name, text, labels=(label,))
+            for value, count in sorted(counts.items()):
+                family.add_metric((value,), count)
+            yield family
+
+
+def _nodes(status: StatusResponse) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("mooncake_node_blocks", "KV blocks by state", labels=("node", "role", "state"))
+    sequences = GaugeMetricFamily("mooncake_node_sequences", "Sequences by state", labels=("node", "role", "state"))
+    up = GaugeMetricFamily("mooncake_node_up", "1 for the state a node is in", labels=("node", "role", "state"))
+    age = GaugeMetricFamily("mooncake_node_heartbeat_age_seconds", "Since the last heartbeat", labels=("node", "role"))
+    sent = CounterMetricFamily("mooncake_node_sent_bytes", "KV bytes sent", labels=("node", "role"))
+    received = CounterMetricFamily("mooncake_node_received_bytes", "KV bytes received", labels=("node", "role"))
+    preempted = CounterMetricFamily("mooncake_node_preemptions", "Sequences put back", labels=("node", "role"))
+    events = CounterMetricFamily("mooncake_node_events", "What a node counts", labels=("node", "role", "event"))
+    for node in status.nodes:
+        load, who = node.load, (node.info.node_id, node.info.role)
+        for state, count in _block_states(load):
+            blocks.add_metric((*who, state), count)
+        sequences.add_metric((*who, "running"), load.running)
+        sequences.add_metric((*who, "waiting"), load.waiting)
+        up.add_metric((*who, node.state), 1)
+        age.add_metric(who, node.heartbeat_age_s)
+        sent.add_metric(who, load.bytes_out)
+        received.add_metric(who, load.bytes_in)
+        preempted.add_metric(who, load.preemptions)
+        for event, count in sorted(load.counters.items()):
+            events.add_metric((*who, event), count)
+    yield from (blocks, sequences, up, age, sent, received, preempted, events)
+
+
+def _block_states(load: Load) -> tuple[tuple[str, int], ...]:
+    return ("free", load.blocks_free), ("cached", load.blocks_cached), ("in_use", load.blocks_in_use)
+
+
+def _transports(status: StatusResponse) -> Iterator[Metric]:
+    labels = ("node", "peer", "transport")
+    moved = CounterMetricFamily("mooncake_transport_bytes", "KV bytes moved to or from a peer", labels=labels)
+    speed = GaugeMetricFamily("mooncake_transport_gb_per_second", "Measured speed to a peer", labels=labels)
+    for node in status.nodes:
+        for link in _links(node):
+            moved.add_metric(link[0], link[1])
+            speed.add_metric(link[0], link[2])
+    yield from (moved, speed)
+
+
+def _links(node: NodeStatus) -> Iterator[tuple[tuple[str, str, str], int, float]]:
+    for link in node.transports:
+        yield (node.info.node_id, link.peer, link.transport), link.bytes, link.gb_per_s

@@ -1,0 +1,369 @@
+"""OpenAI's HTTP API over the shared pipeline: models, completions, chat, and vLLM's tokenize and detokenize.
+
+It knows what each field means and how answers are worded. It must not know sockets (``http.py``), nor generate
+anything itself (``pipeline.py``).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from mooncake.tokenizer import ChatMessage
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, Extras
+from conductor.ingress.http import (
+    ClientGone,
+    EventStream,
+    StreamingAnswer,
+    error_response,
+    json_response,
+    known_error,
+    read_json_body,
+    unless_gone,
+)
+from conductor.ingress.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Envelope,
+    GenerationFields,
+    Message,
+    ModelCard,
+    ModelList,
+    R,
+    TokenizeRequest,
+    TokenizeResponse,
+    UsageBody,
+    decode_request,
+    sampling_of,
+    stop_strings,
+    usage_body,
+)
+from conductor.ingress.pipeline import MAX_CHOICES, Job, Piece, Pipeline
+from mooncake.errors import InvalidRequest
+from mooncake.types import SamplingParams, TokenIds
+
+COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions take when nothing is asked for
+
+F = TypeVar("F", bound=GenerationFields)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What differs in name only between the two kinds of answers."""
+
+    id_prefix: str
+    whole: str
+    chunk: str
+
+
+CHAT = Wording("chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = Wording("cmpl", "text_completion", "text_completion")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One decoded POST: where it came from, and what every answer to it repeats."""
+
+    request: Request
+    fields: GenerationFields
+    arrived_at: float
+    answer_id: str
+    created: int
+    headers: dict[str, str]
+
+    @property
+    def session(self) -> str:
+        """A hint which requests belong together, never an identity."""
+        headers = self.request.headers
+        return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.user or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run and how to tell it. ``writers`` are numbered as the jobs through all ``groups``."""
+
+    call: Call
+    wording: Wording
+    groups: list[list[Job]]
+    writers: Sequence[ChoiceWriter]
+    prompt_token_ids: list[int] | UnsetType = UNSET  # chat only; completions tell them by choice
+
+    @property
+    def usage(self) -> UsageBody:
+        """A prompt counts once, however many choices it has. Known cached tokens are those of its first choice."""
+        prompt_tokens = sum(len(group[0].request.tokens) for group in self.groups)
+        cached_tokens, first = 0, 0
+        for group in self.groups:
+            outcome = self.writers[first].outcome
+            cached_tokens += outcome.usage.cached_tokens if outcome else 0
+            first += len(group)
+        return usage_body(prompt_tokens, sum(writer.num_tokens for writer in self.writers), cached_tokens)
+
+
+class OpenAIApi:
+    """Routes of the API. Every handler answers, whatever comes in."""
+
+    def __init__(self, pipeline: Pipeline, request_timeout_s: float, keep_alive_s: float) -> None:
+        self._pipeline = pipeline
+        self._request_timeout_s = request_timeout_s
+        self._keep_alive_s = keep_alive_s
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", guarded(self.list_models), methods=["GET"]),
+            Route("/v1/models/{model:path}", guarded(self.get_model), methods=["GET"]),
+            Route("/v1/completions", guarded(self.complete), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
+            Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        return json_response(ModelList([self._card()]))
+
+    async def get_model(self, request: Request) -> Response:
+        self._pipeline.check_model(request.path_params["model"])
+        return json_response(self._card())
+
+    async def complete(self, request: Request) -> Response:
+        call, body = await self._receive(request, CompletionRequest, COMPLETION)
+        check_completion(body)
+        prompts = await self._prompts(body.prompt)
+        n = _num_choices(body, len(prompts))
+        groups: list[list[Job]] = []
+        writers: list[ChoiceWriter] = []
+        extras = self._extras(body, logprobs=body.logprobs is not None)
+        for tokens in prompts:
+            max_tokens = self._pipeline.max_tokens(len(tokens), body.max_tokens, COMPLETION_MAX_TOKENS)
+            sampling = sampling_of(body, max_tokens, body.logprobs)
+            groups.append(self._group(call, tokens, sampling, n, len(writers)))
+            echo = await self._pipeline.decode(tokens) if body.echo else ""
+            ids = tokens.tolist() if body.return_token_ids else []
+            writers.extend(CompletionWriter(len(writers) + i, extras, ids, echo) for i in range(n))
+        return await self._answer(Plan(call, COMPLETION, groups, writers))
+
+    async def chat(self, request: Request) -> Response:
+        call, body = await self._receive(request, ChatRequest, CHAT)
+        check_chat(body)
+        tokens = await self._pipeline.encode_chat(chat_messages(body.messages))
+        n = _num_choices(body, 1)
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs)
+        extras = self._extras(body, logprobs=bool(body.logprobs))
+        return await self._answer(
+            Plan(
+                call,
+                CHAT,
+                [self._group(call, tokens, sampling, n, 0)],
+                [ChatWriter(index, extras) for index in range(n)],
+                tokens.tolist() if body.return_token_ids else UNSET,
+            )
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        body, _ = await self._decode(request, TokenizeRequest)
+        self._pipeline.check_model(body.model or "")
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", "prompt")
+        if body.messages is not None:
+            tokens = await self._pipeline.encode_chat(chat_messages(body.messages))
+        else:
+            tokens = await self._pipeline.encode(body.prompt or "")
+        return json_response(TokenizeResponse(len(tokens), self._pipeline.model.max_model_len, tokens.tolist()))
+
+    async def detokenize(self, request: Request) -> Response:
+        body, _ = await self._decode(request, DetokenizeRequest)
+        self._pipeline.check_model(body.model or "")
+        tokens = self._pipeline.as_tokens(body.tokens, "tokens")
+        return json_response(DetokenizeResponse(await self._pipeline.decode(tokens)))
+
+    # ------------------------------------------------------------ in
+
+    async def _decode(self, request: Request, form: type[R]) -> tuple[R, list[str]]:
+        self._pipeline.check_open()
+        return decode_request(await read_json_body(request), form)
+
+    async def _receive(self, request: Request, form: type[F], wording: Wording) -> tuple[Call, F]:
+        arrived_at = self._pipeline.now()
+        body, ignored = await self._decode(request, form)
+        self._pipeline.check_model(body.model or "")
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        headers = {"x-mooncake-warning": f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
+        answer_id = f"{wording.id_prefix}-{uuid.uuid4().hex}"
+        return Call(request, body, arrived_at, answer_id, int(time.time()), headers), body
+
+    async def _prompts(self, prompt: str | list[str | int | list[int]]) -> list[TokenIds]:
+        """The four forms that OpenAI allows: a text, texts, token ids, lists of token ids."""
+        if isinstance(prompt, str):
+            return [await self._pipeline.encode(prompt)]
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if ids := [item for item in prompt if isinstance(item, int)]:
+            if len(ids) < len(prompt):
+                raise InvalidRequest("a prompt mixes token ids with something else", "prompt")
+            return [self._pipeline.check_tokens(ids)]
+        if len(prompt) > MAX_CHOICES:
+            raise InvalidRequest(f"at most {MAX_CHOICES} prompts are allowed", "prompt")
+        return [
+            await self._pipeline.encode(item) if isinstance(item, str) else self._pipeline.check_tokens(_ids(item))
+            for item in prompt
+        ]
+
+    def _group(self, call: Call, tokens: TokenIds, sampling: SamplingParams, n: int, first: int) -> list[Job]:
+        """Choices of one prompt. Each draws from a seed of its own."""
+        return [
+            self._pipeline.job(
+                tokens,
+                replace(sampling, seed=(sampling.seed + i) % (1 << 64)),
+                request_id=f"{call.answer_id}-{first + i}",
+                deadline=call.arrived_at + self._request_timeout_s,
+                arrived_at=call.arrived_at,
+                stop=stop_strings(call.fields.stop),
+                salt=call.fields.cache_salt or "",
+                session=call.session,
+            )
+            for i in range(n)
+        ]
+
+    def _extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
+        tokenizer = self._pipeline.tokenizer
+        return Extras(
+            text_of=lambda token_id: tokenizer.decode(np.array([token_id], dtype=np.uint32)),
+            logprobs=logprobs,
+            token_ids=bool(fields.return_token_ids),
+        )
+
+    # ------------------------------------------------------------ out
+
+    async def _answer(self, plan: Plan) -> Response:
+        if plan.call.fields.stream:
+            return StreamingAnswer(lambda stream: self._stream(plan, stream), plan.call.headers, self._keep_alive_s)
+
+        async def take(number: int, piece: Piece) -> None:
+            plan.writers[number].take(piece)
+
+        await unless_gone(plan.call.request.receive, self._pipeline.run(plan.groups, take))
+        choices = [writer.whole() for writer in plan.writers]
+        whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids)
+        return json_response(whole, headers=plan.call.headers)
+
+    async def _stream(self, plan: Plan, stream: EventStream) -> None:
+        options = plan.call.fields.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        wants_running_usage = wants_usage and options is not None and bool(options.continuous_usage_stats)
+        prompt_token_ids = plan.prompt_token_ids
+
+        async def tell(number: int, piece: Piece) -> None:
+            nonlocal prompt_token_ids
+            for choice in plan.writers[number].chunks(piece):
+                usage = (plan.usage if wants_running_usage else None) if wants_usage else UNSET
+                chunk = self._envelope(plan, plan.wording.chunk, [choice], usage, prompt_token_ids)
+                prompt_token_ids = UNSET  # told once
+                await stream.event(msgspec.json.encode(chunk))
+
+        await self._pipeline.run(plan.groups, tell)
+        if wants_usage:
+            await stream.event(msgspec.json.encode(self._envelope(plan, plan.wording.chunk, [], plan.usage, UNSET)))
+
+    def _envelope(
+        self,
+        plan: Plan,
+        kind: str,
+        choices: Sequence[AnyChoice],
+        usage: UsageBody | UnsetType | None,
+        prompt_token_ids: list[int] | UnsetType,
+    ) -> Envelope:
+        model = self._pipeline.model
+        call = plan.call
+        return Envelope(
+            call.answer_id, kind, call.created, model.name, choices, model.fingerprint, usage, prompt_token_ids
+        )
+
+    def _card(self) -> ModelCard:
+        model = self._pipeline.model
+        return ModelCard(model.name, model.created, model.max_model_len)
+
+
+def guarded(handler: Handler) -> Handler:
+    """Every error becomes OpenAI's error body; a client that left gets nothing."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientGone as error:
+            return Response(status_code=error.http_status)
+        except Exception as error:
+            return error_response(known_error(error, request.url.path))
+
+    return endpoint
+
+
+def check_completion(body: CompletionRequest) -> None:
+    """Raises InvalidRequest for what completions can ask and we do not do."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of must equal n: answers are not ranked here", "best_of")
+    if body.suffix:
+        raise InvalidRequest("suffix is not supported", "suffix")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo cannot be combined with logprobs: those of the prompt are not computed", "echo")
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Raises InvalidRequest for what chat can ask and we do not do."""
+    if body.tools or body.functions:
+        raise InvalidRequest("tools are not supported", "tools" if body.tools else "functions")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest('only the response_format {"type": "text"} is supported', "response_format")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise InvalidRequest('only the modality "text" is supported', "modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+
+
+def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Raises InvalidRequest, naming the message, for content that is no text."""
+    return [
+        ChatMessage("system" if message.role == "developer" else message.role, _content(message, f"messages[{number}]"))
+        for number, message in enumerate(messages)
+    ]
+
+
+def _content(message: Message, where: str) -> str:
+    if message.tool_calls:
+        raise InvalidRequest("tool calls are not supported", f"{where}.tool_calls")
+    if message.content is None:
+        raise InvalidRequest("a message needs content", f"{where}.content")
+    if isinstance(message.content, str):
+        return message.content
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest("only text parts are supported", f"{where}.content")
+    return "".join(part.text or "" for part in message.content)
+
+
+def _num_choices(fields: GenerationFields, num_prompts: int) -> int:
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
+    if n * num_prompts > MAX_CHOICES:
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts are allowed", "n")
+    return n
+
+
+def _ids(item: int | list[int]) -> list[int]:
+    return [item] if isinstance(item, int) else item

@@ -1,0 +1,291 @@
+"""OpenAI's wire forms: what a body may hold, what a response holds, and how a wrong body is told apart.
+
+Only data and its checks. What a field *does* is in ``openai.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from mooncake.errors import InvalidRequest
+from mooncake.types import SamplingParams
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
+_MAX_NAMED_FIELDS = 8
+
+
+# ---------------------------------------------------------------- requests
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that completions and chat share. None means "not given", as OpenAI allows."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: msgspec.Raw | None = None
+    functions: list[msgspec.Raw] | None = None
+    modalities: list[str] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
+    """The request, and the names of fields that were ignored. Raises InvalidRequest, naming the field at fault."""
+    try:
+        request = msgspec.json.decode(body, type=form)
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise _explain(error) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    unknown = [name for name in given.keys() - set(form.__struct_fields__) if _FIELD_NAME.fullmatch(name)]
+    return request, sorted(unknown)[:_MAX_NAMED_FIELDS]
+
+
+def _explain(error: msgspec.ValidationError) -> InvalidRequest:
+    text = str(error)
+    path = _PATH.search(text)
+    if path is None:
+        missing = re.search(r"missing required field `(\w+)`", text)
+        return InvalidRequest(text, missing.group(1) if missing else None)
+    what = text[: path.start()]
+    return InvalidRequest(f"{path.group(1)}: {what}" if path.group(1) else what, path.group(1) or None)
+
+
+def sampling_of(fields: GenerationFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Raises InvalidRequest, naming the field. A missing seed is drawn."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_given(fields.min_tokens, 0),
+        temperature=_given(fields.temperature, 1.0),
+        top_k=max(_given(fields.top_k, 0), 0),  # some clients say -1 for "no limit"
+        top_p=_given(fields.top_p, 1.0),
+        min_p=_given(fields.min_p, 0.0),
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        presence_penalty=_given(fields.presence_penalty, 0.0),
+        frequency_penalty=_given(fields.frequency_penalty, 0.0),
+        logit_bias=tuple(sorted((fields.logit_bias or {}).items())),
+        seed=_seed(fields.seed),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(63)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise InvalidRequest(f"seed must be a 64-bit integer, got {seed}", "seed")
+    return seed & ((1 << 64) - 1)
+
+
+V = TypeVar("V")
+
+
+def _given(value: V | None, default: V) -> V:
+    return default if value is None else value
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+# ---------------------------------------------------------------- responses
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class UsageBody(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> UsageBody:
+    total = prompt_tokens + completion_tokens
+    return UsageBody(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AssistantMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """Of whole answers and of chunks alike."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """Around the choices of a whole answer (with usage) or of one chunk."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[ChatChoice | ChatChunkChoice | CompletionChoice]
+    system_fingerprint: str
+    usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "mooncake"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str

@@ -1,0 +1,454 @@
+"""What every front door shares: a checked request becomes token ids, deltas of tokens become text, counts and times.
+
+It owns tokenizing, stop strings, usage, latencies and the fan-out of several choices. It must not know HTTP, gRPC or
+any wire form, nor where a request runs: below it is only ``conductor.api.Generator``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+from mooncake.text import TextAssembler
+from mooncake.tokenizer import ChatMessage, Tokenizer
+
+from conductor.api import Delta, Generator, InferenceRequest, RequestSummary
+from mooncake.errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MooncakeError,
+    NodeUnavailable,
+    NotFound,
+    Overloaded,
+)
+from mooncake.types import FinishReason, SampledToken, SamplingParams, TokenIds
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_CHOICES = 128  # sequences of one request: prompts times n
+MAX_MESSAGES = 4096
+LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenized in a thread: the event loop must not stall
+DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this one only guards against a stuck request
+
+T = TypeVar("T")
+
+_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+_SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
+_ROLES = frozenset({"system", "user", "assistant"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as clients see it."""
+
+    name: str
+    max_model_len: int  # tokens of prompt plus answer
+    vocab_size: int
+    block_tokens: int
+    dtype: str
+    fingerprint: str  # changes with the weights
+    created: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checked sequence. ``arrived_at`` is on the monotonic clock: times count from there, tokenizing included."""
+
+    request: InferenceRequest
+    stop: tuple[str, ...]
+    arrived_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was reused
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Milliseconds of one monotonic clock, as the front door saw them."""
+
+    ttft_ms: float
+    mean_tbt_ms: float  # plain mean of the token gaps
+    tail_tbt_ms: float  # mean of the longest tenth of the gaps (FAST'25)
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    finish_reason: FinishReason
+    usage: Usage
+    latency: Latency
+    summary: RequestSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new in an answer. Text may lag behind the tokens; the last piece, and only that one, has an outcome."""
+
+    tokens: tuple[SampledToken, ...]
+    text: str
+    outcome: Outcome | None = None
+
+
+Emit = Callable[[int, Piece], Awaitable[None]]
+
+
+class Observer(Protocol):
+    """Counts what passes. Called on the event loop, must not block or raise."""
+
+    def first_token(self, ttft_s: float) -> None: ...
+
+    def token_gap(self, gap_s: float) -> None: ...
+
+    def finished(self, outcome: Outcome) -> None: ...
+
+    def failed(self, code: str) -> None: ...
+
+
+class Stopwatch:
+    """Times of one answer's tokens, all from one clock (seconds)."""
+
+    def __init__(self, arrived_at: float) -> None:
+        self._arrived_at = arrived_at
+        self._last_at = arrived_at
+        self.ttft_s: float | None = None
+        self.gaps_s: list[float] = []
+
+    def token(self, now: float) -> None:
+        if self.ttft_s is None:
+            self.ttft_s = now - self._arrived_at
+        else:
+            self.gaps_s.append(now - self._last_at)
+        self._last_at = now
+
+    def read(self, now: float) -> Latency:
+        gaps = self.gaps_s
+        slowest = sorted(gaps, reverse=True)[: math.ceil(len(gaps) / 10)]
+        return Latency(
+            ttft_ms=1e3 * (self.ttft_s or 0.0),
+            mean_tbt_ms=1e3 * sum(gaps) / len(gaps) if gaps else 0.0,
+            tail_tbt_ms=1e3 * sum(slowest) / len(slowest) if slowest else 0.0,
+            total_ms=1e3 * (now - self._arrived_at),
+        )
+
+
+class Answer:
+    """Deltas of one sequence in, pieces out. No I/O, no clock of its own."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, observer: Observer) -> None:
+        sampling = job.request.sampling
+        self._job = job
+        self._observer = observer
+        self._assembler = TextAssembler(tokenizer, job.stop)
+        self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
+        self._watch = Stopwatch(job.arrived_at)
+        self._summary = RequestSummary()
+        self._num_tokens = 0
+        self.is_complete = False
+
+    def take(self, delta: Delta, now: float) -> Piece:
+        """Raises InternalError when the core lost a token, Cancelled when it gave the answer up."""
+        if delta.summary is not None:
+            self._summary = delta.summary
+        if delta.finish_reason is FinishReason.ABORT:
+            raise Cancelled("the request was cancelled")
+        tokens: list[SampledToken] = []
+        text: list[str] = []
+        stopped = False
+        for token in delta.tokens:
+            self._count(token, now)
+            tokens.append(token)
+            if token.token_id in self._end_ids:
+                continue  # it ends the answer and is no part of its text
+            piece = self._assembler.push(token.token_id)
+            text.append(piece.text)
+            if stopped := piece.stopped:
+                break
+        reason = FinishReason.STOP if stopped else delta.finish_reason
+        if reason is None:
+            return Piece(tuple(tokens), "".join(text))
+        if not stopped:
+            last = self._assembler.flush()
+            text.append(last.text)
+            if last.stopped:
+                reason = FinishReason.STOP
+        return Piece(tuple(tokens), "".join(text), self._complete(reason, now))
+
+    def _count(self, token: SampledToken, now: float) -> None:
+        if token.index != self._num_tokens:
+            raise InternalError(f"token {token.index} came where token {self._num_tokens} was due")
+        self._num_tokens += 1
+        self._watch.token(now)
+        if self._num_tokens == 1:
+            self._observer.first_token(self._watch.ttft_s or 0.0)
+        else:
+            self._observer.token_gap(self._watch.gaps_s[-1])
+
+    def _complete(self, reason: FinishReason, now: float) -> Outcome:
+        self.is_complete = True
+        usage = Usage(len(self._job.request.tokens), self._num_tokens, self._summary.report.cached_tokens)
+        outcome = Outcome(reason, usage, self._watch.read(now), self._summary)
+        self._observer.finished(outcome)
+        return outcome
+
+
+class Pipeline:
+    """Checks, tokenizes, generates. One event loop; ``close`` when done."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        observer: Observer,
+        max_running: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._generator = generator
+        self._observer = observer
+        self._max_running = max_running
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._running: set[str] = set()
+        self._waits: set[asyncio.Timeout] = set()
+        self._is_closing = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def now(self) -> float:
+        return self._clock()
+
+    def check_model(self, name: str) -> None:
+        """Raises NotFound unless ``name`` is the model served, or empty."""
+        if name and name != self.model.name:
+            raise UnknownModel(f"the model {name[:64]!r} is not served here; served: {self.model.name!r}")
+
+    def check_open(self) -> None:
+        """Raises NodeUnavailable while shutting down, Overloaded when far more requests run than the core admits."""
+        if self._is_closing:
+            raise NodeUnavailable("the server is shutting down")
+        if len(self._running) >= self._max_running:
+            raise Overloaded(f"{len(self._running)} requests are running already")
+
+    async def encode(self, text: str, param: str = "prompt") -> TokenIds:
+        """Token ids of plain text. Raises InvalidRequest (empty) or ContextTooLong."""
+        if await self._is_surely_too_long(text):
+            raise self._too_long(f"a text of {len(text)} characters", param)
+        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text))
+        return self._fitting(tokens, param)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], param: str = "messages") -> TokenIds:
+        """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest or ContextTooLong."""
+        if not messages:
+            raise InvalidRequest("at least one message is needed", param)
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param)
+        for number, message in enumerate(messages):
+            if message.role not in _ROLES:
+                known = ", ".join(sorted(_ROLES))
+                raise InvalidRequest(
+                    f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
+                )
+        for message in messages:
+            if await self._is_surely_too_long(message.content):
+                raise self._too_long(f"a message of {len(message.content)} characters", param)
+        num_chars = sum(len(message.content) for message in messages)
+        tokens = await self._maybe_in_thread(num_chars, lambda: self.tokenizer.encode_chat(messages))
+        return self._fitting(tokens, param)
+
+    async def decode(self, tokens: TokenIds) -> str:
+        return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens))
+
+    def check_tokens(self, ids: Sequence[int], param: str = "prompt") -> TokenIds:
+        """A client's own ids as an array. Raises InvalidRequest (not in the vocabulary) or ContextTooLong."""
+        return self._fitting(self.as_tokens(ids, param), param)
+
+    def as_tokens(self, ids: Sequence[int], param: str) -> TokenIds:
+        """Raises InvalidRequest for an id that is not in the vocabulary."""
+        vocab_size = self.model.vocab_size
+        try:
+            array = np.array(ids, dtype=np.int64)
+        except OverflowError:
+            raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", param) from None
+        if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+            wrong = int(array[(array < 0) | (array >= vocab_size)][0])
+            raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}, got {wrong}", param)
+        return array.astype(np.uint32)
+
+    def max_tokens(self, num_prompt: int, asked: int | None, default: int | None) -> int:
+        """How many tokens an answer may have: what was asked for, or the default, within what the context leaves.
+
+        ``default`` None stands for all that is left.
+        """
+        room = self.model.max_model_len - num_prompt
+        wanted = default if asked is None else asked
+        return room if wanted is None else min(wanted, room)
+
+    def job(
+        self,
+        tokens: TokenIds,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        deadline: float,
+        arrived_at: float,
+        stop: Sequence[str] = (),
+        salt: str = "",
+        session: str = "",
+    ) -> Job:
+        """Check what is left to check. Raises InvalidRequest, naming the field."""
+        if not _REQUEST_ID.fullmatch(request_id):
+            raise InvalidRequest("request_id takes 1 to 128 letters, digits and . : _ -", "request_id")
+        if not _SALT.fullmatch(salt):
+            raise InvalidRequest("cache_salt takes at most 64 letters, digits, _ and -", "cache_salt")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
+        if not all(0 < len(text) <= MAX_STOP_CHARS for text in stop):
+            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
+        self.as_tokens(sampling.stop_token_ids, "stop_token_ids")
+        self.as_tokens([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
+        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256])
+        return Job(request, tuple(stop), arrived_at)
+
+    async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """The answer to one job. Close it to cancel; raises what ``Generator.generate`` raises, and InternalError."""
+        answer = Answer(job, self.tokenizer, self._observer)
+        with self._register(job.request.request_id), self._count_failure(answer):
+            deltas = self._generator.generate(job.request)
+            async with contextlib.aclosing(deltas):
+                while not answer.is_complete:
+                    delta = await self._next(deltas, job.request.deadline)
+                    yield answer.take(delta, self._clock())
+
+    async def run(self, groups: Sequence[Sequence[Job]], emit: Emit) -> None:
+        """Answer several jobs at once; ``emit(number, piece)`` gets pieces, jobs numbered through all groups.
+
+        The jobs of a group share their prompt: the first starts alone and the others once it has its first token, so
+        that they find the prompt's KV. The first failure cancels all others and is raised.
+        """
+        number = 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    prompt_done = asyncio.Event()
+                    for position, job in enumerate(group):
+                        tasks.create_task(self._run_one(number, job, position == 0, prompt_done, emit))
+                        number += 1
+        except BaseExceptionGroup as failures:
+            raise _first_leaf(failures) from None
+
+    async def _run_one(self, number: int, job: Job, is_first: bool, prompt_done: asyncio.Event, emit: Emit) -> None:
+        if not is_first:
+            await prompt_done.wait()
+            job = replace(job, arrived_at=self._clock())
+        async with contextlib.aclosing(self.stream(job)) as pieces:
+            async for piece in pieces:
+                prompt_done.set()
+                await emit(number, piece)
+
+    async def close(self) -> None:
+        """Refuse new requests, and end those that run with NodeUnavailable."""
+        self._is_closing = True
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _next(self, deltas: AsyncGenerator[Delta, None], deadline: float) -> Delta:
+        left_s = 0.0 if self._is_closing else deadline + DEADLINE_GRACE_S - self._clock()
+        timeout = asyncio.timeout(left_s)
+        try:
+            async with timeout:
+                self._waits.add(timeout)
+                return await anext(deltas)
+        except TimeoutError:
+            if self._is_closing:
+                raise NodeUnavailable("the server is shutting down") from None
+            raise DeadlineExceeded("the request did not finish within its time") from None
+        except StopAsyncIteration:
+            raise InternalError("the answer ended without a reason") from None
+        finally:
+            self._waits.discard(timeout)
+
+    @contextlib.contextmanager
+    def _register(self, request_id: str) -> Iterator[None]:
+        self.check_open()
+        if request_id in self._running:
+            raise InvalidRequest("a request with this id is running already", "request_id")
+        self._running.add(request_id)
+        try:
+            yield
+        finally:
+            self._running.discard(request_id)
+
+    @contextlib.contextmanager
+    def _count_failure(self, answer: Answer) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not answer.is_complete:
+                self._observer.failed(_code_of(error))
+            raise
+
+    async def _maybe_in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars <= LONG_TEXT_CHARS:
+            return work()
+        self.check_open()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _is_surely_too_long(self, text: str) -> bool:
+        """Whether a cheap look settles that a text cannot fit: its beginning alone makes twice the tokens allowed.
+
+        So a client cannot make us tokenize megabytes to learn what kilobytes tell.
+        """
+        probe = max(16 * self.model.max_model_len, LONG_TEXT_CHARS)
+        if len(text) <= 2 * probe:
+            return False
+        head = await self._maybe_in_thread(probe, lambda: self.tokenizer.encode(text[:probe]))
+        return len(head) > 2 * self.model.max_model_len
+
+    def _fitting(self, tokens: TokenIds, param: str) -> TokenIds:
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty", param)
+        if len(tokens) >= self.model.max_model_len:
+            raise self._too_long(f"a prompt of {len(tokens)} tokens", param)
+        return tokens
+
+    def _too_long(self, what: str, param: str) -> ContextTooLong:
+        limit = self.model.max_model_len
+        return ContextTooLong(f"{what} leaves no room for an answer: the context is {limit} tokens", param)
+
+
+class UnknownModel(NotFound):
+    """The name that clients of OpenAI's API look for."""
+
+    code = "model_not_found"
+
+
+def _code_of(error: BaseException) -> str:
+    if isinstance(error, MooncakeError):
+        return error.code
+    return Cancelled.code if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else InternalError.code
+
+
+def _first_leaf(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failures.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
