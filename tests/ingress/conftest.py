@@ -1,0 +1,185 @@
+"""A cluster of a few lines behind the real front doors: real sockets, a scripted generator, bytes as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+
+from conductor.api import Delta, RequestSummary
+from conductor.ingress.app import Ingress
+from conductor.stats import DispatchStats
+from mooncake.config import ConductorSection, Config
+from mooncake.rpc import cluster_pb2
+from mooncake.rpc.server import RpcServer
+from mooncake.types import FinishReason, PrefillReport, SampledToken, Timings, TokenLogprob
+
+EOS = 256
+MAX_MODEL_LEN = 4096
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8; 256 ends an answer."""
+
+    vocab_size = 257
+    eos_ids = (EOS,)
+    special_ids = (EOS,)
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
+
+    def encode_chat(self, messages):
+        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>")
+
+    def decode(self, ids):
+        return bytes(int(token_id) for token_id in ids if token_id != EOS).decode(errors="replace")
+
+    def stream(self):
+        return ByteStream()
+
+
+class ByteStream:
+    def __init__(self):
+        self.held = b""
+
+    def push(self, token_id):
+        self.held += bytes([token_id] if token_id != EOS else [])
+        with contextlib.suppress(UnicodeDecodeError):
+            text, self.held = self.held.decode(), b""
+            return text
+        return ""
+
+    def flush(self):
+        text, self.held = self.held.decode(errors="ignore"), b""
+        return text
+
+
+@dataclass
+class Script:
+    """A generator that says ``text`` to everybody, byte by byte, and remembers what it was asked."""
+
+    text: str = "Hello, wörld!"
+    ends: bool = True  # with an end token; else it goes on until max_tokens
+    delay_s: float = 0.0
+    first_delay_s: float = 0.0
+    error: Exception | None = None
+    error_after: int = 0  # tokens
+    cached_tokens: int = 0
+    asked: list = field(default_factory=list)
+    running: set = field(default_factory=set)
+    closed: list = field(default_factory=list)  # before their end
+    first_tokens: dict = field(default_factory=dict)  # request id: how many requests had begun by then
+
+    async def generate(self, request):
+        self.asked.append(request)
+        self.running.add(request.request_id)
+        try:
+            if self.first_delay_s:
+                await asyncio.sleep(self.first_delay_s)
+            ids = [*self.text.encode(), EOS] if self.ends else list(self.text.encode()) * 1000
+            for index, token_id in enumerate(ids):
+                if self.error is not None and index == self.error_after:
+                    raise self.error
+                if index and self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                self.first_tokens.setdefault(request.request_id, len(self.asked))
+                delta = self._delta(request, index, token_id)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        except (asyncio.CancelledError, GeneratorExit):
+            self.closed.append(request.request_id)
+            raise
+        finally:
+            self.running.discard(request.request_id)
+
+    def _delta(self, request, index, token_id):
+        sampling = request.sampling
+        logprob = None
+        if sampling.logprobs is not None:
+            top = tuple((ord("a") + rank, -1.0 - rank) for rank in range(sampling.logprobs))
+            logprob = TokenLogprob(-0.5, top)
+        reason = None
+        if token_id == EOS and not sampling.ignore_eos:
+            reason = FinishReason.STOP
+        elif index + 1 >= sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        report = PrefillReport(
+            prompt_tokens=len(request.tokens), pool_cached_tokens=self.cached_tokens, timings=Timings(1, 2, 3, 4, 5)
+        )
+        summary = RequestSummary(report, "prefill-0", "decode-0") if index == 0 or reason else None
+        return Delta((SampledToken(index, token_id, logprob),), reason, summary)
+
+
+def cluster_status():
+    def node(role):
+        return cluster_pb2.NodeStatus(
+            info=cluster_pb2.NodeInfo(node_id=f"{role}-0", role=role),
+            state="live",
+            load=cluster_pb2.Load(running=1, blocks_total=10, blocks_free=5, blocks_cached=3, blocks_in_use=2),
+            transports=[cluster_pb2.TransportStatus(peer="decode-0", transport="shm", bytes=10, gb_per_s=1.5)],
+        )
+
+    return cluster_pb2.StatusResponse(model="bytes", ready=True, nodes=[node("prefill"), node("decode")])
+
+
+@dataclass
+class Front:
+    """What a test talks to, and the script behind it."""
+
+    script: Script
+    ingress: Ingress
+    status: cluster_pb2.StatusResponse
+    http_port: int
+    grpc_address: str
+    http: httpx.AsyncClient
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.http_port}"
+
+    async def until_closed(self, count=1, within_s=1.0):
+        """Wait until ``count`` generators were closed early and none runs."""
+        async with asyncio.timeout(within_s):
+            while len(self.script.closed) < count or self.script.running:
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running_front(script=None, **limits):
+    script = script or Script()
+    limits = {"http_port": 0, "grpc_port": 0, "request_timeout_s": 30.0} | limits
+    keep_alive_s = limits.pop("keep_alive_s", 5.0)
+    config = Config(conductor=ConductorSection(**limits))
+    checkpoint = SimpleNamespace(
+        name="bytes", digest="0123456789abcdef", config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=257)
+    )
+    status = cluster_status()
+    ingress = Ingress(config, checkpoint, ByteTokenizer(), script, lambda: status, DispatchStats(), keep_alive_s)
+    server = RpcServer()
+    ingress.add_grpc(server)
+    grpc_port = await server.start("127.0.0.1", 0)
+    http_port = await ingress.start_http()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=10, trust_env=False) as http:
+            yield Front(script, ingress, status, http_port, f"127.0.0.1:{grpc_port}", http)
+    finally:
+        await ingress.stop()
+        await server.stop(0.2)
+
+
+@pytest.fixture
+async def front():
+    async with running_front() as front:
+        yield front
+
+
+@pytest.fixture
+def open_front():
+    """For tests that need limits of their own: ``async with open_front(request_timeout_s=1) as front``."""
+    return running_front

@@ -1,0 +1,421 @@
+"""The official client, unchanged, against our HTTP port."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from mooncake.errors import HandoffFailed, InvalidRequest, NodeUnavailable, Overloaded
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+async def client(front):
+    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_it_lists_the_model_and_finds_it_by_name(client):
+    models = [model.id async for model in client.models.list()]
+
+    assert models == ["bytes"]
+    assert (await client.models.retrieve("bytes")).id == "bytes"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.models.retrieve("org/other")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_a_chat_answers_with_text_usage_and_a_reason(front, client):
+    front.script.cached_tokens = 8
+
+    answer = await client.chat.completions.create(model="bytes", messages=HELLO)
+
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello, wörld!", "stop")
+    assert answer.usage.prompt_tokens == len("<user>Hello<assistant>")
+    assert answer.usage.completion_tokens == len("Hello, wörld!".encode()) + 1
+    assert answer.usage.prompt_tokens_details.cached_tokens == 8
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.system_fingerprint.startswith("fp_")
+    # a chat that does not say how long may use the whole context
+    assert front.script.asked[0].sampling.max_tokens == 4096 - answer.usage.prompt_tokens
+
+
+async def test_a_streamed_chat_says_the_same_in_pieces(client):
+    stream = await client.chat.completions.create(
+        model="bytes", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+
+    *choices, usage = chunks
+    assert choices[0].choices[0].delta.role == "assistant"
+    assert choices[0].choices[0].delta.content == ""
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in choices) == "Hello, wörld!"
+    assert [chunk.choices[0].finish_reason for chunk in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert usage.choices == []
+    assert usage.usage.total_tokens == usage.usage.prompt_tokens + usage.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in choices)
+
+
+async def test_three_choices_have_seeds_in_a_row_and_wait_for_the_first(front, client):
+    front.script.first_delay_s = 0.05
+
+    answer = await client.chat.completions.create(model="bytes", messages=HELLO, n=3, seed=(1 << 63) - 1)
+
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [request.sampling.seed for request in front.script.asked] == [(1 << 63) - 1, 1 << 63, (1 << 63) + 1]
+    first, *others = front.script.asked
+    assert front.script.first_tokens[first.request_id] == 1  # alone until its first token
+    assert len({request.request_id for request in front.script.asked}) == 3
+    assert answer.usage.prompt_tokens == len(first.tokens)  # the prompt counts once
+    assert answer.usage.completion_tokens == 3 * (len("Hello, wörld!".encode()) + 1)
+    assert others
+
+
+async def test_three_streamed_choices_are_told_apart_by_their_index(client):
+    stream = await client.chat.completions.create(model="bytes", messages=HELLO, n=3, stream=True)
+    texts, reasons = {}, {}
+    async for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+        reasons[choice.index] = choice.finish_reason
+
+    assert texts == dict.fromkeys(range(3), "Hello, wörld!")
+    assert reasons == dict.fromkeys(range(3), "stop")
+
+
+async def test_negative_and_missing_seeds_are_welcome(front, client):
+    await client.completions.create(model="bytes", prompt="x", seed=-1)
+    await client.completions.create(model="bytes", prompt="x")
+    await client.completions.create(model="bytes", prompt="x")
+
+    given, drawn, again = (request.sampling.seed for request in front.script.asked)
+    assert given == (1 << 64) - 1
+    assert drawn != again
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_stop_string_cuts_the_text_and_ends_the_request(front, client, streamed):
+    front.script.ends = False  # it would talk for ever
+    front.script.cached_tokens = 4
+    options = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+
+    answer = await client.completions.create(
+        model="bytes", prompt="x", max_tokens=1000, stop=["never", "wör"], **options
+    )
+
+    if streamed:
+        chunks = [chunk async for chunk in answer]
+        text = "".join(chunk.choices[0].text for chunk in chunks[:-1])
+        reason, usage = chunks[-2].choices[0].finish_reason, chunks[-1].usage
+    else:
+        text, reason, usage = answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
+    assert (text, reason) == ("Hello, ", "stop")
+    assert usage.completion_tokens == len("Hello, wör".encode())
+    assert usage.prompt_tokens_details.cached_tokens == 4
+    await front.until_closed()
+
+
+async def test_completions_take_sixteen_tokens_unless_told(front, client):
+    front.script.ends = False
+
+    answer = await client.completions.create(model="bytes", prompt="x")
+
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("ab", [b"ab"]),
+        (["ab", "c"], [b"ab", b"c"]),
+        ([97, 98], [b"ab"]),
+        ([[97, 98], [99]], [b"ab", b"c"]),
+    ],
+)
+async def test_completions_take_a_prompt_in_four_forms(front, client, prompt, asked):
+    answer = await client.completions.create(model="bytes", prompt=prompt)
+
+    assert sorted(bytes(request.tokens.tolist()) for request in front.script.asked) == asked
+    assert [choice.text for choice in answer.choices] == ["Hello, wörld!"] * len(asked)
+    assert answer.usage.prompt_tokens == sum(map(len, asked))
+
+
+async def test_echo_puts_the_prompt_before_the_answer(client):
+    answer = await client.completions.create(model="bytes", prompt="Say: ", echo=True)
+    stream = await client.completions.create(model="bytes", prompt="Say: ", echo=True, stream=True)
+
+    assert answer.choices[0].text == "Say: Hello, wörld!"
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "Say: Hello, wörld!"
+
+
+async def test_a_chat_tells_log_probabilities_token_by_token(front, client):
+    front.script.text = "ab€"
+
+    answer = await client.chat.completions.create(model="bytes", messages=HELLO, logprobs=True, top_logprobs=2)
+
+    content = answer.choices[0].logprobs.content
+    assert [token.token for token in content[:2]] == ["a", "b"]
+    assert content[0].bytes == [97]
+    assert content[2].bytes is None  # a third of a character
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("a", -1.0), ("b", -2.0)]
+    assert all(token.logprob == -0.5 for token in content)
+
+
+async def test_streamed_log_probabilities_come_with_the_text_of_their_tokens(front, client):
+    front.script.text = "a€b"
+
+    stream = await client.chat.completions.create(
+        model="bytes", messages=HELLO, logprobs=True, top_logprobs=1, stream=True
+    )
+    told = [
+        (chunk.choices[0].delta.content, len(chunk.choices[0].logprobs.content))
+        async for chunk in stream
+        if chunk.choices[0].logprobs
+    ]
+
+    assert told == [("a", 1), ("€", 3), ("b", 1), (None, 1)]
+
+
+async def test_completions_tell_log_probabilities_in_their_own_shape(front, client):
+    front.script.text = "xy"
+
+    answer = await client.completions.create(model="bytes", prompt="q", logprobs=2, max_tokens=2)
+
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["x", "y"]
+    assert logprobs.token_logprobs == [-0.5, -0.5]
+    assert logprobs.text_offset == [0, 1]
+    assert logprobs.top_logprobs[0] == {"x": -0.5, "a": -1.0, "b": -2.0}
+
+
+async def test_sampling_reaches_the_engine_as_it_was_asked(front, client):
+    await client.chat.completions.create(
+        model="bytes",
+        messages=HELLO,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        logit_bias={"97": 5},
+        max_completion_tokens=7,
+        user="anna",
+        extra_body={
+            "top_k": 3,
+            "min_p": 0.1,
+            "repetition_penalty": 1.2,
+            "min_tokens": 2,
+            "ignore_eos": True,
+            "stop_token_ids": [98],
+            "cache_salt": "tenant-1",
+        },
+    )
+
+    request = front.script.asked[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 3, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.25, -0.5, 1.2)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.ignore_eos) == (7, 2, True)
+    assert (sampling.logit_bias, sampling.stop_token_ids) == (((97, 5.0),), (98,))
+    assert (request.salt, request.session) == ("tenant-1", "anna")
+
+
+async def test_token_ids_come_back_when_asked_for(client):
+    body = {"return_token_ids": True}
+    answer = await client.completions.create(model="bytes", prompt="q", max_tokens=2, extra_body=body)
+    stream = await client.chat.completions.create(
+        model="bytes", messages=HELLO, max_tokens=2, stream=True, extra_body=body
+    )
+    chunks = [chunk async for chunk in stream]
+
+    assert (answer.choices[0].prompt_token_ids, answer.choices[0].token_ids) == ([113], [72, 101])
+    assert bytes(chunks[0].prompt_token_ids) == b"<user>Hello<assistant>"
+    assert [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids] == [72, 101]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 10_000}, "stop"),
+        ({"logit_bias": {"257": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 40: 1}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"cache_salt": "a b"}, "cache_salt"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ],
+)
+async def test_a_wrong_value_is_named(front, client, body, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**({"model": "bytes", "messages": HELLO} | {"extra_body": body}))
+
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert front.script.asked == []
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_and_one_that_fits_is_clamped(front, client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="bytes", prompt="x" * 4096)
+    assert caught.value.code == "context_length_exceeded"
+
+    await client.completions.create(model="bytes", prompt="x" * 4090, max_tokens=100)
+    assert front.script.asked[0].sampling.max_tokens == 6
+
+
+async def test_text_parts_and_developers_are_understood(front, client):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    await client.chat.completions.create(
+        model="bytes", messages=[{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}]
+    )
+
+    assert bytes(front.script.asked[0].tokens.tolist()) == b"<system>Be brief<user>Hello<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "retry_ms"),
+    [
+        (Overloaded("full", 1.25), openai.RateLimitError, "1250"),
+        (NodeUnavailable("gone"), openai.InternalServerError, "1000"),
+        (HandoffFailed("lost"), openai.InternalServerError, "1000"),
+        (InvalidRequest("no", "prompt"), openai.BadRequestError, None),
+        (RuntimeError("a secret"), openai.InternalServerError, None),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_error_before_the_first_token_has_a_status(front, client, error, expected, retry_ms, streamed):
+    front.script.error = error
+
+    with pytest.raises(expected) as caught:
+        await client.completions.create(model="bytes", prompt="x", stream=streamed)
+
+    assert caught.value.response.headers.get("retry-after-ms") == retry_ms
+    assert "secret" not in str(caught.value)
+
+
+async def test_the_client_tries_again_when_told_to(front):
+    front.script.error = Overloaded("full", 0.05)
+    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=2) as client:
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="bytes", prompt="x")
+
+    assert len(front.script.asked) == 3
+
+
+async def test_an_error_after_the_first_token_ends_the_stream_as_an_error(front, client):
+    front.script.error, front.script.error_after = NodeUnavailable("decode-0 is gone"), 3
+
+    stream = await client.completions.create(model="bytes", prompt="x", stream=True)
+    text = ""
+    with pytest.raises(openai.APIError, match="decode-0 is gone"):
+        async for chunk in stream:
+            text += chunk.choices[0].text
+    assert text == "Hel"
+
+
+async def test_one_failed_choice_fails_the_answer_and_cancels_the_others(front, client):
+    front.script.ends, front.script.delay_s = False, 0.01
+    front.script.error, front.script.error_after = NodeUnavailable("gone"), 5
+
+    with pytest.raises(openai.InternalServerError):
+        await client.completions.create(model="bytes", prompt=["a", "b", "c"], max_tokens=1000)
+    assert not front.script.running
+
+
+async def test_leaving_a_stream_closes_the_request_within_a_second(front, client):
+    front.script.ends, front.script.delay_s = False, 0.01
+
+    stream = await client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+
+    await front.until_closed()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_leaving_before_the_first_token_closes_the_request_within_a_second(front, streamed):
+    front.script.first_delay_s = 60
+    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=0.2) as client:
+        with pytest.raises(openai.APITimeoutError):
+            await client.completions.create(model="bytes", prompt="x", stream=streamed)
+
+    await front.until_closed()
+
+
+async def test_leaving_an_answer_with_three_choices_closes_all(front, client):
+    front.script.ends, front.script.delay_s = False, 0.01
+    asking = asyncio.create_task(client.completions.create(model="bytes", prompt="x", n=3, max_tokens=4000))
+    async with asyncio.timeout(2):
+        while len(front.script.running) < 3:
+            await asyncio.sleep(0.005)
+
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+    await front.until_closed(count=3)
+
+
+async def test_thirty_two_at_once(front, client):
+    front.script.delay_s = 0.005
+
+    async def ask(number):
+        stream = await client.chat.completions.create(
+            model="bytes", messages=[{"role": "user", "content": str(number)}], stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    texts = await asyncio.gather(*map(ask, range(32)))
+
+    assert texts == ["Hello, wörld!"] * 32
+    assert front.script.running == set()
+
+
+def test_the_blocking_client_works_too(open_front):
+    async def ask():
+        async with open_front() as front:
+            return await asyncio.to_thread(blocking, front.url)
+
+    def blocking(url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=None) as client:
+            return client.completions.create(model="bytes", prompt="x").choices[0].text
+
+    assert asyncio.run(ask()) == "Hello, wörld!"
+
+
+async def test_a_server_that_stops_says_so_to_those_who_wait(open_front):
+    async with open_front() as front:
+        front.script.first_delay_s = 60
+        waiting = asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"}))
+        async with asyncio.timeout(2):
+            while not front.script.running:
+                await asyncio.sleep(0.005)
+        await front.ingress.stop()
+        response = await waiting
+
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the server is shutting down"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(front.url)
