@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
+from mooncake.rpc import cluster_pb2, cluster_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from mooncake.rpc.errors import error_from_rpc
 
 
@@ -64,3 +65,37 @@ async def ask_all(
             return await ask(channel, prompt, max_tokens, **kwargs)
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def status(channel: grpc.aio.Channel) -> cluster_pb2.StatusResponse:
+    return await cluster_pb2_grpc.ClusterStub(channel).Status(cluster_pb2.StatusRequest(), timeout=10)
+
+
+def leaks(status: cluster_pb2.StatusResponse) -> list[str]:
+    """What some node still holds although nothing runs, and any accounting that does not add up."""
+    found = []
+    for node in status.nodes:
+        load, name = node.load, node.info.node_id
+        quarantined = load.counters.get("blocks_quarantined", 0)
+        if load.blocks_free + load.blocks_cached + load.blocks_in_use != load.blocks_total:
+            found.append(
+                f"{name}: {load.blocks_free} free + {load.blocks_cached} cached + {load.blocks_in_use} in use "
+                f"is not {load.blocks_total}"
+            )
+        if load.blocks_in_use or quarantined:
+            found.append(f"{name}: {load.blocks_in_use} blocks in use, {quarantined} quarantined")
+        if load.running or load.waiting or load.counters.get("handoffs_open", 0):
+            found.append(f"{name}: {load.running} running, {load.waiting} waiting, {dict(load.counters)}")
+    if status.requests_running:
+        found.append(f"conductor: {status.requests_running} requests running")
+    return found
+
+
+async def wait_idle(channel: grpc.aio.Channel, within_s: float) -> float:
+    """Wait until nothing is held anywhere, by the nodes' own reports. Returns after how long (s)."""
+    started_s = time.monotonic()
+    while found := leaks(await status(channel)):
+        if time.monotonic() - started_s > within_s:
+            raise AssertionError(f"after {within_s} s: {'; '.join(found)}")
+        await asyncio.sleep(0.02)
+    return time.monotonic() - started_s
