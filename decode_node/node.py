@@ -48,9 +48,9 @@ class DecodeNode:
         self._stores: dict[str, StoreClient] = {}
         self._writeback = WriteBack(self._store, memory, plan.layout)
         self._generated = GeneratedBlocks(self._writeback, config.block.tokens)
-        self._host = EngineHost(config, config.decode, checkpoint, plan)
-        await self._host.start(self._generated, self._segment.buffer)
-        self._generated.thread = self._host.thread
+        self.host = EngineHost(config, config.decode, checkpoint, plan)
+        await self.host.start(self._generated, self._segment.buffer)
+        self._generated.thread = self.host.thread
         loop = asyncio.get_running_loop()
         self._segment_server = SegmentServer(
             self._segment,
@@ -59,16 +59,16 @@ class DecodeNode:
             config.node.host,
             on_peer_gone=lambda peer_id: loop.call_soon_threadsafe(self._receiver.peer_gone, peer_id),
         )
-        self._receiver = Receiver(self._host.thread, self._segment_server, memory, plan.layout)
+        self._receiver = Receiver(self.host.thread, self._segment_server, memory, plan.layout)
         self._segment_server.start()
         self._writeback.start()
         address = self._segment_server.address
-        self._servicer = DecodeServicer(self._host, self._receiver, self._generated, address)
+        self._servicer = DecodeServicer(self.host, self._receiver, self._generated, address)
         self._server = RpcServer()
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
         self._server.add(
             common_pb2_grpc.add_CacheEventsServicer_to_server,
-            CacheEventsServicer(self._host.events),
+            CacheEventsServicer(self.host.events),
             "mooncake.v1.CacheEvents",
         )
         port = await self._server.start(config.node.host, config.node.port)
@@ -76,10 +76,10 @@ class DecodeNode:
         info = cluster_pb2.NodeInfo(
             node_id=self.node_id,
             role=Role.DECODE,
-            incarnation=self._host.incarnation,
+            incarnation=self.host.incarnation,
             control_address=self.control_address,
             segment=segment_to_wire(address),
-            kv_fingerprint=self._host.fingerprint,
+            kv_fingerprint=self.host.fingerprint,
             block_tokens=config.block.tokens,
             max_sequences=config.decode.max_sequences,
         )
@@ -91,24 +91,24 @@ class DecodeNode:
         await self._server.stop()
         await self._servicer.drain()
         await self._writeback.stop()
-        await self._host.stop()
+        await self.host.stop()
         self._segment_server.stop()
         self._transfer.close()
         await self._channels.close()
 
     def _store(self, address: str) -> StoreClient:
         if address not in self._stores:
-            self._stores[address] = StoreClient(address, self._transfer, self._channels, writer_id=self.node_id)
+            self._stores[address] = StoreClient(address, self._transfer, self._channels)
         return self._stores[address]
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
-        load = self._host.load()
+        load = self.host.load()
         load.counters["handoffs_open"] = self._receiver.num_open
         load.counters["blocks_quarantined"] = self._receiver.num_quarantined_blocks
         load.counters["checksum_mismatches"] = self._receiver.checksum_mismatches
         load.counters["blocks_written_back"] = self._writeback.stored
         load.counters["blocks_not_written_back"] = self._writeback.skipped
-        report = cluster_pb2.HeartbeatRequest(load=load, samples=self._host.samples.take())
+        report = cluster_pb2.HeartbeatRequest(load=load, samples=self.host.samples.take())
         for peer in self._transfer.stats():
             report.transports.add(
                 peer=peer.node_id, transport=peer.transport, bytes=peer.nbytes, gb_per_s=peer.gb_per_s

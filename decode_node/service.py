@@ -11,7 +11,7 @@ from typing import Any
 from mooncake.engine.engine import StepOutput
 
 from decode_node.generated import GeneratedBlocks
-from decode_node.handoff import Handoff
+from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from mooncake.engine.host import EngineHost
 from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
@@ -127,8 +127,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Whatever the reason that Generate ended, nothing of the request may stay behind."""
         self._generated.forget(handoff.request_id)
         await self._receiver.abandon(handoff)
-        with contextlib.suppress(MooncakeError):
-            await asyncio.wrap_future(self._host.thread.call(lambda engine: engine.abort(handoff.request_id)))
+        if handoff.state is HandoffState.COMMITTED:  # else its blocks are the receiver's to free
+            with contextlib.suppress(MooncakeError):
+                await asyncio.wrap_future(self._host.thread.call(lambda engine: engine.abort(handoff.request_id)))
 
     def _later(self, work: Any) -> None:
         """Clean up outside of the call, which may be cancelled at any await."""

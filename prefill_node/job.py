@@ -64,7 +64,7 @@ class Workshop:
 
     def store(self, address: str) -> StoreClient:
         if address not in self.stores_by_address:
-            client = StoreClient(address, self.transfer, self.channels, writer_id=self.node_id)
+            client = StoreClient(address, self.transfer, self.channels)
             self.stores_by_address[address] = client
         return self.stores_by_address[address]
 

@@ -36,22 +36,22 @@ class PrefillNode:
         config = self.config
         checkpoint = open_checkpoint(config.model.path)
         plan = plan_cache(config, config.prefill, checkpoint)
-        self._host = EngineHost(config, config.prefill, checkpoint, plan)
-        streamer = LayerStreamer(config.block.tokens)
-        await self._host.start(streamer)
+        self.host = EngineHost(config, config.prefill, checkpoint, plan)
+        self.streamer = LayerStreamer(config.block.tokens)
+        await self.host.start(self.streamer)
         transfer = config.transfer
         self._transfer = TransferEngine(self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s)
         self._channels = Channels()
-        memory = self._host.engine.cache.memory
+        memory = self.host.engine.cache.memory
         self._loader = Loader(self._transfer, memory)
         self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent)
         self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent)
         shop = Workshop(
             self.node_id,
-            self._host,
+            self.host,
             self._transfer,
             self._channels,
-            streamer,
+            self.streamer,
             self._loader,
             self._handoffs,
             self._stores,
@@ -62,7 +62,7 @@ class PrefillNode:
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")
         self._server.add(
             common_pb2_grpc.add_CacheEventsServicer_to_server,
-            CacheEventsServicer(self._host.events),
+            CacheEventsServicer(self.host.events),
             "mooncake.v1.CacheEvents",
         )
         port = await self._server.start(config.node.host, config.node.port)
@@ -70,9 +70,9 @@ class PrefillNode:
         info = cluster_pb2.NodeInfo(
             node_id=self.node_id,
             role=Role.PREFILL,
-            incarnation=self._host.incarnation,
+            incarnation=self.host.incarnation,
             control_address=self.control_address,
-            kv_fingerprint=self._host.fingerprint,
+            kv_fingerprint=self.host.fingerprint,
             block_tokens=config.block.tokens,
             max_sequences=config.prefill.max_sequences,
         )
@@ -83,14 +83,14 @@ class PrefillNode:
         await self._membership.stop()
         await self._server.stop()
         await self._servicer.drain()
-        await self._host.stop()
+        await self.host.stop()
         for worker in (self._loader, self._handoffs, self._stores):
             worker.stop()
         self._transfer.close()
         await self._channels.close()
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
-        report = cluster_pb2.HeartbeatRequest(load=self._host.load(), samples=self._host.samples.take())
+        report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
         for peer in self._transfer.stats():
             report.transports.add(
                 peer=peer.node_id, transport=peer.transport, bytes=peer.nbytes, gb_per_s=peer.gb_per_s
@@ -100,4 +100,4 @@ class PrefillNode:
     def _on_sent(self, sink: Sink, num_bytes: int, elapsed_ms: float) -> None:
         address = sink.address
         if address is not None:
-            self._host.samples.add_transfer(address.node_id, sink.transport, num_bytes, elapsed_ms)
+            self.host.samples.add_transfer(address.node_id, sink.transport, num_bytes, elapsed_ms)

@@ -49,6 +49,7 @@ class LayerStreamer:
 
     block_tokens: int
     streams: dict[str, Stream] = field(default_factory=dict)
+    listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, bytes]]) -> None:
@@ -76,6 +77,8 @@ class LayerStreamer:
                 part.stream.load.wait(layer)
 
     def after_layer(self, layer: int) -> None:
+        for listener in self.listeners:
+            listener(layer)
         for part in self._step:
             if not part.block_ids:
                 continue
