@@ -33,7 +33,7 @@ from mooncake.rpc.server import Channels
 from mooncake.types import Role, TokenIds
 
 INBOX_LIMIT = 256  # messages held for a client that reads slowly; beyond, gRPC's flow control holds the nodes back
-REPORT_GRACE_S = 1.0  # how long a finished answer waits for the prefill node's report
+REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,8 @@ class Attempt:
             self._tasks.append(asyncio.create_task(self._listen(Role.DECODE, decode)))
 
     @property
-    def node_ids(self) -> list[str]:
-        return [info.node_id for info in self._nodes.values()]
+    def nodes(self) -> list[NodeInfo]:
+        return list(self._nodes.values())
 
     async def next(self) -> Delta:
         """The next delta (its summary is not filled in). Raises AttemptFailed, or DeadlineExceeded."""
@@ -200,10 +200,10 @@ class Attempt:
             if delta is not None:
                 return delta
 
-    def lose(self, node_id: str, error: MooncakeError) -> None:
+    def lose(self, lost: NodeInfo, error: MooncakeError) -> None:
         """A node of this attempt is out of the cluster."""
         for role, info in self._nodes.items():
-            if info.node_id == node_id:
+            if info.incarnation == lost.incarnation:
                 self._inbox.post(role, _Ended(error, is_lost=True))
 
     def close(self) -> None:

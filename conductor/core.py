@@ -100,8 +100,12 @@ class Core:
 
     async def _tick_for_ever(self) -> None:
         while True:
+            before = self.clock()
             await asyncio.sleep(TICK_S)
+            pause_s = self.clock() - before - TICK_S
             try:
+                if pause_s > self.heartbeat_interval_s:  # this process was stopped, or starved
+                    self.registry.excuse(pause_s)
                 self.tick()
             except Exception:
                 log.exception("the registry's tick failed")

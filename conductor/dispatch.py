@@ -55,8 +55,8 @@ class _Journey:
     has_report: bool = False
     error: MooncakeError | None = None  # of the last attempt
     retries: int = 0
-    dead: frozenset[str] = frozenset()  # nodes that could not be reached
-    avoid: frozenset[str] = frozenset()  # nodes of failed attempts: only when there is no other
+    dead: frozenset[int] = frozenset()  # incarnations that could not be reached
+    avoid: frozenset[int] = frozenset()  # incarnations of failed attempts: only when there is no other
 
     @property
     def tokens(self) -> TokenIds:
@@ -85,7 +85,7 @@ class Dispatcher:
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
-        self._attempts: dict[str, set[Attempt]] = {}  # by node
+        self._attempts: dict[int, set[Attempt]] = {}  # by incarnation of node
         self.stats = DispatchStats()
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
@@ -116,8 +116,8 @@ class Dispatcher:
 
     def node_gone(self, info: NodeInfo, why: str) -> None:
         """A node is out of the cluster: whatever runs there fails now and is tried elsewhere."""
-        for attempt in list(self._attempts.get(info.node_id, ())):
-            attempt.lose(info.node_id, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
+        for attempt in list(self._attempts.get(info.incarnation, ())):
+            attempt.lose(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
 
     @property
     def is_idle(self) -> bool:
@@ -129,13 +129,13 @@ class Dispatcher:
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
         now = self._clock()
+        self.stats.requests += 1
         if self.stats.running >= self._limits.max_requests:
             self.stats.failures[Overloaded.code] += 1
             raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
         if now >= request.deadline:
             self.stats.failures[DeadlineExceeded.code] += 1
             raise DeadlineExceeded("the request's time was over when it arrived")
-        self.stats.requests += 1
         self.stats.running += 1
         return _Journey(request, now, request_lifecycle(request.request_id))
 
@@ -174,8 +174,8 @@ class Dispatcher:
             clock=self._clock,
         )
         self._fleet.book(ticket, now)
-        for node_id in attempt.node_ids:
-            self._attempts.setdefault(node_id, set()).add(attempt)
+        for info in attempt.nodes:
+            self._attempts.setdefault(info.incarnation, set()).add(attempt)
         journey.summary = replace(
             journey.summary,
             prefill_node=placement.prefill.node_id,
@@ -247,9 +247,9 @@ class Dispatcher:
         request_id = journey.request.request_id
         journey.error = failure.error
         if attempt.lost_nodes:
-            journey.dead |= {info.node_id for info in attempt.lost_nodes}
+            journey.dead |= {info.incarnation for info in attempt.lost_nodes}
         else:
-            journey.avoid |= frozenset(attempt.node_ids)
+            journey.avoid |= {info.incarnation for info in attempt.nodes}
         if not failure.is_retryable or journey.retries >= self._limits.retries:
             raise failure.error from None
         journey.retries += 1
@@ -264,11 +264,11 @@ class Dispatcher:
         self._fleet.close(attempt.ticket, now)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
-        for node_id in attempt.node_ids:
-            attempts = self._attempts[node_id]
+        for info in attempt.nodes:
+            attempts = self._attempts[info.incarnation]
             attempts.discard(attempt)
             if not attempts:
-                del self._attempts[node_id]
+                del self._attempts[info.incarnation]
 
     def _end_failed(self, journey: _Journey, error: Exception) -> None:
         self.stats.failures[error.code if isinstance(error, MooncakeError) else InternalError.code] += 1

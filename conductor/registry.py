@@ -151,6 +151,11 @@ class Registry:
             node.suspect_until = now + self._suspect_s
             self._move(node, NodeEvent.CALL_FAILED)
 
+    def excuse(self, pause_s: float) -> None:
+        """The conductor itself was not listening for so long: nobody's silence counts."""
+        for node in self._nodes.values():
+            node.heard_at += pause_s
+
     def tick(self, now: float) -> list[NodeInfo]:
         """Judge silence. The nodes that are gone with this call; they are forgotten."""
         gone = []

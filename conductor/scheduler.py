@@ -34,7 +34,7 @@ class RequestFacts:
     expected_tokens: float = 1.0  # of the answer
     needs_decode: bool = True
     budget_ms: float = float("inf")  # to the deadline
-    excluded: frozenset[str] = frozenset()
+    excluded: frozenset[int] = frozenset()  # incarnations of nodes that failed this request
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +256,10 @@ def _least(cost: Floats, *ties: Floats) -> int:
     return int(equal[np.lexsort(keys)[0]])
 
 
-def _allowed(nodes: tuple[NodeInfo, ...], excluded: frozenset[str]) -> npt.NDArray[np.bool_] | None:
+def _allowed(nodes: tuple[NodeInfo, ...], excluded: frozenset[int]) -> npt.NDArray[np.bool_] | None:
     if not excluded:
         return None
-    return np.array([info.node_id not in excluded for info in nodes], dtype=bool)
+    return np.array([info.incarnation not in excluded for info in nodes], dtype=bool)
 
 
 def _check_somebody(

@@ -73,7 +73,7 @@ class Membership:
         await self._channels.close()
 
     async def _run(self) -> None:
-        backoff_s = 0.1
+        backoff_s, said = 0.1, ""
         while True:
             try:
                 if self.is_registered:
@@ -85,7 +85,9 @@ class Membership:
                 self._registered.clear()
                 return
             except ConfigError as error:
-                log.error("%s", error)
+                if error.message != said:
+                    log.error("%s", error)
+                said = error.message
             except Exception:
                 # `report` is the node's code: a bug there must not silence the heartbeat for good
                 log.exception("heartbeat of %s failed", self._info.node_id)

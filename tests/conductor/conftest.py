@@ -288,6 +288,7 @@ class FakeCluster:
         self._port = config.conductor.grpc_port
         self.prefill: list[FakePrefill] = []
         self.decode: list[FakeDecode] = []
+        self._old: list[FakeNode] = []
 
     answer = staticmethod(whole_answer)
     eventually = staticmethod(eventually)
@@ -302,10 +303,19 @@ class FakeCluster:
         self.prefill = [FakePrefill(f"p{i}", self.channels) for i in range(prefill)]
         self.decode = [FakeDecode(f"d{i}") for i in range(decode)]
         for node in self.nodes:
-            await node.start(self.address, self.config.conductor.heartbeat_interval_s)
+            await self.join(node)
+
+    async def join(self, node: FakeNode) -> None:
+        await node.start(self.address, self.config.conductor.heartbeat_interval_s)
+
+    async def restart_decode(self, number: int) -> None:
+        """A new process takes the old one's id; the old one lingers."""
+        self._old.append(self.decode[number])
+        self.decode[number] = FakeDecode(self.decode[number].node_id)
+        await self.join(self.decode[number])
 
     async def stop(self) -> None:
-        for node in self.nodes:
+        for node in (*self.nodes, *self._old):
             await node.stop()
         await self.server.stop(0)
         await self.core.stop()

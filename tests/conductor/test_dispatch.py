@@ -198,6 +198,18 @@ async def test_a_node_that_falls_silent_loses_its_requests_to_another(start_clus
     await cluster.is_quiet()
 
 
+async def test_a_node_that_restarts_under_its_id_gets_its_own_requests_again(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.hang = True
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await cluster.eventually(lambda: cluster.decode[0].running == 1)
+    await cluster.restart_decode(0)
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d0", 1)
+    await cluster.is_quiet()
+
+
 async def test_without_another_node_its_death_is_a_typed_error(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     victim = cluster.decode[0]

@@ -89,6 +89,14 @@ def test_a_failed_call_to_the_process_before_says_nothing_of_the_one_after() -> 
     assert state(nodes) is NodeState.LIVE
 
 
+def test_a_conductor_that_slept_blames_nobody() -> None:
+    nodes = registry()
+    nodes.register(prefill(), now=0.0)
+    nodes.excuse(60.0)
+    assert nodes.tick(now=60.5) == []
+    assert state(nodes) is NodeState.LIVE
+
+
 def test_a_new_incarnation_replaces_the_old_one_for_ever() -> None:
     nodes = registry()
     nodes.register(prefill(incarnation=1), now=0.0)

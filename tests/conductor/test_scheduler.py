@@ -17,9 +17,13 @@ from mooncake.types import Role, SegmentAddress
 SHAPE = Shape(block_tokens=64, block_bytes=1 << 20, num_layers=10)
 
 
+def incarnation(node_id: str) -> int:
+    return int.from_bytes(node_id.encode(), "little")
+
+
 def node(node_id: str, role: Role, host: str = "h0", max_sequences: int = 0) -> NodeInfo:
     segment = SegmentAddress(node_id, 1, host, "@x", "127.0.0.1:1", 1 << 20, 100)
-    return NodeInfo(node_id, role, 1, f"{node_id}:1", segment, "kv", 64, max_sequences)
+    return NodeInfo(node_id, role, incarnation(node_id), f"{node_id}:1", segment, "kv", 64, max_sequences)
 
 
 @dataclass
@@ -67,6 +71,10 @@ class Cluster:
         )
         self.fleet.book(ticket, self.now)
         return ticket
+
+
+def incarnations(*node_ids: str) -> frozenset[int]:
+    return frozenset(map(incarnation, node_ids))
 
 
 def pair(placement: Placement) -> tuple[str, str]:
@@ -130,10 +138,10 @@ def test_decode_load_spreads() -> None:
 def test_a_decode_node_without_room_is_passed_over_while_another_has_some() -> None:
     cluster = Cluster()
     full = NodeLoad(blocks_total=100, blocks_free=1, blocks_cached=0)
-    cluster.fleet.registry.heartbeat("d0", 1, full, False, cluster.now)
+    cluster.fleet.registry.heartbeat("d0", incarnation("d0"), full, False, cluster.now)
     cluster.fleet.heard("d0", full)
     assert pair(cluster.place())[1] == "d1"
-    cluster.fleet.registry.heartbeat("d1", 1, full, False, cluster.now)
+    cluster.fleet.registry.heartbeat("d1", incarnation("d1"), full, False, cluster.now)
     cluster.fleet.heard("d1", full)
     assert pair(cluster.place())[1] in {"d0", "d1"}, "nobody has room: the request waits there"
 
@@ -149,9 +157,9 @@ def test_one_answer_token_needs_no_decode_node() -> None:
 
 def test_nodes_that_failed_this_request_are_excluded() -> None:
     cluster = Cluster()
-    assert pair(cluster.place(excluded=frozenset({"p0", "d0"}))) == ("p1", "d1")
+    assert pair(cluster.place(excluded=incarnations("p0", "d0"))) == ("p1", "d1")
     with pytest.raises(NodeUnavailable):
-        cluster.place(excluded=frozenset({"d0", "d1"}))
+        cluster.place(excluded=incarnations("d0", "d1"))
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_early() -> None:
@@ -200,7 +208,7 @@ def test_work_of_others_shows_in_heartbeats() -> None:
     cluster = Cluster()
     cluster.book(cluster.place())
     load = NodeLoad(waiting=2, waiting_tokens=1640)
-    cluster.fleet.registry.heartbeat("p0", 1, load, False, cluster.now)
+    cluster.fleet.registry.heartbeat("p0", incarnation("p0"), load, False, cluster.now)
     cluster.fleet.heard("p0", load)
     queue = cluster.fleet.view(cluster.now).prefill.queued_ms
     assert queue[0] == pytest.approx(1640, rel=0.02), "640 tokens are ours, 1,000 are foreign"
@@ -236,7 +244,7 @@ def test_pruning_finds_the_same_pair_as_trying_all() -> None:
             return placement.predicted_ttft_ms + parts.handoff_ms + 10.0 * parts.step_ms
 
         totals = [
-            total(cluster.place(runs=runs, excluded=frozenset(everybody - {f"p{p}", f"d{d}"})))
+            total(cluster.place(runs=runs, excluded=incarnations(*(everybody - {f"p{p}", f"d{d}"}))))
             for p in range(6)
             for d in range(5)
         ]
