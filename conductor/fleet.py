@@ -24,7 +24,8 @@ COSTS_REFRESH_S = 0.1  # new coefficients are looked at so often; placements and
 
 @dataclass(slots=True)
 class PrefillSide:
-    """Arrays over ``P`` usable prefill nodes. ``queued_*`` is work placed or reported, and not yet done."""
+    """Arrays over ``P`` usable prefill nodes. ``queued_*`` is work placed or reported and not yet done; ``head_ms`` the
+    part of it that is being computed since ``busy_since`` (0: nothing of ours is)."""
 
     nodes: tuple[NodeInfo, ...]
     step_ms: Floats
@@ -34,20 +35,22 @@ class PrefillSide:
     queued_tokens: Floats
     queued_ms: Floats
     queued_requests: Floats
+    head_ms: Floats
     busy_since: Floats
 
 
 @dataclass(slots=True)
 class DecodeSide:
-    """Arrays over ``D`` usable decode nodes."""
+    """Arrays over ``D`` usable decode nodes. ``next_step_ms`` is a step with one sequence more, still without context;
+    ``free_blocks`` is below 0 on a node that has all the sequences it may run."""
 
     nodes: tuple[NodeInfo, ...]
     step_ms: Floats
     sequence_ms: Floats
     context_ms: Floats
+    next_step_ms: Floats
     sequences: Floats
     context_tokens: Floats
-    free_sequences: Floats
     free_blocks: Floats
 
 
@@ -209,6 +212,7 @@ class Fleet:
                 queued_tokens=np.zeros(len(prefill)),
                 queued_ms=np.zeros(len(prefill)),
                 queued_requests=np.zeros(len(prefill)),
+                head_ms=np.zeros(len(prefill)),
                 busy_since=np.zeros(len(prefill)),
             ),
             decode=DecodeSide(
@@ -216,9 +220,9 @@ class Fleet:
                 step_ms=np.array([cost.step_ms for cost in decode_costs]),
                 sequence_ms=np.array([cost.sequence_ms for cost in decode_costs]),
                 context_ms=np.array([cost.context_ms for cost in decode_costs]),
+                next_step_ms=np.zeros(len(decode)),
                 sequences=np.zeros(len(decode)),
                 context_tokens=np.zeros(len(decode)),
-                free_sequences=np.zeros(len(decode)),
                 free_blocks=np.zeros(len(decode)),
             ),
             stores=stores,
@@ -250,6 +254,7 @@ class Fleet:
             side.queued_requests[at] = account.prefills
             side.queued_tokens[at] = account.prefill_tokens + account.foreign_tokens
             side.queued_ms[at] = account.prefill_ms + side.token_ms[at] * account.foreign_tokens
+            side.head_ms[at] = account.prefill_ms / account.prefills if account.prefills else 0.0
             side.busy_since[at] = account.busy_since
         elif (at := view.decode_at.get(node_id)) is not None:
             self._sync_decode(view.decode, at, account)
@@ -261,9 +266,9 @@ class Fleet:
         sequences = account.decodes + account.foreign_decodes
         side.sequences[at] = sequences
         side.context_tokens[at] = account.decode_tokens + account.foreign_context
-        side.free_sequences[at] = info.max_sequences - sequences if info.max_sequences else np.inf
-        free = load.blocks_free + load.blocks_cached - account.unseen_blocks
-        side.free_blocks[at] = free if load.blocks_total else np.inf
+        side.next_step_ms[at] = side.step_ms[at] + side.sequence_ms[at] * (sequences + 1)
+        free = load.blocks_free + load.blocks_cached - account.unseen_blocks if load.blocks_total else np.inf
+        side.free_blocks[at] = -1 if info.max_sequences and sequences >= info.max_sequences else free
 
 
 def _matrix(rows: list[list[float]], columns: int) -> Floats:

@@ -118,27 +118,41 @@ def _first_token(facts: RequestFacts, view: View, shape: Shape, now: float) -> _
     side = view.prefill
     usable = facts.num_tokens - 1  # the last token is always computed
     local = np.minimum(facts.runs[view.prefill_slots] * shape.block_tokens, usable)
-    queue = _queue_ms(side, now)
-    compute = _prefill_ms(side, local, facts.num_tokens, shape.chunk_tokens)
-    fetch = np.zeros(len(local))
-    cached = local
-    source = np.full(len(local), -1)
-    best = None
-    for run, store in _sources(facts, view):
-        reach = np.maximum(local, min(run * shape.block_tokens, usable))
-        brings = reach > local
-        if not brings.any():
-            break
-        num_bytes = (reach - local) * (shape.block_bytes / shape.block_tokens)
-        this_fetch = np.where(brings, view.fetch_latency[store] + view.fetch_byte[store] * num_bytes, 0.0)
-        this_compute = _prefill_ms(side, reach, facts.num_tokens, shape.chunk_tokens)
-        total = this_fetch + this_compute
-        # A node that lacks the prefix reads it from the first pool it is told of, so some store is always taken.
-        better = brings if best is None else brings & ((source < 0) | (total < best))
-        best = total if best is None else np.where(better, total, best)
-        fetch, compute = np.where(better, this_fetch, fetch), np.where(better, this_compute, compute)
-        cached, source = np.where(better, reach, cached), np.where(better, store, source)
-    return _FirstToken(queue, fetch, compute, local, cached, source, queue + fetch + compute)
+    queue = side.queued_ms - np.minimum((now - side.busy_since) * 1e3, side.head_ms)
+    sources = _sources(facts, view)
+    if not sources:
+        compute = _prefill_ms(side, local, facts.num_tokens, shape.chunk_tokens)
+        no_source, no_fetch = np.full(len(local), -1), np.zeros(len(local))
+        return _FirstToken(queue, no_fetch, compute, local, local, no_source, queue + compute)
+    best: _FirstToken | None = None
+    for run, store in sources:
+        cached = np.maximum(local, min(run * shape.block_tokens, usable))
+        brings = cached > local
+        num_bytes = (cached - local) * (shape.block_bytes / shape.block_tokens)
+        fetch = view.fetch_latency[store] * brings + view.fetch_byte[store] * num_bytes
+        compute = _prefill_ms(side, cached, facts.num_tokens, shape.chunk_tokens)
+        source = np.where(brings, store, -1)
+        found = _FirstToken(queue, fetch, compute, local, cached, source, queue + fetch + compute)
+        best = found if best is None else _cheaper(best, found)
+    assert best is not None
+    return best
+
+
+def _cheaper(one: _FirstToken, other: _FirstToken) -> _FirstToken:
+    """Of two stores to fetch from, for each node the one that is predicted faster; ``one`` when they are equal. A node
+    that lacks the prefix reads it from the first pool it is told of, so fetching nothing is no choice."""
+    better = (other.source >= 0) & (other.ttft_ms < one.ttft_ms - TIE_MS)
+    if not better.any():
+        return one
+    return _FirstToken(
+        one.queue_ms,
+        np.where(better, other.fetch_ms, one.fetch_ms),
+        np.where(better, other.prefill_ms, one.prefill_ms),
+        one.local_tokens,
+        np.where(better, other.cached_tokens, one.cached_tokens),
+        np.where(better, other.source, one.source),
+        np.where(better, other.ttft_ms, one.ttft_ms),
+    )
 
 
 def _sources(facts: RequestFacts, view: View) -> list[tuple[int, int]]:
@@ -149,18 +163,11 @@ def _sources(facts: RequestFacts, view: View) -> list[tuple[int, int]]:
     return [(-run, store) for run, store in found[:MAX_SOURCES]]
 
 
-def _queue_ms(side: PrefillSide, now: float) -> Floats:
-    """Work in front of a new arrival: all that is queued, less what the one in progress has had already."""
-    elapsed = np.maximum((now - side.busy_since) * 1e3, 0.0)
-    each = side.queued_ms / np.maximum(side.queued_requests, 1.0)
-    result: Floats = side.queued_ms - np.where(side.queued_requests > 0, np.minimum(elapsed, each), 0.0)
-    return result
-
-
-def _prefill_ms(side: PrefillSide, cached: npt.NDArray[np.int64], num_tokens: int, chunk_tokens: int) -> Floats:
+def _prefill_ms(side: PrefillSide, cached: Slots, num_tokens: int, chunk_tokens: int) -> Floats:
     new = num_tokens - cached
-    steps = -(-new // chunk_tokens) if chunk_tokens else 1
-    result: Floats = steps * side.step_ms + new * (side.token_ms + side.pair_ms * (cached + 0.5 * new))
+    steps = (new + (chunk_tokens - 1)) // chunk_tokens if chunk_tokens else 1
+    # new·(cached + new/2) = new·(num_tokens + cached)/2
+    result: Floats = steps * side.step_ms + new * (side.token_ms + side.pair_ms * (0.5 * (num_tokens + cached)))
     return result
 
 
@@ -174,17 +181,17 @@ def _with_decode(
     allowed: npt.NDArray[np.bool_] | None,
 ) -> Placement:
     side = view.decode
-    step = side.step_ms + side.sequence_ms * (side.sequences + 1)
-    step += side.context_ms * (side.context_tokens + facts.num_tokens)
+    step = side.next_step_ms + side.context_ms * (side.context_tokens + facts.num_tokens)
     total_blocks = -(-facts.num_tokens // shape.block_tokens)
     send_blocks = np.maximum(total_blocks - facts.runs[view.decode_slots], 0)
-    answer_blocks = facts.expected_tokens / shape.block_tokens
-    room = (side.free_sequences >= 1) & (side.free_blocks >= send_blocks + answer_blocks)
+    work = facts.expected_tokens * step
+    room = side.free_blocks >= send_blocks + facts.expected_tokens / shape.block_tokens
     if allowed is not None:
         room &= allowed
     if not room.any():  # it will have to wait there
         room = np.ones(len(side.nodes), dtype=np.bool_) if allowed is None else allowed
-    work = np.where(room, facts.expected_tokens * step, np.inf)
+    if not room.all():
+        work = np.where(room, work, np.inf)
     send_bytes = send_blocks * float(shape.block_bytes)
 
     def row(p: int) -> tuple[Floats, Floats]:
