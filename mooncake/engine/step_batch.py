@@ -34,7 +34,8 @@ class BatchBuilder:
         np.cumsum(counts, out=starts[1:])
         tokens, positions = self._buffers(int(starts[-1]))
         row_of_token: npt.NDArray[np.int64] = rows
-        if len(tokens) == len(entries):  # decodes only: a token each
+        complete = np.flatnonzero(ends == totals)
+        if len(tokens) == len(complete):  # decodes only: the newest token of each
             tokens[:] = [entry.sequence.last_token for entry in entries]
             positions[:] = firsts
         else:
@@ -45,7 +46,6 @@ class BatchBuilder:
         indices, offsets = np.divmod(positions, self._block_tokens)
         slots = self._tables[row_of_token, indices].astype(np.int64) * self._block_tokens + offsets
         longest = -(-int(ends.max()) // self._block_tokens)
-        complete = np.flatnonzero(ends == totals)
         batch = ForwardBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),

@@ -1,0 +1,474 @@
+"""The engine over a model that notices every mistake in paging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mooncake.engine.engine import Engine, StepPlan
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import (
+    Cancelled,
+    ContextTooLong,
+    HandoffFailed,
+    InvalidRequest,
+    KVLoadFailed,
+    OutOfBlocks,
+    Overloaded,
+)
+from mooncake.types import BlockKey, FinishReason, SampledToken, SamplingParams
+from tests.engine.hash_model import (
+    BLOCK,
+    GREEDY,
+    VOCAB,
+    HashModel,
+    answers,
+    hash_engine,
+    hash_sequence,
+    random_prompt,
+    run_all,
+    true_answer,
+)
+
+
+def is_empty(engine: Engine) -> bool:
+    engine.block_pool.check()
+    return engine.block_pool.num_in_use == 0 and not engine.has_work
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 3, 4, 8, 64])
+def test_many_prompts_at_once_get_the_answers_they_get_alone(chunk_tokens: int) -> None:
+    engine = hash_engine(chunk_tokens=chunk_tokens, max_sequences=5)
+    prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1, 3, 4, 5, 8, 17, 31, 32, 33])}
+    for name, prompt in prompts.items():
+        engine.add(hash_sequence(name, prompt))
+    outputs = run_all(engine)
+    assert answers(outputs) == {name: true_answer(prompt, 12) for name, prompt in prompts.items()}
+    assert [output.finish_reason for output in outputs].count(FinishReason.LENGTH) == len(prompts)
+    assert is_empty(engine)
+
+
+def test_a_chunk_ends_on_a_block_border_and_decodes_go_on_beside_it() -> None:
+    model = HashModel()
+    engine = hash_engine(model=model, chunk_tokens=10)
+    engine.add(hash_sequence("short", random_prompt(2, 0)))
+    engine.step()
+    engine.add(hash_sequence("long", random_prompt(21, 1)))
+    engine.step()
+    engine.step()
+    engine.step()
+    assert model.batches == [(1, 2), (2, 1 + 8), (2, 1 + 8), (2, 1 + 5)]
+
+
+def test_whole_prompts_are_never_cut() -> None:
+    model = HashModel()
+    engine = hash_engine(model=model, chunk_tokens=0, max_model_len=100)
+    for i in range(3):
+        engine.add(hash_sequence(f"r{i}", random_prompt(45, i), SamplingParams(max_tokens=1, temperature=0.0)))
+    run_all(engine)
+    assert model.batches == [(2, 90), (1, 45)]
+
+
+def test_a_second_turn_finds_the_blocks_of_the_first() -> None:
+    engine = hash_engine()
+    prompt = random_prompt(10, 0)
+    engine.add(hash_sequence("turn-1", prompt))
+    [first] = answers(run_all(engine)).values()
+    second_prompt = prompt + first + random_prompt(5, 1)
+    sequence = hash_sequence("turn-2", second_prompt)
+    engine.add(sequence)
+    assert answers(run_all(engine)) == {"turn-2": true_answer(second_prompt, 12)}
+    computed = len(prompt) + len(first) - 1  # the last token of an answer is never computed
+    assert sequence.num_cached_tokens == computed // BLOCK * BLOCK == 20
+
+
+def test_a_prompt_that_is_cached_as_a_whole_still_computes_its_last_block() -> None:
+    engine = hash_engine()
+    prompt = random_prompt(16, 0)
+    for name in ("first", "again"):
+        sequence = hash_sequence(name, prompt)
+        engine.add(sequence)
+        assert answers(run_all(engine)) == {name: true_answer(prompt, 12)}
+    assert sequence.num_cached_tokens == 12
+
+
+def test_another_salt_shares_nothing() -> None:
+    engine = hash_engine()
+    prompt = random_prompt(16, 0)
+    engine.add(hash_sequence("mine", prompt))
+    run_all(engine)
+    other = Sequence("other", np.array(prompt, np.uint32), 16, GREEDY, b"other seed", eos_ids=(), max_model_len=200)
+    engine.add(other)
+    run_all(engine)
+    assert other.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_blocks", [9, 12, 20])
+def test_running_out_of_blocks_changes_no_token(num_blocks: int) -> None:
+    engine = hash_engine(num_blocks=num_blocks)
+    prompts = {f"r{i}": random_prompt(7 + i, i) for i in range(6)}
+    sampling = SamplingParams(max_tokens=20, temperature=0.0)
+    for name, prompt in prompts.items():
+        engine.add(hash_sequence(name, prompt, sampling))
+    got = answers(run_all(engine))
+    assert got == {name: true_answer(prompt, 20) for name, prompt in prompts.items()}
+    assert engine.load().preemptions > 0 or num_blocks == 20
+    assert is_empty(engine)
+
+
+def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption() -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=1.3, top_p=0.9, seed=7, repetition_penalty=1.2)
+    prompts = {f"r{i}": random_prompt(7 + i, i) for i in range(6)}
+    alone: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        engine = hash_engine()
+        engine.add(hash_sequence(name, prompt, sampling))
+        alone |= answers(run_all(engine))
+    for num_blocks, is_tight in ((64, False), (10, True)):
+        engine = hash_engine(num_blocks=num_blocks)
+        for name, prompt in prompts.items():
+            engine.add(hash_sequence(name, prompt, sampling))
+        assert answers(run_all(engine)) == alone
+        assert (engine.load().preemptions > 0) == is_tight
+
+
+def test_an_answer_that_was_begun_elsewhere_is_continued() -> None:
+    prompt = random_prompt(6, 0)
+    sampling = SamplingParams(max_tokens=12, temperature=0.8, seed=3, frequency_penalty=0.5)
+    engine = hash_engine()
+    engine.add(hash_sequence("whole", prompt, sampling))
+    [whole] = answers(run_all(engine)).values()
+    for done in (1, 5, 11):
+        engine = hash_engine()
+        engine.add(hash_sequence("rest", prompt + whole[:done], sampling, num_prompt=6))
+        outputs = run_all(engine)
+        assert outputs[0].token.index == done
+        assert answers(outputs) == {"rest": whole[done:]}
+
+
+def test_a_sequence_that_outgrows_the_whole_cache_fails_alone() -> None:
+    engine = hash_engine(num_blocks=6)
+    engine.add(hash_sequence("big", random_prompt(10, 0), SamplingParams(max_tokens=50, temperature=0.0)))
+    engine.add(hash_sequence("small", random_prompt(4, 1)))
+    got = answers(run_all(engine))
+    assert got["small"] == true_answer(random_prompt(4, 1), 12)
+    [(name, error)] = engine.take_ended()
+    assert name == "big" and isinstance(error, OutOfBlocks) and "raise kv_gb" in error.message
+    assert is_empty(engine)
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    engine = hash_engine(num_blocks=4, max_waiting=1)
+    with pytest.raises(OutOfBlocks, match="the whole cache has 4"):
+        engine.add(hash_sequence("r", random_prompt(17, 0)))
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        engine.add(hash_sequence("r", [VOCAB]))
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        engine.add(hash_sequence("r", [1], SamplingParams(logit_bias=((VOCAB, 1.0),))))
+    with pytest.raises(ContextTooLong):
+        engine.add(hash_sequence("r", random_prompt(200, 0), max_model_len=300))
+    with pytest.raises(ContextTooLong):
+        hash_sequence("r", random_prompt(200, 0))
+    with pytest.raises(InvalidRequest, match="complete already"):
+        hash_sequence("r", random_prompt(20, 0), num_prompt=8)
+    engine.add(hash_sequence("r", [1]))
+    with pytest.raises(InvalidRequest, match="here already"):
+        engine.add(hash_sequence("r", [1]))
+    with pytest.raises(Overloaded):
+        engine.add(hash_sequence("another", [1]))
+
+
+def test_an_aborted_sequence_leaves_nothing_behind_in_any_state() -> None:
+    engine = hash_engine(max_sequences=1)
+    engine.add(hash_sequence("running", random_prompt(9, 0)))
+    engine.add(hash_sequence("waiting", random_prompt(9, 1)))
+    engine.step()
+    for name in ("running", "waiting", "running", "never seen"):
+        engine.abort(name)
+    assert [(name, type(error)) for name, error in engine.take_ended()] == [
+        ("running", Cancelled),
+        ("waiting", Cancelled),
+    ]
+    assert is_empty(engine)
+
+
+def test_held_blocks_stay_until_they_are_released() -> None:
+    engine = hash_engine()
+    engine.add(hash_sequence("r", random_prompt(9, 0), num_to_sample=1, hold_blocks=True))
+    [output] = run_all(engine)
+    assert output.finish_reason is FinishReason.LENGTH
+    assert engine.block_pool.num_in_use == 3
+    engine.release("r")
+    engine.release("r")
+    assert is_empty(engine) and not engine.take_ended()
+
+
+def test_eos_and_stop_ids_end_an_answer_but_not_before_min_tokens() -> None:
+    prompt = random_prompt(5, 0)
+    free = true_answer(prompt, 12)
+    eos, stop = free[3], free[5]
+    assert eos not in free[:3] and stop not in free[:5]
+
+    def run(sampling: SamplingParams) -> tuple[list[int], FinishReason | None]:
+        engine = hash_engine()
+        engine.add(hash_sequence("r", prompt, sampling, eos_ids=(eos,)))
+        outputs = run_all(engine)
+        return [output.token.token_id for output in outputs], outputs[-1].finish_reason
+
+    assert run(GREEDY) == (free[:4], FinishReason.STOP)
+    ignoring = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    assert run(ignoring) == (free, FinishReason.LENGTH)
+    stopping = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
+    assert run(stopping) == (free[:6], FinishReason.STOP)
+    tokens, _ = run(SamplingParams(max_tokens=12, temperature=0.0, min_tokens=6))
+    assert tokens[:3] == free[:3] and eos not in tokens[:6]
+
+
+# Copy on write
+
+
+def test_answers_of_one_prompt_share_its_blocks_until_they_write() -> None:
+    model = HashModel()
+    engine = hash_engine(model=model)
+    prompt = random_prompt(10, 0)  # two full blocks and a partial one, which is the interesting one
+    sampling = [SamplingParams(max_tokens=9, temperature=1.0, seed=seed) for seed in range(4)]
+    engine.add(hash_sequence("n0", prompt, sampling[0]))
+    outputs = engine.step()
+    outputs += engine.step()  # 8 + 2 tokens: the prompt is computed
+    for i in (1, 2, 3):
+        engine.fork("n0", hash_sequence(f"n{i}", prompt, sampling[i]))
+    assert engine.block_pool.num_in_use == 3
+    outputs += engine.step()
+    assert engine.block_pool.num_in_use == 2 + 4
+    outputs += run_all(engine)
+    assert sum(tokens for _, tokens in model.batches) == 10 + 4 * 9 - 1  # the prompt once
+    alone = {}
+    for i in range(4):
+        other = hash_engine()
+        other.add(hash_sequence(f"n{i}", prompt, sampling[i]))
+        alone |= answers(run_all(other))
+    assert answers(outputs) == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) > 1
+    assert is_empty(engine)
+
+
+def test_a_fork_needs_a_parent_with_the_same_tokens() -> None:
+    engine = hash_engine()
+    engine.add(hash_sequence("parent", random_prompt(6, 0)))
+    with pytest.raises(InvalidRequest, match="does not run"):
+        engine.fork("parent", hash_sequence("child", random_prompt(6, 0)))
+    engine.step()
+    with pytest.raises(InvalidRequest, match="does not begin with"):
+        engine.fork("parent", hash_sequence("child", random_prompt(6, 1)))
+
+
+# Hand-offs
+
+
+def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: SamplingParams, name: str = "r") -> None:
+    """What prefill and decode nodes do between them, with the network left out."""
+    there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
+    source.add(there)
+    [output] = run_all(source)
+    reservation = target.reserve(hash_sequence(name, prompt, sampling))
+    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
+        target.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+    source.release(name)
+    target.start_reserved(name, output.token)
+
+
+def test_a_sequence_goes_on_in_another_engine_as_if_nothing_had_happened() -> None:
+    source, target = hash_engine(), hash_engine(num_blocks=40)
+    sampling = SamplingParams(max_tokens=15, temperature=0.9, seed=5)
+    prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1, 4, 7, 16, 30])}
+    for name, prompt in prompts.items():
+        hand_off(source, target, prompt, sampling, name)
+    got = answers(run_all(target))
+    for name, prompt in prompts.items():
+        alone = hash_engine()
+        alone.add(hash_sequence(name, prompt, sampling))
+        assert got[name] == answers(run_all(alone))[name]
+    assert is_empty(source) and is_empty(target)
+
+
+def test_a_second_hand_off_sends_only_what_is_not_there() -> None:
+    source, target = hash_engine(), hash_engine()
+    prompt = random_prompt(18, 0)
+    hand_off(source, target, prompt, GREEDY)
+    [first] = answers(run_all(target)).values()
+    second = prompt + first + random_prompt(6, 1)
+    reservation = target.reserve(hash_sequence("again", second))
+    assert reservation.first_block == 29 // BLOCK and len(reservation.block_ids) == 9 - 7
+    target.cancel_reserved("again")
+    hand_off(source, target, second, GREEDY)
+    assert answers(run_all(target)) == {"r": true_answer(second, 12)}
+
+
+def test_a_first_token_that_ends_the_answer_ends_it() -> None:
+    engine = hash_engine()
+    engine.reserve(hash_sequence("r", random_prompt(5, 0), eos_ids=(9,)))
+    engine.start_reserved("r", SampledToken(0, 9))
+    assert engine.has_work
+    [output] = engine.step()
+    assert output.finish_reason is FinishReason.STOP
+    assert is_empty(engine)
+
+
+def test_reserved_blocks_are_given_back_by_cancelling_alone() -> None:
+    engine = hash_engine(num_blocks=8)
+    engine.reserve(hash_sequence("r", random_prompt(20, 0)))
+    assert not engine.has_work
+    engine.abort("r")  # the writer may still be writing
+    assert engine.block_pool.num_in_use == 5
+    with pytest.raises(OutOfBlocks):
+        engine.reserve(hash_sequence("other", random_prompt(20, 1)))
+    engine.cancel_reserved("r")
+    engine.cancel_reserved("r")
+    assert is_empty(engine)
+    with pytest.raises(HandoffFailed):
+        engine.start_reserved("r", SampledToken(0, 1))
+
+
+def test_a_stalled_engine_says_so_and_goes_on_once_there_is_room() -> None:
+    engine = hash_engine(num_blocks=8)
+    engine.reserve(hash_sequence("reserved", random_prompt(20, 0)))
+    engine.add(hash_sequence("waiting", random_prompt(16, 1)))
+    assert engine.step() == [] and engine.is_stalled
+    engine.cancel_reserved("reserved")
+    assert answers(run_all(engine)) == {"waiting": true_answer(random_prompt(16, 1), 12)}
+
+
+# Blocks that come from elsewhere
+
+
+class Pool:
+    """A hook that loads blocks out of another engine's cache, layer by layer, and can be told to fail."""
+
+    def __init__(self, source: Engine, target: Engine, fail_at: tuple[str, int] | None = None) -> None:
+        self.source, self.target, self.fail_at = source, target, fail_at
+        self.loads: dict[str, list[tuple[int, int, BlockKey]]] = {}
+        self.pending: list[tuple[str, int, int]] = []
+        self.steps: list[list[tuple[str, int, int]]] = []
+
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+        self.loads[sequence.request_id] = to_load
+        for _, block_id, key in to_load:
+            [source_id] = self.source.block_pool.take_prefix([key], 1)
+            self.source.block_pool.release([source_id])
+            self.pending.append((sequence.request_id, source_id, block_id))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self.steps.append([(entry.sequence.request_id, entry.first, entry.num_tokens) for entry in plan.entries])
+
+    def before_layer(self, layer: int) -> None:
+        if self.fail_at is not None and self.fail_at[1] == layer and self.pending:
+            name, self.fail_at = self.fail_at[0], None
+            self.pending = [load for load in self.pending if load[0] != name]
+            raise KVLoadFailed("the link broke", (name,))
+        for _, source_id, block_id in self.pending:
+            self.target.cache.tensor[block_id, layer] = self.source.cache.tensor[source_id, layer]
+        if layer == 1:
+            self.pending = []
+
+    def after_layer(self, layer: int) -> None:
+        pass
+
+    def end_step(self, plan: StepPlan) -> None:
+        pass
+
+
+def filled_engine(prompt: list[int]) -> Engine:
+    engine = hash_engine()
+    engine.add(hash_sequence("fill", prompt))
+    run_all(engine)
+    return engine
+
+
+def test_a_prefix_is_loaded_and_only_the_rest_is_computed() -> None:
+    prompt = random_prompt(23, 0)
+    source, target = filled_engine(prompt), hash_engine()
+    hook = Pool(source, target)
+    sequence = hash_sequence("r", prompt, external_blocks=4)
+    target.add(sequence)
+    assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
+    assert [index for index, _, _ in hook.loads["r"]] == [0, 1, 2, 3]
+    assert hook.steps[0] == [("r", 16, 7)]
+    assert sequence.num_cached_tokens == 0
+    target.add(hash_sequence("again", prompt, external_blocks=5))
+    run_all(target, hook)
+    assert hook.loads["again"] == []  # its own cache is nearer
+
+
+def test_the_last_token_is_computed_even_when_everything_could_be_loaded() -> None:
+    prompt = random_prompt(16, 0)
+    source, target = filled_engine(prompt), hash_engine()
+    hook = Pool(source, target)
+    target.add(hash_sequence("r", prompt, external_blocks=4))
+    assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
+    assert hook.steps[0] == [("r", 12, 4)]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("recover", [Engine.rewind_failed, lambda engine, error: engine.rewind("r")])
+def test_a_load_that_fails_costs_time_only(layer: int, recover: Callable[[Engine, KVLoadFailed], object]) -> None:
+    prompt, other = random_prompt(23, 0), random_prompt(14, 1)
+    source, target = filled_engine(prompt), hash_engine(chunk_tokens=64)
+    hook = Pool(source, target, fail_at=("r", layer))
+    target.add(hash_sequence("other", other))
+    outputs = target.step(hook)
+    target.add(hash_sequence("r", prompt, external_blocks=4))
+    with pytest.raises(KVLoadFailed) as raised:
+        target.step(hook)
+    recover(target, raised.value)
+    outputs += run_all(target, hook)
+    assert answers(outputs) == {"r": true_answer(prompt, 12), "other": true_answer(other, 12)}
+    assert hook.loads["r"] == []  # admitted again, to compute it all
+    assert is_empty(target)
+
+
+def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
+    prompts = {"a": random_prompt(23, 0), "b": random_prompt(19, 1)}
+    source = hash_engine()
+    for name, prompt in prompts.items():
+        source.add(hash_sequence(name, prompt))
+    run_all(source)
+    target = hash_engine(chunk_tokens=64)
+    hook = Pool(source, target, fail_at=("a", 1))
+    for name, prompt in prompts.items():
+        target.add(hash_sequence(name, prompt, external_blocks=4))
+    with pytest.raises(KVLoadFailed) as raised:
+        target.step(hook)
+    assert target.rewind_failed(raised.value) == ["a"]
+    assert target.rewind_failed(KVLoadFailed("of nobody", ("nobody",))) == []
+    assert answers(run_all(target, hook)) == {name: true_answer(prompt, 12) for name, prompt in prompts.items()}
+
+
+def test_without_a_hook_nothing_can_be_loaded() -> None:
+    engine = hash_engine()
+    engine.add(hash_sequence("r", random_prompt(9, 0), external_blocks=2))
+    with pytest.raises(KVLoadFailed):
+        engine.step()
+    engine.rewind("r")
+    assert answers(run_all(engine)) == {"r": true_answer(random_prompt(9, 0), 12)}
+
+
+# Load
+
+
+def test_the_load_adds_up() -> None:
+    engine = hash_engine(num_blocks=16, max_sequences=2)
+    for i in range(3):
+        engine.add(hash_sequence(f"r{i}", random_prompt(9, i)))
+    engine.step()
+    engine.step()
+    load = engine.load()
+    assert (load.running, load.waiting) == (2, 1)
+    assert load.blocks_free + load.blocks_cached + load.blocks_in_use == load.blocks_total == 16
+    assert load.context_tokens == sum(s.num_tokens for s in engine._scheduler.running)
+    run_all(engine)
+    load = engine.load()
+    assert (load.running, load.waiting, load.waiting_tokens, load.context_tokens) == (0, 0, 0, 0)
+    engine.drop_cached()
+    assert engine.load().blocks_free == 16
