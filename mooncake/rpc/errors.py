@@ -30,6 +30,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[MooncakeError]] = {
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ABORTED: errors.StaleEpoch,
 }
+# Where a group shares its code with the leaf that is raised in fact, the leaf stands for it.
+_BY_CODE.update({_cls.code: _cls for _cls in _BY_STATUS.values()})
 
 
 def status_of(error: MooncakeError) -> grpc.StatusCode:
