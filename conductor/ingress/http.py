@@ -42,6 +42,7 @@ HEADERS_TIMEOUT_S = 30.0  # for the head of a request to arrive
 BODY_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 30.0  # of a connection between requests
 KEEP_ALIVE_S = 5.0  # silence on an event stream after which a comment is sent
+LINGER_S = 0.5
 STOP_GRACE_S = 2
 
 _CLIENT_REQUEST_ID = re.compile(rb"[\w.:\-]{1,128}", re.ASCII)
@@ -296,6 +297,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _is_in_head = True
+    _is_refused = False
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -313,9 +315,17 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._stop_timer()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+            raise ValueError("the head of the request is too large")  # ends the parsing of what is read already
         super().on_headers_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request")
+
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if not self._is_in_head or self.transport.is_closing():
             return
@@ -335,9 +345,11 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, status: bytes) -> None:
-        if not self.transport.is_closing():
+        """Answer, then drop what still arrives for a moment: closing at once would reset the answer away."""
+        if not (self._is_refused or self.transport.is_closing()):
+            self._is_refused = True
             self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
-            self.transport.close()
+            self.loop.call_later(LINGER_S, self.transport.close)
 
 
 class _Server(uvicorn.Server):

@@ -74,10 +74,12 @@ class Script:
     running: set = field(default_factory=set)
     closed: list = field(default_factory=list)  # before their end
     first_tokens: dict = field(default_factory=dict)  # request id: how many requests had begun by then
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request):
         self.asked.append(request)
         self.running.add(request.request_id)
+        self.changed.set()
         try:
             if self.first_delay_s:
                 await asyncio.sleep(self.first_delay_s)
@@ -97,6 +99,18 @@ class Script:
             raise
         finally:
             self.running.discard(request.request_id)
+            self.changed.set()
+
+    async def until(self, holds, within_s=2.0):
+        """Wait until ``holds()`` after a request began or ended."""
+        async with asyncio.timeout(within_s):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def until_closed(self, count=1, within_s=1.0):
+        """Wait until ``count`` generators were closed before their end, and none runs."""
+        await self.until(lambda: len(self.closed) >= count and not self.running, within_s)
 
     def _delta(self, request, index, token_id):
         sampling = request.sampling
@@ -142,12 +156,6 @@ class Front:
     @property
     def url(self):
         return f"http://127.0.0.1:{self.http_port}"
-
-    async def until_closed(self, count=1, within_s=1.0):
-        """Wait until ``count`` generators were closed early and none runs."""
-        async with asyncio.timeout(within_s):
-            while len(self.script.closed) < count or self.script.running:
-                await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

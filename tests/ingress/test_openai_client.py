@@ -117,7 +117,7 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_request(front, client, s
     assert (text, reason) == ("Hello, ", "stop")
     assert usage.completion_tokens == len("Hello, wör".encode())
     assert usage.prompt_tokens_details.cached_tokens == 4
-    await front.until_closed()
+    await front.script.until_closed()
 
 
 async def test_completions_take_sixteen_tokens_unless_told(front, client):
@@ -351,7 +351,7 @@ async def test_leaving_a_stream_closes_the_request_within_a_second(front, client
         break
     await stream.close()
 
-    await front.until_closed()
+    await front.script.until_closed()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -361,21 +361,19 @@ async def test_leaving_before_the_first_token_closes_the_request_within_a_second
         with pytest.raises(openai.APITimeoutError):
             await client.completions.create(model="bytes", prompt="x", stream=streamed)
 
-    await front.until_closed()
+    await front.script.until_closed()
 
 
 async def test_leaving_an_answer_with_three_choices_closes_all(front, client):
     front.script.ends, front.script.delay_s = False, 0.01
     asking = asyncio.create_task(client.completions.create(model="bytes", prompt="x", n=3, max_tokens=4000))
-    async with asyncio.timeout(2):
-        while len(front.script.running) < 3:
-            await asyncio.sleep(0.005)
+    await front.script.until(lambda: len(front.script.running) == 3)
 
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
 
-    await front.until_closed(count=3)
+    await front.script.until_closed(count=3)
 
 
 async def test_thirty_two_at_once(front, client):
@@ -409,13 +407,12 @@ async def test_a_server_that_stops_says_so_to_those_who_wait(open_front):
     async with open_front() as front:
         front.script.first_delay_s = 60
         waiting = asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"}))
-        async with asyncio.timeout(2):
-            while not front.script.running:
-                await asyncio.sleep(0.005)
+        await front.script.until(lambda: front.script.running)
         await front.ingress.stop()
         response = await waiting
 
+        with pytest.raises(httpx.ConnectError):
+            await front.http.get("/")
+
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "the server is shutting down"
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(front.url)

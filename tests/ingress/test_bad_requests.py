@@ -1,0 +1,209 @@
+"""Whatever comes in is answered at once with a 4xx or INVALID_ARGUMENT: never a 5xx, a traceback or a stuck request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from mooncake.rpc import common_pb2, inference_pb2_grpc
+from mooncake.rpc import inference_pb2 as pb
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+FIELDS = [
+    "model",
+    "prompt",
+    "messages",
+    "n",
+    "stream",
+    "stream_options",
+    "stop",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "cache_salt",
+    "echo",
+    "user",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+    "tools",
+    "tokens",
+    "max_completion_tokens",
+    "return_token_ids",
+]
+
+numbers = st.integers(-(1 << 70), 1 << 70) | st.floats()
+texts = st.text(max_size=20)
+json_values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+good = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
+bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(lambda wishes: good | wishes)
+quick = settings(
+    max_examples=60,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture
+def door(open_front):
+    """The front doors in a thread's event loop, so that hypothesis can call from this one: ``ask(coroutine of front)``."""
+    with asyncio.Runner() as runner:
+        manager = open_front(request_timeout_s=5)
+        front = runner.run(manager.__aenter__())
+        yield lambda work: runner.run(asyncio.wait_for(work(front), 10))
+        runner.run(manager.__aexit__(None, None, None))
+
+
+@quick
+@given(path=st.sampled_from(POSTS), body=bodies)
+def test_any_json_object(door, path, body):
+    async def ask(front):
+        raw = json.dumps(body).encode(errors="surrogatepass")
+        return await front.http.post(path, content=raw, headers={"content-type": "application/json"})
+
+    response = door(ask)
+
+    assert response.status_code == 200 or 400 <= response.status_code < 500
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
+        assert "Traceback" not in response.text
+
+
+@quick
+@given(path=st.sampled_from(POSTS), raw=st.binary(max_size=60) | json_values.map(lambda v: json.dumps(v).encode()))
+def test_any_bytes(door, path, raw):
+    async def ask(front):
+        return await front.http.post(path, content=raw, headers={"content-type": "application/json"})
+
+    response = door(ask)
+
+    assert 400 <= response.status_code < 500
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "surprise": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": []}',
+        b'{"prompt": [[]]}',
+        b'{"prompt": ""}',
+        b'{"prompt": [""]}',
+        b'{"prompt": [1, "x"]}',
+        b'{"prompt": [-1]}',
+        b'{"prompt": [99999999999999999999]}',
+        b'{"prompt": "x", "stop": ""}',
+    ],
+)
+async def test_bodies_that_have_broken_servers(front, raw):
+    response = await front.http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@quick
+@given(raw=st.binary(min_size=1, max_size=200).map(lambda raw: raw + b"\r\n\r\n"))
+def test_bytes_that_are_not_http(door, raw):
+    async def ask(front):
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+        writer.write(raw)
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    answer = door(ask)
+
+    assert b" 500 " not in answer.partition(b"\r\n")[0]
+
+
+floats32 = st.floats(width=32)
+uint32 = st.integers(0, (1 << 32) - 1)
+samplings = st.builds(
+    common_pb2.SamplingParams,
+    max_tokens=st.none() | uint32,
+    min_tokens=uint32 | st.just(0),
+    temperature=st.none() | floats32,
+    top_k=uint32,
+    top_p=st.none() | floats32,
+    min_p=floats32 | st.just(0.0),
+    repetition_penalty=st.none() | floats32,
+    presence_penalty=floats32 | st.just(0.0),
+    logit_bias=st.lists(st.builds(common_pb2.LogitBias, token_id=uint32, bias=floats32), max_size=2),
+    seed=st.none() | st.integers(0, (1 << 64) - 1),
+    stop_token_ids=st.lists(uint32, max_size=2),
+    logprobs=st.none() | uint32,
+)
+chats = st.builds(
+    pb.ChatMessages,
+    messages=st.lists(st.builds(pb.ChatMessage, role=st.sampled_from(["user", "x"]), content=texts), max_size=2),
+)
+prompts = st.one_of(
+    st.fixed_dictionaries({"text": texts}),
+    st.fixed_dictionaries({"chat": chats}),
+    st.fixed_dictionaries({"token_ids": st.builds(pb.TokenIds, ids=st.lists(uint32 | st.just(1), max_size=3))}),
+    st.just({}),
+)
+
+
+@quick
+@given(prompt=prompts, sampling=samplings, stop=st.lists(texts, max_size=2), salt=texts, name=texts, request_id=texts)
+def test_any_grpc_request(door, prompt, sampling, stop, salt, name, request_id):
+    async def ask(front):
+        request = pb.GenerateRequest(
+            sampling=sampling, stop=stop, cache_salt=salt, model=name, request_id=request_id, **prompt
+        )
+        async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+            try:
+                async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+    code = door(ask)
+
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+
+
+async def test_many_bad_requests_leave_nothing_behind(front):
+    async def ask(number):
+        with_error = await front.http.post("/v1/completions", json={"prompt": "x", "n": -number})
+        return with_error.status_code
+
+    codes = await asyncio.gather(*map(ask, range(1, 51)), return_exceptions=True)
+
+    assert codes == [400] * 50
+    assert front.script.asked == []
+    assert isinstance(front.http, httpx.AsyncClient)

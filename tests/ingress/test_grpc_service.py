@@ -1,0 +1,240 @@
+"""The gRPC door: the service as any client finds it by reflection, its health, its errors, and our own client."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from mooncake.client import Client
+from mooncake.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+)
+from mooncake.rpc import inference_pb2 as pb
+from mooncake.rpc import inference_pb2_grpc
+from mooncake.types import SamplingParams
+
+
+@pytest.fixture
+async def stub(front):
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def say(front, **wishes):
+    """What our blocking client gets, asked from a thread of its own."""
+
+    def ask():
+        with Client(front.grpc_address) as client:
+            return client.generate(**wishes)
+
+    return asyncio.to_thread(ask)
+
+
+async def test_a_client_that_knows_nothing_finds_and_calls_the_service_by_reflection(front):
+    def ask():
+        with grpc.insecure_channel(front.grpc_address) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            services = set(database.get_services())
+            pool = descriptor_pool.DescriptorPool(database)
+            method = pool.FindServiceByName("mooncake.v1.Inference").methods_by_name["Generate"]
+            request = message_factory.GetMessageClass(method.input_type)()
+            request.chat.messages.add(role="user", content="Hello")
+            response_class = message_factory.GetMessageClass(method.output_type)
+            call = channel.unary_stream(
+                "/mooncake.v1.Inference/Generate",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=response_class.FromString,
+            )
+            return services, list(call(request))
+
+    services, responses = await asyncio.to_thread(ask)
+
+    assert {"mooncake.v1.Inference", "grpc.health.v1.Health"} <= services
+    assert "".join(response.text for response in responses) == "Hello, wörld!"
+    assert responses[-1].finish_reason == "stop"
+
+
+async def test_health_is_the_standard_one(front):
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service="mooncake.v1.Inference"))
+
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_an_answer_has_tokens_text_usage_and_timings(front):
+    front.script.cached_tokens = 1
+
+    answer = await say(front, prompt="ab", sampling=SamplingParams(max_tokens=5, logprobs=1, seed=9))
+
+    assert (answer.text, answer.finish_reason) == ("Hello", "length")
+    assert answer.token_ids == list(b"Hello")
+    assert [token.index for token in answer.tokens] == [0, 1, 2, 3, 4]
+    assert answer.tokens[0].logprob.logprob == pytest.approx(-0.5)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached_tokens) == (2, 5, 1)
+    assert answer.timings.total_ms >= answer.timings.ttft_ms > 0
+    assert answer.timings.tail_tbt_ms >= answer.timings.mean_tbt_ms > 0
+    assert answer.timings.prefill.timings.prefill_ms == 3
+    assert (answer.timings.prefill_node, answer.timings.decode_node) == ("prefill-0", "decode-0")
+    assert front.script.asked[0].sampling.seed == 9
+
+
+async def test_the_client_streams_and_closing_it_cancels(front):
+    front.script.ends, front.script.delay_s = False, 0.01
+
+    def ask():
+        with Client(front.grpc_address) as client:
+            chunks = client.stream(token_ids=[97], sampling=SamplingParams(max_tokens=1000))
+            first = next(chunks)
+            chunks.close()
+            return first
+
+    first = await asyncio.to_thread(ask)
+
+    assert first.text == "H"
+    await front.script.until_closed()
+
+
+async def test_the_other_calls_of_the_client(front):
+    def ask():
+        with Client(front.grpc_address) as client:
+            tokens = client.tokenize("hé")
+            chat = client.tokenize(messages=[{"role": "user", "content": "x"}])
+            return tokens, bytes(chat), client.detokenize(tokens), client.models()[0]
+
+    tokens, chat, text, model = await asyncio.to_thread(ask)
+
+    assert (tokens, chat, text) == ([104, 195, 169], b"<user>x<assistant>", "hé")
+    assert (model.id, model.max_model_len, model.vocab_size, model.block_tokens) == ("bytes", 4096, 257, 64)
+
+
+async def test_defaults_of_length_are_those_of_the_kind_of_prompt(front):
+    front.script.ends = False
+
+    text = await say(front, prompt="ab")
+    ids = await say(front, token_ids=[1, 2])
+    chat = await say(front, messages=[{"role": "user", "content": "x" * 4000}])
+
+    assert [answer.usage.completion_tokens for answer in (text, ids)] == [16, 16]
+    assert chat.usage.prompt_tokens + chat.usage.completion_tokens == 4096
+
+
+async def test_stop_strings_cut_here_too(front):
+    front.script.ends = False
+
+    answer = await say(front, prompt="x", sampling=SamplingParams(max_tokens=500), stop=["wör"])
+
+    assert (answer.text, answer.finish_reason) == ("Hello, ", "stop")
+    await front.script.until_closed()
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error", "param"),
+    [
+        ({"prompt": ""}, InvalidRequest, "text"),
+        ({"token_ids": []}, InvalidRequest, "token_ids"),
+        ({"token_ids": [257]}, InvalidRequest, "token_ids"),
+        ({"messages": []}, InvalidRequest, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, InvalidRequest, "messages[0].role"),
+        ({"prompt": "x" * 4096}, ContextTooLong, "text"),
+        ({"prompt": "x", "stop": [""]}, InvalidRequest, "stop"),
+        ({"prompt": "x", "cache_salt": "a/b"}, InvalidRequest, "cache_salt"),
+        ({"prompt": "x", "request_id": "a b"}, InvalidRequest, "request_id"),
+        ({"prompt": "x", "sampling": SamplingParams(stop_token_ids=(300,))}, InvalidRequest, "stop_token_ids"),
+    ],
+)
+async def test_a_wrong_value_is_named(front, wishes, error, param):
+    with pytest.raises(error) as caught:
+        await say(front, **wishes)
+
+    assert type(caught.value) is error
+    assert caught.value.param == param
+    assert front.script.asked == []
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", 2.5), NodeUnavailable("gone"), HandoffFailed("lost")])
+async def test_errors_of_the_core_arrive_as_they_left(front, error):
+    front.script.error = error
+
+    with pytest.raises(type(error), match=error.message) as caught:
+        await say(front, prompt="x")
+
+    assert getattr(caught.value, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+async def test_a_model_that_is_not_served_is_not_found(stub):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Tokenize(pb.TokenizeRequest(model="other", text="x"))
+
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_request_without_a_prompt_is_refused(stub):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Generate(pb.GenerateRequest()):
+            pass
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_deadline_of_the_caller_counts(front):
+    front.script.first_delay_s = 60
+
+    with pytest.raises(DeadlineExceeded):
+        await say(front, prompt="x", timeout_s=0.2)
+
+    await front.script.until_closed()
+
+
+async def test_without_a_deadline_the_server_has_one(open_front):
+    async with open_front(request_timeout_s=0.1) as front:
+        front.script.first_delay_s = 60
+
+        with pytest.raises(DeadlineExceeded):
+            await say(front, prompt="x")
+
+        await front.script.until_closed()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 60.0])
+async def test_cancelling_a_call_closes_the_generator_within_a_second(front, stub, delay_s):
+    front.script.ends, front.script.delay_s = False, delay_s
+    call = stub.Generate(pb.GenerateRequest(text="x", sampling={"max_tokens": 4000}))
+    await call.read()
+
+    call.cancel()
+
+    await front.script.until_closed()
+
+
+async def test_an_id_that_runs_already_is_refused(front, stub):
+    front.script.first_delay_s = 60
+    first = stub.Generate(pb.GenerateRequest(text="x", request_id="mine"))
+    reading = asyncio.create_task(first.read())
+    await front.script.until(lambda: front.script.running)
+
+    with pytest.raises(InvalidRequest, match="running already"):
+        await say(front, prompt="x", request_id="mine")
+
+    first.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await front.script.until_closed()
+
+
+async def test_nobody_there_is_said_as_such():
+    def ask():
+        with Client("127.0.0.1:1") as client:
+            client.models()
+
+    with pytest.raises(NodeUnavailable):
+        await asyncio.to_thread(ask)

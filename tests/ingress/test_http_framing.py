@@ -1,0 +1,258 @@
+"""What is on the wire, byte for byte where it matters: event streams, headers, limits, routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake.errors import NodeUnavailable
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+async def events(front, path, body):
+    async with front.http.stream("POST", path, json=body | {"stream": True}) as response:
+        raw = "".join([text async for text in response.aiter_text()])
+    return response, raw
+
+
+async def test_a_stream_is_events_and_ends_with_done(front):
+    response, raw = await events(front, "/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}})
+
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert raw.endswith("\n\ndata: [DONE]\n\n")
+    *chunks, done = [line.removeprefix("data: ") for line in raw.strip().split("\n\n")]
+    bodies = [json.loads(chunk) for chunk in chunks]
+    assert done == "[DONE]"
+    assert bodies[0]["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
+    ]
+    assert bodies[-2]["choices"][0]["finish_reason"] == "stop"
+    assert bodies[-1]["choices"] == []
+    assert bodies[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert all(body["object"] == "chat.completion.chunk" and body["usage"] is None for body in bodies[:-1])
+    assert len({body["id"] for body in bodies}) == 1
+    assert "\ufffd" not in raw
+
+
+async def test_no_usage_is_told_unless_asked_for_and_running_usage_when_asked_for(front):
+    _, plain = await events(front, "/v1/completions", {"prompt": "x"})
+    wish = {"include_usage": True, "continuous_usage_stats": True}
+    _, running = await events(front, "/v1/completions", {"prompt": "x", "stream_options": wish})
+
+    assert '"usage"' not in plain
+    counts = [
+        json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"]
+        for line in running.strip().split("\n\n")[:-1]
+    ]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+
+
+async def test_silence_is_filled_with_comments(open_front):
+    async with open_front(keep_alive_s=0.05) as front:
+        front.script.first_delay_s = 0.3
+
+        _, raw = await events(front, "/v1/completions", {"prompt": "x"})
+
+    assert raw.startswith(": keep-alive\n\n: keep-alive\n\n")
+    assert raw.endswith("data: [DONE]\n\n")
+
+
+async def test_a_stream_that_fails_ends_with_the_error_and_without_done(front):
+    front.script.error, front.script.error_after = NodeUnavailable("decode-0 is gone"), 2
+
+    response, raw = await events(front, "/v1/chat/completions", CHAT)
+
+    assert response.status_code == 200
+    last = json.loads(raw.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert last == {
+        "error": {
+            "message": "decode-0 is gone",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "unavailable",
+        }
+    }
+    assert "[DONE]" not in raw
+
+
+async def test_a_request_that_takes_too_long_ends_at_its_deadline(open_front):
+    async with open_front(request_timeout_s=0.1) as front:
+        front.script.first_delay_s = 60
+
+        response = await front.http.post("/v1/completions", json={"prompt": "x"})
+
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "deadline_exceeded"
+        assert response.headers["x-should-retry"] == "false"
+        await front.script.until_closed()
+
+
+async def test_a_client_that_does_not_read_is_cut_off_at_the_deadline(open_front):
+    async with open_front(request_timeout_s=0.3) as front:
+        front.script.text, front.script.ends = "x" * 1000, False
+        body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, "logprobs": 20}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port, limit=1024)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        writer.write(head % len(body) + body)
+
+        await front.script.until_closed(within_s=5)
+
+        writer.close()
+        assert not reader.at_eof()
+
+
+async def test_ids_of_requests_are_echoed_or_made(front):
+    echoed = await front.http.get("/v1/models", headers={"x-request-id": "abc-1"})
+    made = await front.http.get("/nowhere")
+    refused = await front.http.get("/v1/models", headers={"x-request-id": "a b"})
+
+    assert echoed.headers["x-request-id"] == "abc-1"
+    assert len(made.headers["x-request-id"]) == 32
+    assert refused.headers["x-request-id"] != "a b"
+
+
+async def test_unknown_fields_are_ignored_with_a_warning(front):
+    response = await front.http.post("/v1/completions", json={"prompt": "x", "wizardry": 1, "strange name": 2})
+
+    assert response.status_code == 200
+    assert response.headers["x-mooncake-warning"] == "ignored unknown fields: wizardry"
+
+
+async def test_affinity_is_taken_from_headers(front):
+    await front.http.post("/v1/completions", json={"prompt": "x", "user": "u"}, headers={"x-correlation-id": "c"})
+    await front.http.post(
+        "/v1/completions", json={"prompt": "x"}, headers={"x-correlation-id": "c", "x-session-affinity": "s"}
+    )
+
+    assert [request.session for request in front.script.asked] == ["c", "s"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/../../etc", 404, "not_found"),
+    ],
+)
+async def test_wrong_paths_and_methods_are_told_in_the_same_shape(front, method, path, status, code):
+    response = await front.http.request(method, path)
+
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+
+
+async def test_a_body_has_a_bound(front):
+    response = await front.http.post(
+        "/v1/completions", content=b"x" * (5 << 20), headers={"content-type": "application/json"}
+    )
+
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_body_that_is_not_declared_as_json_is_refused(front):
+    response = await front.http.post("/v1/completions", data={"prompt": "x"})
+
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x-filler: %b\r\n" % (b"y" * 1000) * 100 + b"\r\n", b"GET /" + b"a" * 99_000],
+)
+async def test_the_head_of_a_request_has_a_bound(front, head):
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+    for start in range(0, len(head), 1000):
+        writer.write(head[start : start + 1000])
+        await writer.drain()
+    status = await reader.readline()
+    writer.close()
+
+    assert b"431" in status
+
+
+async def test_texts_become_tokens_and_back(front):
+    tokens = (await front.http.post("/tokenize", json={"prompt": "hé"})).json()
+    chat = (await front.http.post("/tokenize", json=CHAT)).json()
+    text = (await front.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    both = await front.http.post("/tokenize", json=CHAT | {"prompt": "x"})
+
+    assert tokens == {"count": 3, "max_model_len": 4096, "tokens": [104, 195, 169]}
+    assert bytes(chat["tokens"]) == b"<user>Hello<assistant>"
+    assert text == {"prompt": "hé"}
+    assert both.status_code == 400
+
+
+async def test_a_huge_text_is_refused_without_tokenizing_it_all(front):
+    response = await front.http.post("/v1/completions", json={"prompt": "x" * (3 << 20)})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_health_says_what_the_cluster_waits_for(front):
+    assert (await front.http.get("/health/ready")).status_code == 200
+
+    front.status.ready = False
+    front.status.waiting_for.append("a decode node")
+    ready = await front.http.get("/health/ready")
+
+    assert ready.status_code == 503
+    assert ready.json()["waiting_for"] == ["a decode node"]
+    assert (await front.http.get("/health")).status_code == 503
+    assert (await front.http.get("/health/live")).status_code == 200
+
+
+async def test_the_page_shows_the_status_and_needs_nothing_from_outside(front):
+    page = await front.http.get("/")
+    status = (await front.http.get("/status.json")).json()
+
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert [node["info"]["node_id"] for node in status["nodes"]] == ["prefill-0", "decode-0"]
+    assert status["nodes"][0]["load"]["waiting"] == 0
+    assert (await front.http.get("/version")).json()["version"]
+
+
+async def test_metrics_count_what_happened(front):
+    front.script.cached_tokens = 2
+    await front.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+    front.script.error = NodeUnavailable("gone")
+    await front.http.post("/v1/completions", json={"prompt": "abc"})
+
+    page = (await front.http.get("/metrics")).text
+    samples = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+    def of(name, **labels):
+        return samples[(name, *sorted(labels.items()))]
+
+    vllm = {"model_name": "bytes", "engine": "0"}
+    assert of("vllm:time_to_first_token_seconds_count", **vllm) == 1
+    assert of("vllm:inter_token_latency_seconds_count", **vllm) == 3
+    assert of("vllm:e2e_request_latency_seconds_count", **vllm) == 1
+    assert of("vllm:request_queue_time_seconds_sum", **vllm) == pytest.approx(0.001)
+    assert of("vllm:prompt_tokens_total", **vllm) == 3
+    assert of("vllm:generation_tokens_total", **vllm) == 4
+    assert of("vllm:prefix_cache_queries_total", **vllm) == 3
+    assert of("vllm:prefix_cache_hits_total", **vllm) == 2
+    assert of("vllm:request_success_total", finished_reason="length", **vllm) == 1
+    assert of("vllm:num_requests_running", **vllm) == 2
+    assert of("vllm:kv_cache_usage_perc", **vllm) == pytest.approx(0.2)
+    assert of("mooncake_node_blocks", node="decode-0", role="decode", state="cached") == 3
+    assert of("mooncake_request_errors_total", code="unavailable") == 1
+    assert of("mooncake_http_responses_total", route="/v1/completions", status="200") == 1
+    assert of("mooncake_http_responses_total", route="/v1/completions", status="503") == 1
+    assert of("mooncake_transport_gb_per_second", node="prefill-0", peer="decode-0", transport="shm") == 1.5
