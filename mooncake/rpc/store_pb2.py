@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mooncake.rpc import common_pb2 as mooncake_dot_rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mooncake/rpc/store.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\"(\n\tBlockName\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\"k\n\x0eReserveRequest\x12\x11\n\twriter_id\x18\x01 \x01(\t\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.mooncake.v1.BlockName\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0e\n\x06ranges\x18\x04 \x01(\r\"$\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"i\n\x0fReserveResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12(\n\x05slots\x18\x02 \x03(\x0b\x32\x19.mooncake.v1.OptionalSlot\"M\n\x0cOptionalSlot\x12$\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x42\x07\n\x05_slot\"=\n\x07Sealing\x12\x1f\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.Slot\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"3\n\x0bSealRequest\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.mooncake.v1.Sealing\"\x1e\n\x0cSealResponse\x12\x0e\n\x06sealed\x18\x01 \x03(\x08\"0\n\x0c\x41\x62ortRequest\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.mooncake.v1.Slot\"\x0f\n\rAbortResponse\"\x1e\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\".\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"\x8c\x01\n\x0f\x41\x63quireResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.mooncake.v1.LeasedBlock\"9\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x11\n\x0fReleaseResponse\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\" \n\x0e\x45xistsResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"!\n\x0eRemoveResponse\x12\x0f\n\x07removed\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\x83\x02\n\rStatsResponse\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_sealed\x18\x03 \x01(\r\x12\x17\n\x0f\x62locks_reserved\x18\x04 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x05 \x01(\r\x12\x0e\n\x06leases\x18\x06 \x01(\r\x12:\n\x08\x63ounters\x18\x07 \x03(\x0b\x32(.mooncake.v1.StatsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x9c\x04\n\x05Store\x12\x44\n\x07Reserve\x12\x1b.mooncake.v1.ReserveRequest\x1a\x1c.mooncake.v1.ReserveResponse\x12;\n\x04Seal\x12\x18.mooncake.v1.SealRequest\x1a\x19.mooncake.v1.SealResponse\x12>\n\x05\x41\x62ort\x12\x19.mooncake.v1.AbortRequest\x1a\x1a.mooncake.v1.AbortResponse\x12\x44\n\x07\x41\x63quire\x12\x1b.mooncake.v1.AcquireRequest\x1a\x1c.mooncake.v1.AcquireResponse\x12\x44\n\x07Release\x12\x1b.mooncake.v1.ReleaseRequest\x1a\x1c.mooncake.v1.ReleaseResponse\x12\x41\n\x06\x45xists\x12\x1a.mooncake.v1.ExistsRequest\x1a\x1b.mooncake.v1.ExistsResponse\x12\x41\n\x06Remove\x12\x1a.mooncake.v1.RemoveRequest\x1a\x1b.mooncake.v1.RemoveResponse\x12>\n\x05Stats\x12\x19.mooncake.v1.StatsRequest\x1a\x1a.mooncake.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mooncake/rpc/store.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\"(\n\tBlockName\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\"k\n\x0eReserveRequest\x12\x11\n\twriter_id\x18\x01 \x01(\t\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.mooncake.v1.BlockName\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0e\n\x06ranges\x18\x04 \x01(\r\"$\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"i\n\x0fReserveResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12(\n\x05slots\x18\x02 \x03(\x0b\x32\x19.mooncake.v1.OptionalSlot\"M\n\x0cOptionalSlot\x12$\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x42\x07\n\x05_slot\"=\n\x07Sealing\x12\x1f\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.Slot\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"3\n\x0bSealRequest\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.mooncake.v1.Sealing\"\x1e\n\x0cSealResponse\x12\x0e\n\x06sealed\x18\x01 \x03(\x08\"0\n\x0c\x41\x62ortRequest\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.mooncake.v1.Slot\"\x0f\n\rAbortResponse\"\x1e\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\">\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8c\x01\n\x0f\x41\x63quireResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.mooncake.v1.LeasedBlock\"9\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x11\n\x0fReleaseResponse\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\" \n\x0e\x45xistsResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"!\n\x0eRemoveResponse\x12\x0f\n\x07removed\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\x83\x02\n\rStatsResponse\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_sealed\x18\x03 \x01(\r\x12\x17\n\x0f\x62locks_reserved\x18\x04 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x05 \x01(\r\x12\x0e\n\x06leases\x18\x06 \x01(\r\x12:\n\x08\x63ounters\x18\x07 \x03(\x0b\x32(.mooncake.v1.StatsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x9c\x04\n\x05Store\x12\x44\n\x07Reserve\x12\x1b.mooncake.v1.ReserveRequest\x1a\x1c.mooncake.v1.ReserveResponse\x12;\n\x04Seal\x12\x18.mooncake.v1.SealRequest\x1a\x19.mooncake.v1.SealResponse\x12>\n\x05\x41\x62ort\x12\x19.mooncake.v1.AbortRequest\x1a\x1a.mooncake.v1.AbortResponse\x12\x44\n\x07\x41\x63quire\x12\x1b.mooncake.v1.AcquireRequest\x1a\x1c.mooncake.v1.AcquireResponse\x12\x44\n\x07Release\x12\x1b.mooncake.v1.ReleaseRequest\x1a\x1c.mooncake.v1.ReleaseResponse\x12\x41\n\x06\x45xists\x12\x1a.mooncake.v1.ExistsRequest\x1a\x1b.mooncake.v1.ExistsResponse\x12\x41\n\x06Remove\x12\x1a.mooncake.v1.RemoveRequest\x1a\x1b.mooncake.v1.RemoveResponse\x12>\n\x05Stats\x12\x19.mooncake.v1.StatsRequest\x1a\x1a.mooncake.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,27 +57,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACQUIREREQUEST']._serialized_start=658
   _globals['_ACQUIREREQUEST']._serialized_end=688
   _globals['_LEASEDBLOCK']._serialized_start=690
-  _globals['_LEASEDBLOCK']._serialized_end=736
-  _globals['_ACQUIRERESPONSE']._serialized_start=739
-  _globals['_ACQUIRERESPONSE']._serialized_end=879
-  _globals['_RELEASEREQUEST']._serialized_start=881
-  _globals['_RELEASEREQUEST']._serialized_end=938
-  _globals['_RELEASERESPONSE']._serialized_start=940
-  _globals['_RELEASERESPONSE']._serialized_end=957
-  _globals['_EXISTSREQUEST']._serialized_start=959
-  _globals['_EXISTSREQUEST']._serialized_end=988
-  _globals['_EXISTSRESPONSE']._serialized_start=990
-  _globals['_EXISTSRESPONSE']._serialized_end=1022
-  _globals['_REMOVEREQUEST']._serialized_start=1024
-  _globals['_REMOVEREQUEST']._serialized_end=1053
-  _globals['_REMOVERESPONSE']._serialized_start=1055
-  _globals['_REMOVERESPONSE']._serialized_end=1088
-  _globals['_STATSREQUEST']._serialized_start=1090
-  _globals['_STATSREQUEST']._serialized_end=1104
-  _globals['_STATSRESPONSE']._serialized_start=1107
-  _globals['_STATSRESPONSE']._serialized_end=1366
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=1319
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1366
-  _globals['_STORE']._serialized_start=1369
-  _globals['_STORE']._serialized_end=1909
+  _globals['_LEASEDBLOCK']._serialized_end=752
+  _globals['_ACQUIRERESPONSE']._serialized_start=755
+  _globals['_ACQUIRERESPONSE']._serialized_end=895
+  _globals['_RELEASEREQUEST']._serialized_start=897
+  _globals['_RELEASEREQUEST']._serialized_end=954
+  _globals['_RELEASERESPONSE']._serialized_start=956
+  _globals['_RELEASERESPONSE']._serialized_end=973
+  _globals['_EXISTSREQUEST']._serialized_start=975
+  _globals['_EXISTSREQUEST']._serialized_end=1004
+  _globals['_EXISTSRESPONSE']._serialized_start=1006
+  _globals['_EXISTSRESPONSE']._serialized_end=1038
+  _globals['_REMOVEREQUEST']._serialized_start=1040
+  _globals['_REMOVEREQUEST']._serialized_end=1069
+  _globals['_REMOVERESPONSE']._serialized_start=1071
+  _globals['_REMOVERESPONSE']._serialized_end=1104
+  _globals['_STATSREQUEST']._serialized_start=1106
+  _globals['_STATSREQUEST']._serialized_end=1120
+  _globals['_STATSRESPONSE']._serialized_start=1123
+  _globals['_STATSRESPONSE']._serialized_end=1382
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=1335
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1382
+  _globals['_STORE']._serialized_start=1385
+  _globals['_STORE']._serialized_end=1925
 # @@protoc_insertion_point(module_scope)

@@ -275,17 +275,21 @@ class LeasedBlock(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     checksums: _builtins.bytes
+    length: _builtins.int
+    """bytes; the checksums are of equal ranges of it"""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         checksums: _builtins.bytes = ...,
+        length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "length", b"length", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
