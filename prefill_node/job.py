@@ -12,16 +12,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import grpc
 import numpy as np
 from kvstore.client import Reservation, StoreClient
-from mooncake.engine.engine import StepOutput
-from mooncake.engine.sequence import Sequence
 
 from kvstore.transfer.engine import TransferEngine
+from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
+from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, InternalError, KVLoadFailed, MooncakeError
 from mooncake.hashing import extend_chain
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
@@ -333,7 +333,7 @@ class PrefillJob:
 
     def _decode_stub(self) -> decode_pb2_grpc.DecodeAsyncStub:
         channel = self._shop.channels.get(self._request.decode_address)
-        return cast("decode_pb2_grpc.DecodeAsyncStub", decode_pb2_grpc.DecodeStub(channel))
+        return decode_pb2_grpc.DecodeStub(channel)
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
