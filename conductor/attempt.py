@@ -147,7 +147,10 @@ _DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.Deco
 
 
 class Attempt:
-    """Both calls are made when it is built. ``next`` until a finish reason or an error; ``close`` in any case."""
+    """Both calls are made when it is built. ``next`` until a finish reason or an error; ``close`` in any case.
+
+    ``on_lost`` is told at once of a node that cannot be reached, also when this attempt no longer needs it.
+    """
 
     def __init__(
         self,
@@ -159,6 +162,7 @@ class Attempt:
         deadline: float,
         handoff_timeout_s: float,
         clock: Callable[[], float],
+        on_lost: Callable[[NodeInfo], None],
     ) -> None:
         self.placement = placement
         self.ticket = ticket
@@ -166,6 +170,7 @@ class Attempt:
         self._deadline = deadline
         self._handoff_timeout_s = handoff_timeout_s
         self._clock = clock
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._inbox = _Inbox(INBOX_LIMIT)
         self._closed = False
@@ -278,6 +283,8 @@ class Attempt:
                 raise
             # grpc.aio says so when the other side cancelled: its server is stopping
             ended = _Ended(NodeUnavailable(f"{peer} stopped"), is_lost=True)
+        if ended.is_lost and not self._closed:
+            self._on_lost(self._nodes[role])
         self._inbox.post(role, ended)
 
     def _how_it_ended(self, failure: grpc.RpcError, peer: str) -> _Ended:

@@ -124,6 +124,9 @@ class Dispatcher:
         """No request runs and nothing is booked on any node."""
         return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
 
+    def _lost(self, info: NodeInfo) -> None:
+        self._fleet.registry.call_failed(info, self._clock())
+
     def _admit(self, request: InferenceRequest) -> _Journey:
         """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything was spent."""
         if not len(request.tokens):
@@ -172,6 +175,7 @@ class Dispatcher:
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,
             clock=self._clock,
+            on_lost=self._lost,
         )
         self._fleet.book(ticket, now)
         for info in attempt.nodes:
@@ -257,11 +261,8 @@ class Dispatcher:
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, len(journey.emitted), failure.error)
 
     def _end_attempt(self, attempt: Attempt) -> None:
-        now = self._clock()
         attempt.close()
-        for info in attempt.lost_nodes:
-            self._fleet.registry.call_failed(info, now)
-        self._fleet.close(attempt.ticket, now)
+        self._fleet.close(attempt.ticket, self._clock())
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
         for info in attempt.nodes:

@@ -16,7 +16,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
 from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
-from mooncake.rpc.server import RpcServer
+from mooncake.rpc.server import RpcServer, join_address
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ConductorNode:
 
     @property
     def control_address(self) -> str:
-        return f"{self._config.conductor.host}:{self.grpc_port}"
+        return join_address(self._config.conductor.host, self.grpc_port)
 
     async def start(self) -> None:
         config = self._config
@@ -54,11 +54,10 @@ class ConductorNode:
         self.grpc_port = await server.start(config.conductor.host, config.conductor.grpc_port)
         self.http_port = await ingress.start_http()
         log.info(
-            "conductor of %s: gRPC on %s, HTTP on %s:%d",
+            "conductor of %s: gRPC on %s, HTTP on %s",
             config.model.name or checkpoint.name,
             self.control_address,
-            config.conductor.host,
-            self.http_port,
+            join_address(config.conductor.host, self.http_port),
         )
 
     async def stop(self) -> None:

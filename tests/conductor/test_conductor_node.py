@@ -1,0 +1,50 @@
+"""The conductor as it is started: one process, real ports, the demo model's tokenizer, and no torch."""
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from conductor.node import ConductorNode
+from mooncake.config import load_config
+from mooncake.errors import ConfigError
+from mooncake.rpc import cluster_pb2, inference_pb2
+from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+from mooncake.rpc.inference_pb2_grpc import InferenceStub
+
+
+async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
+    node = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]))
+    await node.start()
+    try:
+        async with grpc.aio.insecure_channel(node.control_address) as channel:
+            status = await ClusterStub(channel).Status(cluster_pb2.StatusRequest(), timeout=5)
+            assert (status.ready, list(status.waiting_for)) == (False, ["prefill", "decode"])
+            ids = await InferenceStub(channel).Tokenize(inference_pb2.TokenizeRequest(text="Hello"), timeout=5)
+            assert list(ids.ids)
+            call = InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text="Hello"), timeout=5)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert node.http_port
+    finally:
+        await node.stop()
+
+
+async def test_a_taken_port_is_one_sentence() -> None:
+    first = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]))
+    await first.start()
+    second = ConductorNode(load_config(overrides=[f"conductor.grpc_port={first.grpc_port}", "conductor.http_port=0"]))
+    try:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await second.start()
+    finally:
+        await second.stop()
+        await first.stop()
+
+
+def test_it_never_imports_torch() -> None:
+    code = "import sys, conductor.node; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
