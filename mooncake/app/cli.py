@@ -87,15 +87,10 @@ def serve(
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}")
     from mooncake.app.role_main import run_async
+    from mooncake.app.serve import serve as serve_here
+    from mooncake.app.serve import serve_on_ray
 
-    if ray:
-        from mooncake.app.ray_cluster import serve_on_ray
-
-        serve_on_ray(settings, log_level)
-    else:
-        from mooncake.app.serve import serve as serve_here
-
-        run_async(serve_here(settings, restart, log_level))
+    run_async(serve_on_ray(settings, log_level) if ray else serve_here(settings, restart, log_level))
 
 
 @app.command()

@@ -21,15 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-import grpc
-
 from mooncake.app.preflight import check_memory, check_ports, resolve
+from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
-from mooncake.rpc import cluster_pb2 as pb
-from mooncake.rpc.cluster_pb2_grpc import ClusterStub
 from mooncake.rpc.server import join_address
 
 log = logging.getLogger(__name__)
@@ -41,7 +38,6 @@ POLL_S = 0.05
 MIN_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
 STABLE_S = 30.0  # who lived this long starts over with the shortest pause
-CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 LOG_LINES_KEPT = 40  # of each process, to tell why it died
 
 PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_node", "decode": "decode_node"}
@@ -102,7 +98,6 @@ class LocalCluster:
         self._folder: Path | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: asyncio.Future[MooncakeError] | None = None
-        self._missing: list[str] = []  # at the last poll
         self._stopping = False
 
     @property
@@ -147,14 +142,13 @@ class LocalCluster:
     async def wait_ready(self) -> None:
         """Return once the conductor is ready and knows every node; say what is missing meanwhile."""
         assert self._fatal is not None, "start() comes first"
-        ready = asyncio.create_task(self._poll_ready(), name="wait until ready")
+        nodes = [child.node_id for child in self.children.values() if child.role != "conductor"]
+        readiness = Readiness(self.grpc_address, nodes, self._tell)
+        ready = asyncio.create_task(readiness.wait(self._ready_timeout_s), name="wait until ready")
         try:
-            await asyncio.wait((ready, self._fatal), timeout=self._ready_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._fatal.done():
-                raise self._fatal.result()
+            await asyncio.wait((ready, self._fatal), return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                missing = ", ".join(self._missing)
-                raise NodeUnavailable(f"not ready after {self._ready_timeout_s:g} s: still waiting for {missing}")
+                raise self._fatal.result()
             ready.result()
         finally:
             ready.cancel()
@@ -257,23 +251,6 @@ class LocalCluster:
     def _fail(self, error: MooncakeError) -> None:
         if self._fatal is not None and not self._fatal.done():
             self._fatal.set_result(error)
-
-    async def _poll_ready(self) -> None:
-        async with grpc.aio.insecure_channel(self.grpc_address, options=CHANNEL_OPTIONS) as channel:
-            while missing := await self._who_is_missing(channel):
-                if missing != self._missing:
-                    self._missing = missing
-                    self._tell(f"waiting for {', '.join(missing)}")
-                await asyncio.sleep(POLL_S)
-
-    async def _who_is_missing(self, channel: grpc.aio.Channel) -> list[str]:
-        try:
-            status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=2.0)
-        except grpc.RpcError:
-            return ["conductor"]
-        live = {node.info.node_id for node in status.nodes if node.state == "live"}
-        missing = [node_id for node_id in self.children if node_id != "conductor" and node_id not in live]
-        return missing or ([] if status.ready else list(status.waiting_for) or ["conductor"])
 
 
 def _death(child: Child, code: int) -> MooncakeError:

@@ -51,7 +51,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
     try:
         config = load_config(arguments.config, arguments.set)
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
-        _die_with_parent()
+        die_with_parent()
         run_async(_serve(name, build(config)))
     except ConfigError as error:
         _leave(name, error, 2)
@@ -182,7 +182,7 @@ def _hard_end_after(grace_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel for SIGTERM when the launcher dies, however it dies, so that no node outlives it."""
     launcher = os.environ.get(PARENT_ENV)
     if not launcher or not sys.platform.startswith("linux"):

@@ -5,58 +5,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 from rich.markup import escape
 
 from mooncake.app.console import err, out
 from mooncake.app.local import LocalCluster
+from mooncake.app.ray_cluster import RayCluster
 from mooncake.app.role_main import unless_stopped
-from mooncake.config import Config
-from mooncake.errors import Cancelled
+from mooncake.config import Config, load_config
+from mooncake.errors import Cancelled, MooncakeError
+from mooncake.rpc.server import join_address
 
 
 async def serve(config: Config, restart: bool, log_level: str) -> None:
     """Run until SIGINT or SIGTERM, then drain. Raises MooncakeError when the cluster cannot start or go on."""
     cluster = LocalCluster(config, restart=restart, log_level=log_level, tell=_tell, tell_log=_tell_log)
-    _announce(cluster)
+    _announce(cluster.config)
     with contextlib.suppress(Cancelled):
-        await unless_stopped(_live(cluster), at_once=cluster.kill)
+        await unless_stopped(_live(cluster, cluster.wait_fatal), at_once=cluster.kill)
     out.print("stopped")
 
 
-async def _live(cluster: LocalCluster) -> None:
+async def serve_on_ray(config: Config, log_level: str, ray_address: str = "") -> None:
+    """The same with the nodes as Ray actors; Ray starts again what dies."""
+    cluster = RayCluster(config, ray_address=ray_address, log_level=log_level, tell=_tell)
+    _announce(cluster.config)
+    with contextlib.suppress(Cancelled):
+        await unless_stopped(_live(cluster, _forever), at_once=cluster.kill)
+    out.print("stopped")
+
+
+async def _live(cluster: LocalCluster | RayCluster, end: Callable[[], Awaitable[MooncakeError]]) -> None:
     start_s = time.monotonic()
     async with cluster:
         out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
-        _tell_next(cluster)
+        _tell_next(cluster.http_url, cluster.grpc_address)
         try:
-            raise await cluster.wait_fatal()
+            raise await end()
         except asyncio.CancelledError:
             out.print("\nstopping; running requests may finish (Ctrl-C again stops at once)")
             raise
 
 
-def _announce(cluster: LocalCluster) -> None:
-    config = cluster.config
-    nodes = f"{config.cluster.prefill} prefill, {config.cluster.decode} decode, {config.cluster.store} store"
+async def _forever() -> MooncakeError:
+    never: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
+    return await never
+
+
+def _announce(config: Config) -> None:
+    conductor, cluster = config.conductor, config.cluster
+    http = f"http://{join_address(conductor.host, conductor.http_port)}"
+    nodes = f"{cluster.prefill} prefill, {cluster.decode} decode, {cluster.store} store"
     out.print(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
-    out.print(f"  OpenAI   {cluster.http_url}/v1", soft_wrap=True)
-    out.print(f"  gRPC     {cluster.grpc_address}", soft_wrap=True)
-    out.print(f"  metrics  {cluster.http_url}/metrics", soft_wrap=True)
+    out.print(f"  OpenAI   {http}/v1", soft_wrap=True)
+    out.print(f"  gRPC     {join_address(conductor.host, conductor.grpc_port)}", soft_wrap=True)
+    out.print(f"  metrics  {http}/metrics", soft_wrap=True)
 
 
-def _tell_next(cluster: LocalCluster) -> None:
-    conductor = cluster.config.conductor
-    plain = (conductor.host, conductor.grpc_port) == ("127.0.0.1", 50051)
-    address = "" if plain else f" --address {cluster.grpc_address}"
+def _tell_next(http_url: str, grpc_address: str) -> None:
+    address = "" if grpc_address == load_config().conductor_address else f" --address {grpc_address}"
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     out.print("\nNow, in another terminal:")
     for line in (
         f'mooncake generate{address} "Why is the sky blue?"',
         f"mooncake chat{address}",
         f"mooncake status{address}",
-        f"curl {cluster.http_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"curl {http_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
     ):
         out.print(f"  {escape(line)}", soft_wrap=True)
     out.print("\nCtrl-C stops the cluster.")

@@ -1,0 +1,362 @@
+"""The same nodes as named Ray actors: Ray places them, starts them, and starts them again when they die.
+
+Ray is never on the path of a token or of KV: nodes talk to each other as they always do, and an actor's methods serve
+only to look and to stop. A Ray that runs already is joined; else a private one is started (core Ray, no dashboard,
+token authentication, a port and folder of its own) and ended again. Needs the extra ``ray``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from mooncake.app.extras import require
+from mooncake.app.local import children_of
+from mooncake.app.preflight import available_cores, check_ports, port_holder, resolve
+from mooncake.app.readiness import Readiness
+from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
+from mooncake.config import Config
+from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
+from mooncake.rpc.server import join_address, split_address
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NAMESPACE = "mooncake"
+GCS_PORT = 6390  # Ray's own default is that of Redis
+ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
+OBJECT_STORE_BYTES = 80_000_000  # the least that Ray accepts: nothing of ours goes through it
+START_S = 60.0
+READY_S = 120.0
+STOP_S = 15.0
+
+NODE_CLASSES = {
+    "conductor": ("conductor.node", "ConductorNode"),
+    "store": ("kvstore.node", "StoreNode"),
+    "prefill": ("prefill_node.node", "PrefillNode"),
+    "decode": ("decode_node.node", "DecodeNode"),
+}
+
+# Become Ray, but end when the process that started it ends, however it does.
+_LEASH = "import os, sys; from mooncake.app.role_main import die_with_parent; die_with_parent(); "
+_LEASH += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
+class RayNode:
+    """The body of an actor: one node on an event loop of its own. Ray runs ``__init__`` again after a crash; the node
+    then registers anew, under its old name and a new incarnation."""
+
+    def __init__(self, role: str, config_json: bytes, log_level: str) -> None:
+        config = msgspec.json.decode(config_json, type=Config)
+        if not is_loopback(config.conductor.host):
+            import ray
+
+            host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+            config = replace(config, node=replace(config.node, host=host))
+        set_up_logging(config.node.id, log_level)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="node", daemon=True).start()
+        self._failure = ""
+        try:
+            self._node: Node = self._run(_started(role, config))
+        except MooncakeError as error:  # told by `failure`: Ray would bury it in a traceback
+            self._failure = error.message
+
+    def failure(self) -> str:
+        """Why the node did not start; "" when it did."""
+        return self._failure
+
+    def address(self) -> str:
+        return self._node.control_address
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stop(self) -> None:
+        if not self._failure:
+            self._run(self._node.stop())
+
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _started(role: str, config: Config) -> Node:
+    module, name = NODE_CLASSES[role]
+    node = cast(Node, getattr(importlib.import_module(module), name)(config))
+    await node.start()
+    return node
+
+
+class RayCluster:
+    """``async with RayCluster(config) as cluster``: ready inside, gone after; a Ray that we only joined stays.
+
+    ``ray_address`` "" takes RAY_ADDRESS from the environment, and starts a private Ray when that is empty too. While
+    the conductor listens on loopback all actors go to one machine; else Ray may spread them. Entering raises
+    MissingDependency, ConfigError, or NodeUnavailable when Ray cannot place or start an actor in time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ray_address: str = "",
+        gcs_port: int = GCS_PORT,
+        log_level: str = "WARNING",
+        tell: Callable[[str], None] = log.info,
+    ) -> None:
+        self.config = resolve(config)
+        self.actors: dict[str, ActorHandle[RayNode]] = {}
+        self._ray_address = ray_address or os.environ.get("RAY_ADDRESS", "")
+        self._private = PrivateRay(gcs_port) if not self._ray_address else None
+        self._log_level = log_level
+        self._tell = tell
+        self._group: PlacementGroup | None = None
+        self._grpc_address = ""
+
+    @property
+    def grpc_address(self) -> str:
+        return self._grpc_address
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{join_address(split_address(self._grpc_address)[0], self.config.conductor.http_port)}"
+
+    async def __aenter__(self) -> RayCluster:
+        require("ray", "ray", "--ray")
+        try:
+            await asyncio.to_thread(self._start)
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Return once the conductor knows every node; also after Ray has started one again."""
+        nodes = [node_id for node_id in self.actors if node_id != "conductor"]
+        await Readiness(self._grpc_address, nodes, self._tell).wait(timeout_s)
+
+    async def pids(self) -> dict[str, int]:
+        """Processes by node id, asked of the actors."""
+        return {node_id: int(await actor.pid.remote()) for node_id, actor in self.actors.items()}
+
+    async def stop(self) -> None:
+        """Stop the nodes, then what we started of Ray. Idempotent."""
+        await asyncio.to_thread(self._stop)
+
+    def kill(self) -> None:
+        """End everything now: for a second Ctrl-C."""
+        if self._private is not None:
+            self._private.kill()
+
+    def _start(self) -> None:
+        if is_loopback(self.config.conductor.host):
+            check_ports(self.config)
+        children = children_of(self.config)
+        cpus = [ACTOR_CPUS[child.role] for child in children]
+        if self._private is not None:
+            self._tell("starting a private Ray")
+            self._ray_address = self._private.start(num_cpus=max(available_cores(), int(sum(cpus)) + 1))
+        self._connect()
+        self._place(cpus)
+        for index, child in enumerate(children):
+            self._tell(f"starting {child.node_id}")
+            self._start_actor(index, child.node_id, child.role)
+        for node_id in self.actors:
+            self._check_started(node_id)
+
+    def _connect(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        try:
+            ray.init(
+                address=self._ray_address,
+                namespace=NAMESPACE,
+                log_to_driver=self._log_level in ("DEBUG", "INFO"),
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise NodeUnavailable(f"cannot join the Ray at {self._ray_address}: {reason}") from None
+
+    def _place(self, cpus: list[float]) -> None:
+        import ray
+
+        strategy = "STRICT_PACK" if is_loopback(self.config.conductor.host) else "PACK"
+        self._group = ray.util.placement_group([{"CPU": count} for count in cpus], strategy=strategy)
+        if not self._group.wait(START_S):
+            raise NodeUnavailable(
+                f"Ray has no room for {len(cpus)} actors with {sum(cpus):g} CPUs in all; start fewer nodes, or give "
+                "Ray more CPUs"
+            )
+
+    def _start_actor(self, bundle: int, node_id: str, role: str) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._group is not None
+        conductor = self._grpc_address if role != "conductor" else ""
+        config = replace(self.config, node=replace(self.config.node, id=node_id, conductor=conductor))
+        self.actors[node_id] = cast(
+            "ActorHandle[RayNode]",
+            ray.remote(RayNode)
+            .options(
+                name=node_id,
+                num_cpus=ACTOR_CPUS[role],
+                max_restarts=-1,
+                max_concurrency=4,  # looking and stopping go on while a call hangs
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote(role, msgspec.json.encode(config), self._log_level),
+        )
+        if role == "conductor":
+            self._check_started(node_id)
+            self._grpc_address = self._ask(node_id, "address")
+
+    def _check_started(self, node_id: str) -> None:
+        if failure := self._ask(node_id, "failure"):
+            raise NodeUnavailable(f"{node_id} did not start: {failure}")
+
+    def _ask(self, node_id: str, method: str) -> str:
+        import ray
+
+        try:
+            return str(ray.get(getattr(self.actors[node_id], method).remote(), timeout=START_S))
+        except ray.exceptions.RayError as error:
+            raise NodeUnavailable(f"{node_id} did not start: {str(error).strip().splitlines()[-1]}") from None
+
+    def _stop(self) -> None:
+        if not self._ray_address:
+            return
+        import ray
+
+        if ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there was no actor yet
+                stops: list[object] = [actor.stop.remote() for actor in self.actors.values()]  # conductor first
+                ray.wait(stops, num_returns=max(1, len(stops)), timeout=STOP_S)
+            for actor in self.actors.values():
+                ray.kill(actor, no_restart=True)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+            ray.shutdown()
+        self.actors.clear()
+        self._group = None
+        if self._private is not None:
+            self._private.stop()
+
+
+class PrivateRay:
+    """A Ray head of our own. Nothing of another Ray on this machine is touched."""
+
+    def __init__(self, gcs_port: int) -> None:
+        self._port = gcs_port
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, num_cpus: int) -> str:
+        """Its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not come up."""
+        if _answers(self._port):
+            by = port_holder(self._port)
+            raise ConfigError(
+                f"port {self._port} is taken{f' by {by}' if by else ''}; when it is a Ray, join it with "
+                f"RAY_ADDRESS=127.0.0.1:{self._port}"
+            )
+        self._folder = Path(tempfile.mkdtemp(prefix="mr-"))  # short: Ray puts unix sockets deep inside
+        token = self._folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_USAGE_STATS_ENABLED="0")
+        with (self._folder / "log").open("wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", _LEASH, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+                    *("--port", str(self._port), "--node-ip-address", "127.0.0.1", "--num-cpus", str(num_cpus)),
+                    *("--include-dashboard", "false", "--temp-dir", str(self._folder), "--disable-usage-stats"),
+                    *("--object-store-memory", str(OBJECT_STORE_BYTES)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | {PARENT_ENV: str(os.getpid())},
+            )
+        self._wait()
+        return f"127.0.0.1:{self._port}"
+
+    def stop(self) -> None:
+        """End it, and whatever of it does not want to end; remove its folder. Idempotent."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+                os.environ.pop(name, None)
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        assert self._folder is not None
+        deadline = time.monotonic() + START_S
+        log_file = self._folder / "log"
+        while "Ray runtime started" not in log_file.read_text(errors="replace"):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                words = log_file.read_text(errors="replace").strip().splitlines()
+                raise NodeUnavailable(f"Ray did not start: {words[-1] if words else 'it said nothing'}")
+            time.sleep(0.05)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False

@@ -1,0 +1,53 @@
+"""Asking a conductor until every node that was started is there, and saying meanwhile who is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from mooncake.errors import NodeUnavailable
+from mooncake.rpc import cluster_pb2 as pb
+from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+
+POLL_S = 0.05
+CALL_S = 2.0
+# a conductor that is just starting refuses connections: look again soon
+CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
+
+
+class Readiness:
+    """Waits for the conductor at ``address`` to be ready and to know all of ``node_ids`` as live."""
+
+    def __init__(self, address: str, node_ids: Sequence[str], tell: Callable[[str], None]) -> None:
+        self._address = address
+        self._node_ids = node_ids
+        self._tell = tell
+        self._missing: list[str] = []  # at the last look
+
+    async def wait(self, timeout_s: float) -> None:
+        """Raises NodeUnavailable, naming who is missing, when that takes longer than ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._poll()
+        except TimeoutError:
+            missing = ", ".join(self._missing)
+            raise NodeUnavailable(f"not ready after {timeout_s:g} s: still waiting for {missing}") from None
+
+    async def _poll(self) -> None:
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            while missing := await self._who_is_missing(channel):
+                if missing != self._missing:
+                    self._missing = missing
+                    self._tell(f"waiting for {', '.join(missing)}")
+                await asyncio.sleep(POLL_S)
+
+    async def _who_is_missing(self, channel: grpc.aio.Channel) -> list[str]:
+        try:
+            status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=CALL_S)
+        except grpc.RpcError:
+            return ["conductor"]
+        live = {node.info.node_id for node in status.nodes if node.state == "live"}
+        missing = [node_id for node_id in self._node_ids if node_id not in live]
+        return missing or ([] if status.ready else list(status.waiting_for) or ["conductor"])
