@@ -1,0 +1,58 @@
+"""The arithmetic that torch has no good operator for: paged attention, cache writes, fused norms.
+
+``reference`` is the definition; ``cpu`` has the same functions in C++, built at first use. Models call whichever
+``choose_kernels`` returns and do not know which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from mooncake.kernels import reference
+
+
+class Kernels(Protocol):
+    """The functions of ``reference``, whose docstrings define them. A module is an implementation."""
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor
+    ) -> None: ...
+
+    def rope_write_kv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache_layer: torch.Tensor,
+        slots: torch.Tensor,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor: ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+        window: int = 0,
+    ) -> torch.Tensor: ...
+
+
+def choose_kernels() -> Kernels:
+    """The fastest kernels that work here."""
+    return reference

@@ -1,0 +1,97 @@
+"""The Llama family over a paged KV cache: Llama, SmolLM2, Mistral, Qwen2, Qwen3, told apart by configuration alone.
+
+The forward pass computes one ragged batch, writes its keys and values into the cache it is given, and returns logits. It
+must not know about requests, scheduling, transfer or files; a hook is told when each layer touches the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mooncake.checkpoint import ModelConfig
+from mooncake.kernels import Kernels, choose_kernels
+from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.layers import DecoderLayer, Linear, Weights, decoder_layer, weight
+from mooncake.model.rope import rope_tables
+
+
+class CausalLM:
+    """A decoder-only language model. ``max_model_len`` bounds positions: it is the length of the RoPE tables."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, max_model_len: int = 0, kernels: Kernels | None = None
+    ) -> None:
+        """Raises ModelError when a weight is missing or the configuration is not supported."""
+        self.config = config
+        self.max_model_len = max_model_len or config.max_model_len
+        self._kernels = kernels or choose_kernels()
+        self._embedding = weight(weights, "model.embed_tokens.weight")
+        self._layers = [
+            decoder_layer(weights, layer, config.qkv_bias, config.qk_norm) for layer in range(config.num_layers)
+        ]
+        self._final_norm = weight(weights, "model.norm.weight")
+        self._head = Linear(self._embedding if config.tie_embeddings else weight(weights, "lm_head.weight"))
+        self._cos, self._sin = rope_tables(
+            config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``.
+
+        ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
+        afterwards. What the hook raises passes through, and the cache then holds a part of the step.
+        """
+        eps, kernels = self.config.rms_eps, self._kernels
+        residual = torch.nn.functional.embedding(batch.tokens, self._embedding)
+        normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            mixed = self._attend(index, layer, normed, batch, cache, hook)
+            if index == last:  # behind the last attention, nobody asks for rows without logits
+                mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
+            normed = kernels.add_rms_norm(residual, layer.output(mixed), layer.mlp_norm, eps)
+            update = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+            next_norm = self._final_norm if index == last else self._layers[index + 1].attention_norm
+            normed = kernels.add_rms_norm(residual, update, next_norm, eps)
+        return self._head(normed).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        normed: torch.Tensor,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+    ) -> torch.Tensor:
+        """Attention's output before its projection, ``[T, Hq * D]``, with the step's keys and values written."""
+        cache_layer = cache[:, index]
+        qkv = layer.qkv(normed)
+        hook.before_layer(index)
+        query = self._kernels.rope_write_kv(
+            qkv,
+            self._cos,
+            self._sin,
+            batch.positions,
+            cache_layer,
+            batch.slots,
+            layer.query_norm,
+            layer.key_norm,
+            self.config.rms_eps,
+        )
+        hook.after_layer(index)
+        mixed = self._kernels.paged_attention(
+            query,
+            cache_layer,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            self.config.head_dim**-0.5,
+            self.config.sliding_window or 0,
+        )
+        return mixed.flatten(1)
