@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from decode_node.writeback import FilledBlock, WriteBack
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-
-from decode_node.writeback import FilledBlock, WriteBack
+from mooncake.types import BlockKey
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class GeneratedBlocks:
     def forget(self, request_id: str) -> None:
         self._watched.pop(request_id, None)
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, bytes]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:

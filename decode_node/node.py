@@ -51,13 +51,13 @@ class DecodeNode:
         self.host = EngineHost(config, config.decode, checkpoint, plan)
         await self.host.start(self._generated, self._segment.buffer)
         self._generated.thread = self.host.thread
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._segment_server = SegmentServer(
             self._segment,
             self.node_id,
             transfer.transports,
             config.node.host,
-            on_peer_gone=lambda peer_id: loop.call_soon_threadsafe(self._receiver.peer_gone, peer_id),
+            on_peer_gone=self._on_peer_gone,
         )
         self._receiver = Receiver(self.host.thread, self._segment_server, memory, plan.layout)
         self._segment_server.start()
@@ -95,6 +95,10 @@ class DecodeNode:
         self._segment_server.stop()
         self._transfer.close()
         await self._channels.close()
+
+    def _on_peer_gone(self, writer_id: str) -> None:
+        """On a thread of the segment server."""
+        self._loop.call_soon_threadsafe(self._receiver.peer_gone, writer_id)
 
     def _store(self, address: str) -> StoreClient:
         if address not in self._stores:

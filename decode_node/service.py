@@ -8,11 +8,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from mooncake.engine.engine import StepOutput
-
 from decode_node.generated import GeneratedBlocks
 from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
+from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
 from mooncake.rpc import decode_pb2 as pb

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from kvstore.client import StoreClient
 
-from kvstore.checksum import checksum_blocks
+from kvstore.checksum import Checksums, range_checksums
 from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey, KVLayout
 
@@ -96,6 +96,5 @@ class WriteBack:
             self.skipped += len(blocks)
             log.info("%d blocks were not written back: %s", len(blocks), error.message)
 
-    def _checksums(self, blocks: list[FilledBlock]) -> npt.NDArray[np.uint64]:
-        ids = [block.block_id for block in blocks]
-        return checksum_blocks(self._memory, ids, self._layout.num_layers, self._layout.layer_bytes)
+    def _checksums(self, blocks: list[FilledBlock]) -> list[Checksums]:
+        return [range_checksums(self._memory[block.block_id].data, self._layout.num_layers) for block in blocks]

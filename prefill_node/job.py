@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
 CLOSE_TRIES = 3
+REPORT_PATIENCE_S = 0.25  # the report waits so long for the pool, and the answer for the report
 
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ class PrefillJob:
         self._pool: Sink | None = None
         self._reservations: dict[int, Reservation] = {}  # by block index
         self._sealed = False
+        self._sealing: asyncio.Task[None] | None = None  # once everything is computed
         self._stream: Stream | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -112,6 +114,7 @@ class PrefillJob:
         self._open_outlets(stored_blocks)
         output = await self._compute(sequence)
         computed_s = time.monotonic()
+        self._sealing = asyncio.create_task(self._seal())
         yield pb.PrefillResponse(first_token=sampled_to_wire(output.token))
         if self._handoff is not None:
             await self._until_deadline(asyncio.wrap_future(self._handoff.done))
@@ -123,7 +126,13 @@ class PrefillJob:
         )
 
     async def clean_up(self) -> None:
-        """Stop everything that still touches memory, then tell the peers, then give the blocks back."""
+        """Stop everything that still touches memory, then tell the peers, then give the blocks back.
+
+        What is computed is still stored, whether or not anybody waits for the answer any more.
+        """
+        if self._sealing is not None:
+            await asyncio.wait([self._sealing], timeout=CONTROL_TIMEOUT_S)
+            self._sealing.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -6,6 +6,7 @@ sealed with and against the lease's clock before a layer counts as loaded.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,8 @@ from kvstore.checksum import checksum
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,10 @@ class PrefixLoad:
         self._fail(KVLoadFailed("the request is gone"))
         self.wait_quiet()
 
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def wait_quiet(self) -> None:
         """Block until no read is under way and the blocks may be used for something else. A read has a deadline."""
         with self._changed:
@@ -104,13 +111,16 @@ class PrefixLoad:
         try:
             lease = self._lease()
             for layer in range(self._layout.num_layers):
-                if self._error is not None:
+                if self.has_failed:
                     return
                 self._load_layer(layer, lease, transfer, memory, corrupt)
         except KVLoadFailed as error:
             self._fail(error)
         except MooncakeError as error:
             self._fail(KVLoadFailed(f"reading the stored prefix failed: {error.message}"))
+        except Exception as error:  # a bug must cost this load, not the loader
+            log.exception("loading the prefix of %s", self.request_id)
+            self._fail(KVLoadFailed(f"reading the stored prefix failed: {error!r}"))
         finally:
             self.load_ms = (time.monotonic() - started_s) * 1e3
             with self._changed:

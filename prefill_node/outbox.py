@@ -6,6 +6,7 @@ sink that is not open yet (the decode node has still to reserve) just collects; 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,8 +20,10 @@ import numpy.typing as npt
 
 from kvstore.checksum import checksum
 from kvstore.transfer.engine import TransferEngine, WriteRange
-from mooncake.errors import HandoffFailed, MooncakeError
+from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress
+
+log = logging.getLogger(__name__)
 
 LAYERS_PER_TURN = 8  # written for one sink before the next sink has its turn
 
@@ -105,6 +108,10 @@ class Sink:
                     self._write(runs, destination, transfer, memory)
             except MooncakeError as error:
                 self.fail(error)
+                return False
+            except Exception as error:  # a bug must cost this sink, not the sender
+                log.exception("%s", self.name)
+                self.fail(InternalError(f"{self.name}: {error!r}"))
                 return False
         with self._lock:
             more = bool(self._pending)

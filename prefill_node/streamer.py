@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.sequence import Sequence
-
+from mooncake.types import BlockKey
 from prefill_node.loader import BlockToLoad, PrefixLoad
 from prefill_node.outbox import LayerRun, Outbox, Sink
 
@@ -52,7 +52,7 @@ class LayerStreamer:
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, bytes]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
         if stream is not None:  # admitted again after a failed load, there is nothing to load any more
             stream.load = stream.make_load([BlockToLoad(*block) for block in to_load]) if to_load else None
