@@ -472,3 +472,58 @@ def test_the_load_adds_up() -> None:
     assert (load.running, load.waiting, load.waiting_tokens, load.context_tokens) == (0, 0, 0, 0)
     engine.drop_cached()
     assert engine.load().blocks_free == 16
+
+
+# Everything at once
+
+
+@pytest.mark.parametrize("round_", range(6))
+def test_a_random_life_of_an_engine_ends_with_right_answers_and_no_block_missing(round_: int) -> None:
+    """Arrivals, aborts, hand-offs and loads that fail, in an engine that is short of blocks."""
+    seed = np.random.SeedSequence().entropy
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    shared = random_prompt(24, 0)
+    source = filled_engine(shared + random_prompt(40, 1))
+    engine = hash_engine(num_blocks=30, chunk_tokens=int(random.choice([0, 4, 12])), max_sequences=6)
+    hook = Pool(source, engine)
+    sampling = SamplingParams(max_tokens=10, temperature=1.0, seed=11)
+    prompts: dict[str, list[int]] = {}
+    gone: set[str] = set()
+    got: dict[str, list[int]] = {}
+    for turn in range(300):
+        if turn < 200 and random.random() < 0.4:
+            name = f"r{turn}"
+            prompt = shared[: int(random.integers(1, 25))] + random_prompt(int(random.integers(0, 9)), turn)
+            prompts[name] = prompt
+            if random.random() < 0.3:
+                try:
+                    hand_off(filled_engine(prompt), engine, prompt, sampling, name)
+                except OutOfBlocks:
+                    del prompts[name]
+            else:
+                known = len(shared) // BLOCK if prompt[: len(shared)] == shared else 0
+                engine.add(hash_sequence(name, prompt, sampling, external_blocks=known))
+                if known and random.random() < 0.5:
+                    hook.fail_at = (name, int(random.integers(0, 2)))
+        if prompts and random.random() < 0.05:
+            name = str(random.choice(list(prompts)))
+            engine.abort(name)
+            gone.add(name)
+        if engine.has_work:
+            try:
+                outputs = engine.step(hook)
+            except KVLoadFailed as error:
+                assert engine.rewind_failed(error) or error.request_ids[0] in gone
+                continue
+            for name, tokens in answers(outputs).items():
+                got.setdefault(name, []).extend(tokens)
+        engine.block_pool.check()
+    for name, tokens in answers(run_all(engine, hook)).items():
+        got.setdefault(name, []).extend(tokens)
+    for name, prompt in prompts.items():
+        alone = hash_engine()
+        alone.add(hash_sequence(name, prompt, sampling))
+        [wanted] = answers(run_all(alone)).values()
+        assert got.get(name, []) == wanted or name in gone and got.get(name, []) == wanted[: len(got.get(name, []))]
+    assert is_empty(engine)

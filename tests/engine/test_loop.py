@@ -1,0 +1,208 @@
+"""The thread around the engine: it tells everyone how their request ended, and no error ends it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.loop import EngineThread
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import (
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    KVLoadFailed,
+    MooncakeError,
+    NodeUnavailable,
+)
+from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.types import BlockKey, SampledToken, SamplingParams
+from tests.engine.hash_model import GREEDY, HashModel, hash_engine, hash_sequence, random_prompt, true_answer
+
+WAIT_S = 20.0
+
+
+class Inbox:
+    """What a listener was told."""
+
+    def __init__(self) -> None:
+        self._told: queue.Queue[StepOutput | MooncakeError] = queue.Queue()
+
+    def __call__(self, output: StepOutput | MooncakeError) -> None:
+        self._told.put(output)
+
+    def next(self) -> StepOutput | MooncakeError:
+        return self._told.get(timeout=WAIT_S)
+
+    def answer(self) -> list[int]:
+        tokens: list[int] = []
+        while True:
+            output = self.next()
+            if isinstance(output, MooncakeError):
+                raise output
+            tokens.append(output.token.token_id)
+            if output.finish_reason is not None:
+                return tokens
+
+
+class FragileModel(HashModel):
+    """Fails once, when it is told to."""
+
+    failure: Exception | None = None
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return super().forward(batch, cache, hook)
+
+
+class BrokenLink:
+    """A hook whose loads always fail."""
+
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+        pass
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.is_loading)
+
+    def before_layer(self, layer: int) -> None:
+        if layer == 1 and self.loading:
+            raise KVLoadFailed("the link broke", self.loading)
+
+    def after_layer(self, layer: int) -> None:
+        pass
+
+    def end_step(self, plan: StepPlan) -> None:
+        pass
+
+
+@pytest.fixture
+def model() -> FragileModel:
+    return FragileModel()
+
+
+@pytest.fixture
+def thread(model: FragileModel) -> Iterator[EngineThread]:
+    thread = EngineThread(hash_engine(model=model), BrokenLink())
+    yield thread
+    thread.stop()
+    thread.engine.block_pool.check()
+
+
+def in_use(thread: EngineThread) -> int:
+    return thread.call(lambda engine: engine.block_pool.num_in_use).result(WAIT_S)
+
+
+def test_requests_from_many_threads_are_all_answered(thread: EngineThread) -> None:
+    inboxes = {i: Inbox() for i in range(20)}
+
+    def ask(i: int) -> None:
+        thread.add(hash_sequence(f"r{i}", random_prompt(3 + i, i)), inboxes[i])
+
+    askers = [threading.Thread(target=ask, args=(i,)) for i in inboxes]
+    for asker in askers:
+        asker.start()
+    for i, inbox in inboxes.items():
+        assert inbox.answer() == true_answer(random_prompt(3 + i, i), 12)
+    for asker in askers:
+        asker.join()
+    assert in_use(thread) == 0
+
+
+def test_a_refused_request_is_told_so(thread: EngineThread) -> None:
+    inbox = Inbox()
+    thread.add(hash_sequence("r", [5_000]), inbox)
+    assert isinstance(inbox.next(), InvalidRequest)
+
+
+def test_an_aborted_request_is_told_so(thread: EngineThread) -> None:
+    inbox = Inbox()
+    thread.add(hash_sequence("r", random_prompt(3, 0), SamplingParams(max_tokens=190, temperature=0.0)), inbox)
+    assert isinstance(inbox.next(), StepOutput)
+    thread.call(lambda engine: engine.abort("r")).result(WAIT_S)
+    while isinstance(last := inbox.next(), StepOutput):
+        pass
+    assert isinstance(last, Cancelled)
+    assert in_use(thread) == 0
+
+
+def test_a_failed_load_is_computed_instead(thread: EngineThread) -> None:
+    inbox = Inbox()
+    thread.add(hash_sequence("r", random_prompt(21, 0), external_blocks=4), inbox)
+    assert inbox.answer() == true_answer(random_prompt(21, 0), 12)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("out of luck"), KVLoadFailed("for no reason")])
+def test_a_step_that_fails_ends_its_requests_and_nothing_else(
+    thread: EngineThread, model: FragileModel, failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Inbox(), Inbox()
+    with caplog.at_level(logging.CRITICAL):
+        model.failure = failure
+        thread.add(hash_sequence("first", random_prompt(5, 0)), first)
+        error = first.next()
+    assert isinstance(error, InternalError if isinstance(failure, RuntimeError) else KVLoadFailed)
+    thread.add(hash_sequence("second", random_prompt(5, 0)), second)
+    assert second.answer() == true_answer(random_prompt(5, 0), 12)
+    assert in_use(thread) == 0
+
+
+def test_a_failed_step_leaves_blocks_that_others_may_be_reading(thread: EngineThread, model: FragileModel) -> None:
+    inbox = Inbox()
+    model.failure = RuntimeError("out of luck")
+    thread.add(hash_sequence("r", random_prompt(9, 0), hold_blocks=True), inbox)
+    assert isinstance(inbox.next(), InternalError)
+    assert in_use(thread) == 3
+    thread.call(lambda engine: engine.release("r")).result(WAIT_S)
+    assert in_use(thread) == 0
+
+
+def test_a_listener_that_fails_hurts_nobody_else(thread: EngineThread) -> None:
+    def broken(output: StepOutput | MooncakeError) -> None:
+        raise ValueError("a bug of the listener")
+
+    inbox = Inbox()
+    thread.add(hash_sequence("broken", random_prompt(5, 0)), broken)
+    thread.add(hash_sequence("r", random_prompt(5, 1)), inbox)
+    assert inbox.answer() == true_answer(random_prompt(5, 1), 12)
+
+
+def test_a_reserved_sequence_is_listened_to_from_its_first_token(thread: EngineThread) -> None:
+    inbox = Inbox()
+    sequence = hash_sequence("r", random_prompt(4, 0), eos_ids=(7,))
+    thread.call(lambda engine: engine.reserve(sequence)).result(WAIT_S)
+    thread.listen("r", inbox)
+
+    def start(engine: Engine) -> None:
+        engine.start_reserved("r", SampledToken(0, 7))
+
+    thread.call(start).result(WAIT_S)
+    assert inbox.answer() == [7]
+
+
+def test_errors_of_a_call_reach_the_caller(thread: EngineThread) -> None:
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda engine: 1 // 0).result(WAIT_S)
+
+
+def test_stopping_tells_everyone_and_later_calls_are_refused() -> None:
+    thread = EngineThread(hash_engine())
+    running, late = Inbox(), Inbox()
+    long_answer = SamplingParams(max_tokens=190, temperature=0.0)
+    thread.add(hash_sequence("r", random_prompt(3, 0), long_answer), running)
+    assert isinstance(running.next(), StepOutput)
+    thread.stop()
+    thread.stop()
+    while isinstance(last := running.next(), StepOutput):
+        assert last.finish_reason is None
+    assert isinstance(last, NodeUnavailable)
+    thread.add(hash_sequence("late", [1], GREEDY), late)
+    assert isinstance(late.next(), NodeUnavailable)
+    assert thread.engine.block_pool.num_in_use == 0

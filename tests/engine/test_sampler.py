@@ -1,0 +1,253 @@
+"""Every sampling parameter does what it says, and a token depends on nothing but its own row, seed and position."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.engine.randomness import splitmix64, uniforms
+from mooncake.engine.sampler import Sampler, distribution, edit_logits, token_logprob
+from mooncake.engine.sequence import Sequence
+from mooncake.types import SamplingParams
+
+VOCAB = 1000
+
+
+def random_logits(seed: int, size: int = VOCAB) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(size) * 3).astype(np.float32)
+
+
+def sequence_with(
+    sampling: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3), answer: tuple[int, ...] = (), eos: int | None = None
+) -> Sequence:
+    tokens = np.array(prompt + answer, np.uint32)
+    eos_ids = () if eos is None else (eos,)
+    return Sequence("r", tokens, len(prompt), sampling, b"", eos_ids=eos_ids, max_model_len=10_000)
+
+
+def sample(logits: np.ndarray, *sequences: Sequence) -> list[int]:
+    rows = np.broadcast_to(logits, (len(sequences), logits.shape[-1])).copy()
+    return [token for token, _ in Sampler().sample(torch.from_numpy(rows), list(sequences))]
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+# Randomness
+
+
+def test_the_generator_is_splitmix64() -> None:
+    """First numbers for the seed 1234567, as its reference implementation gives them."""
+    got = splitmix64(np.full(5, 1234567, np.uint64), np.arange(5, dtype=np.uint64))
+    assert got.tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+def test_draws_are_uniform_along_positions_and_along_seeds() -> None:
+    count = 200_000
+    for seeds, positions in (
+        (np.full(count, 42), np.arange(count)),
+        (np.arange(count), np.full(count, 42)),
+        (np.arange(count), np.arange(count)),
+    ):
+        draws = uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
+        assert draws.min() >= 0.0 and draws.max() < 1.0
+        counts = np.bincount((draws * 100).astype(int), minlength=100)
+        assert ((counts - count / 100) ** 2 / (count / 100)).sum() < 99 + 5 * math.sqrt(2 * 99)
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.012
+
+
+# The distribution that is drawn from
+
+
+def brute_force(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
+    """Which tokens are kept, by full sorts."""
+    probabilities = softmax(logits / sampling.temperature)
+    kept = {i for i, p in enumerate(probabilities) if p >= sampling.min_p * probabilities.max() * (1 - 1e-9)}
+    order = sorted(kept, key=lambda i: -logits[i])
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1.0:
+        total, reached = sum(probabilities[i] for i in order), 0.0
+        for count, i in enumerate(order, 1):
+            reached += probabilities[i] / total
+            if reached >= sampling.top_p:
+                order = order[:count]
+                break
+    return set(order)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.floats(0.1, 5.0),
+    top_k=st.sampled_from([0, 1, 2, 7, 50, 999, 1000, 5000]),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.1, 1.0]),
+)
+def test_truncation_keeps_what_full_sorts_would_keep(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = random_logits(seed)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    token_ids, weights = distribution(logits, sampling)
+    assert np.all(np.diff(token_ids) > 0) and np.all(weights > 0)
+    wanted = brute_force(logits, sampling)
+    assert len(set(token_ids.tolist()) ^ wanted) <= 1  # sums may round to either side of top_p
+    ratios = weights / softmax(logits / temperature)[token_ids]
+    assert np.allclose(ratios, ratios[0], rtol=1e-4)
+
+
+def test_ties_are_all_kept() -> None:
+    logits = np.array([1, 5, 5, 5, 0, 5], np.float32)
+    for sampling in (SamplingParams(top_k=2), SamplingParams(top_p=0.3), SamplingParams(min_p=1.0)):
+        assert distribution(logits, sampling)[0].tolist() == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=1, temperature=1.0),
+        SamplingParams(max_tokens=1, temperature=0.5, top_k=10),
+        SamplingParams(max_tokens=1, temperature=1.5, top_p=0.8),
+        SamplingParams(max_tokens=1, temperature=1.0, min_p=0.05, repetition_penalty=1.5),
+    ],
+)
+def test_tokens_come_as_often_as_the_distribution_says(sampling: SamplingParams) -> None:
+    """Chi-square over as many seeds as it takes; the draw is by (seed, position), so seeds are the experiment."""
+    start = secrets.randbits(48)
+    print(f"first seed {start}")
+    logits = random_logits(0, 40) / 2
+    sequences = [sequence_with(_with_seed(sampling, start + i)) for i in range(20_000)]
+    counts = np.bincount(sample(logits, *sequences), minlength=40)
+    token_ids, weights = distribution(edit_logits(logits, sequences[0]), sampling)
+    expected = weights / weights.sum() * len(sequences)
+    assert counts.sum() == counts[token_ids].sum(), "a token was drawn that should have been cut off"
+    large = expected >= 5
+    chi_square = ((counts[token_ids] - expected) ** 2 / expected)[large].sum()
+    freedom = max(int(large.sum()) - 1, 1)
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom)
+
+
+def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    return replace(sampling, seed=seed)
+
+
+def test_a_token_does_not_depend_on_its_neighbours_in_the_batch() -> None:
+    samplings = [
+        SamplingParams(max_tokens=9, temperature=0.0),
+        SamplingParams(max_tokens=9, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=9, temperature=1.0, seed=2, top_p=0.7),
+        SamplingParams(max_tokens=9, temperature=2.0, seed=3, top_k=30, logprobs=3),
+        SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0),
+    ]
+    rows = np.stack([random_logits(i) for i in range(len(samplings))])
+    sequences = [sequence_with(sampling, answer=(5, 5, 6)) for sampling in samplings]
+    together = Sampler().sample(torch.from_numpy(rows), sequences)
+    order = np.random.default_rng(0).permutation(len(samplings))
+    shuffled = Sampler().sample(torch.from_numpy(rows[order]), [sequences[i] for i in order])
+    assert [together[i] for i in order] == shuffled
+    for i, sequence in enumerate(sequences):
+        [alone] = Sampler().sample(torch.from_numpy(rows[i : i + 1]), [sequence])
+        assert alone == together[i]
+
+
+def test_seed_and_position_decide_the_draw() -> None:
+    logits = random_logits(0) * 0
+    same = SamplingParams(max_tokens=50, temperature=1.0, seed=5)
+    other = SamplingParams(max_tokens=50, temperature=1.0, seed=6)
+    a, b, c, d = sample(
+        logits, sequence_with(same), sequence_with(same), sequence_with(other), sequence_with(same, answer=(1,))
+    )
+    assert a == b and len({a, c, d}) == 3
+
+
+def test_logits_are_left_as_they_are() -> None:
+    rows = torch.from_numpy(random_logits(0)[None].copy())
+    before = rows.clone()
+    sampling = SamplingParams(max_tokens=9, repetition_penalty=2.0, logit_bias=((3, 9.0),), top_p=0.5, logprobs=5)
+    Sampler().sample(rows, [sequence_with(sampling)])
+    assert torch.equal(rows, before)
+
+
+# Edits
+
+
+def test_repetition_counts_prompt_and_answer_the_other_penalties_the_answer_alone() -> None:
+    logits = np.array([2.0, -2.0, 2.0, 2.0, 1.0], np.float32)
+    sampling = SamplingParams(max_tokens=9, repetition_penalty=2.0)
+    edited = edit_logits(logits, sequence_with(sampling, prompt=(0, 1), answer=(2, 2)))
+    assert edited.tolist() == [1.0, -4.0, 1.0, 2.0, 1.0]
+    sampling = SamplingParams(max_tokens=9, presence_penalty=0.5, frequency_penalty=0.25)
+    edited = edit_logits(logits, sequence_with(sampling, prompt=(0, 1), answer=(2, 2, 4)))
+    assert edited.tolist() == [2.0, -2.0, 1.0, 2.0, 0.25]
+
+
+def test_penalties_keep_up_with_the_answer() -> None:
+    sequence = sequence_with(SamplingParams(max_tokens=9, frequency_penalty=1.0))
+    logits = np.zeros(8, np.float32)
+    for token in (4, 4, 5):
+        edit_logits(logits, sequence)
+        sequence.append(token)
+    assert edit_logits(logits, sequence).tolist() == [0, 0, 0, 0, -2, -1, 0, 0]
+
+
+def test_a_bias_can_force_and_forbid() -> None:
+    logits = random_logits(0)
+    best = int(logits.argmax())
+    forced = SamplingParams(max_tokens=9, temperature=0.0, logit_bias=((17, 100.0),))
+    forbidden = SamplingParams(max_tokens=9, temperature=0.0, logit_bias=((best, -100.0),))
+    plain = SamplingParams(max_tokens=9, temperature=0.0)
+    got = sample(logits, sequence_with(forced), sequence_with(forbidden), sequence_with(plain))
+    assert got[0] == 17 and got[1] != best and got[2] == best
+
+
+def test_the_end_cannot_be_drawn_before_min_tokens() -> None:
+    logits = np.zeros(6, np.float32)
+    logits[4] = logits[5] = 50.0
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, min_tokens=2, stop_token_ids=(5,))
+    assert sample(logits, sequence_with(sampling, answer=(1,), eos=4))[0] not in (4, 5)
+    assert sample(logits, sequence_with(sampling, answer=(1, 1), eos=4))[0] in (4, 5)
+    ignoring = SamplingParams(max_tokens=9, temperature=0.0, min_tokens=2, ignore_eos=True)
+    assert sample(logits, sequence_with(ignoring, eos=4))[0] == 4
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = random_logits(3)
+    wanted = torch.log_softmax(torch.from_numpy(logits).double(), -1).numpy()
+    sampling = SamplingParams(max_tokens=9, temperature=0.3, top_k=5, repetition_penalty=2.0, logprobs=4, seed=1)
+    rows = torch.from_numpy(logits[None].copy())
+    [(token, logprob)] = Sampler().sample(rows, [sequence_with(sampling)])
+    assert logprob is not None and logprob.logprob == pytest.approx(wanted[token], abs=1e-9)
+    best = np.argsort(-logits)[:4]
+    assert [i for i, _ in logprob.top] == best.tolist()
+    assert [value for _, value in logprob.top] == pytest.approx(wanted[best].tolist(), abs=1e-9)
+
+
+def test_no_alternatives_are_listed_when_none_are_asked_for() -> None:
+    assert token_logprob(random_logits(0), 5, 0).top == ()
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000), temperature=st.floats(1e-4, 100.0), draw_seed=st.integers(0, 2**64 - 1))
+def test_any_temperature_gives_a_token(seed: int, temperature: float, draw_seed: int) -> None:
+    sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=draw_seed)
+    [token] = sample(random_logits(seed), sequence_with(sampling))
+    assert 0 <= token < VOCAB
