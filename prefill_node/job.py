@@ -120,7 +120,7 @@ class PrefillJob:
             await self._until_deadline(asyncio.wrap_future(self._handoff.done))
             await self._commit(output.token)
         committed_s = time.monotonic()
-        await self._seal()
+        await asyncio.wait([self._sealing], timeout=REPORT_PATIENCE_S)
         yield pb.PrefillResponse(
             report=report_to_wire(self._report(sequence.num_cached_tokens, computed_s, committed_s))
         )
