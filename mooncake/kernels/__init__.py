@@ -6,11 +6,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Protocol
 
 import torch
 
 from mooncake.kernels import reference
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu_build import BuildFailed, load_library
+
+log = logging.getLogger(__name__)
 
 
 class Kernels(Protocol):
@@ -53,6 +59,11 @@ class Kernels(Protocol):
     ) -> torch.Tensor: ...
 
 
+@functools.cache
 def choose_kernels() -> Kernels:
-    """The fastest kernels that work here."""
-    return reference
+    """The fastest kernels that work here. The first call may compile for some seconds."""
+    try:
+        return CpuKernels(load_library())
+    except BuildFailed as error:
+        log.warning("using the slow torch kernels: %s", error)
+        return reference

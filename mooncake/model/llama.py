@@ -31,9 +31,7 @@ class CausalLM:
         ]
         self._final_norm = weight(weights, "model.norm.weight")
         self._head = Linear(self._embedding if config.tie_embeddings else weight(weights, "lm_head.weight"))
-        self._cos, self._sin = rope_tables(
-            config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling
-        )
+        self._cos, self._sin = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
 
     @property
     def dtype(self) -> torch.dtype:
