@@ -55,9 +55,9 @@ START_S = 60.0
 READY_S = 120.0
 STOP_S = 15.0
 
-NODE_CLASSES = {
+NODE_BUILDERS = {
     "conductor": ("conductor.node", "ConductorNode"),
-    "store": ("kvstore.node", "StoreNode"),
+    "store": ("kvstore.__main__", "build"),
     "prefill": ("prefill_node.node", "PrefillNode"),
     "decode": ("decode_node.node", "DecodeNode"),
 }
@@ -106,7 +106,7 @@ class RayNode:
 
 
 async def _started(role: str, config: Config) -> Node:
-    module, name = NODE_CLASSES[role]
+    module, name = NODE_BUILDERS[role]
     node = cast(Node, getattr(importlib.import_module(module), name)(config))
     await node.start()
     return node

@@ -1,0 +1,180 @@
+"""The command line, as a person or a script meets it: real processes, exit codes, one sentence for an error."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mooncake.app.local import LocalCluster
+
+MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
+TRACE = "\n".join(
+    json.dumps({"timestamp": 100 * n, "input_length": 1500, "output_length": 64, "hash_ids": [0, n % 2 + 1, n + 10]})
+    for n in range(6)
+)
+
+
+def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MOONCAKE, *arguments], input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (
+            ["config", "show", "--set", "store.dram=2"],
+            2,
+            "unknown configuration key store.dram; did you mean",
+        ),
+        (
+            ["config", "show", "--config", "/none.toml"],
+            2,
+            "cannot read the configuration /none.toml: No such",
+        ),
+        (["replay", "/none.jsonl"], 2, "cannot read the trace /none.jsonl: No such file or directory"),
+        (["trace", "stats", "/none.jsonl"], 2, "cannot read the trace /none.jsonl: No such file or directory"),
+        (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: engine, serve"),
+        (
+            ["status", "--address", "127.0.0.1:9"],
+            1,
+            "no cluster answers at 127.0.0.1:9; start one with `mooncake serve`",
+        ),
+        (["generate", "Hi", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
+        (["chat", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
+        (["serve", "--model", "/no/model"], 1, "/no/model"),
+        (["serve", "--prefill", "0"], 2, "--prefill"),
+        (["serve", "--set", "store.dram_gb=1e6", "--http-port", "0", "--grpc-port", "0"], 2, "GB of memory"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_a_sentence_and_an_exit_code(
+    arguments: list[str], code: int, sentence: str
+) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_refused_within_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        done = run("serve", "--http-port", port, "--grpc-port", "0")
+    assert done.returncode == 2
+    assert f"port {port} is taken by process " in done.stderr
+    assert "--http-port" in done.stderr
+
+
+def test_help_answers_at_once() -> None:
+    run("--help")  # compiles
+    times = []
+    for _ in range(5):
+        start_s = time.monotonic()
+        assert run("--help").returncode == 0
+        times.append(time.monotonic() - start_s)
+    assert min(times) < 0.5
+
+
+def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[store]\ndram_gb = 3\nlease_s = 4\n")
+    done = run("config", "show", "--origin", "--json", "--config", f"{tmp_path}/c.toml", "--set", "store.lease_s=5")
+    origins = {row["name"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)}
+    assert origins["store.dram_gb"] == (3.0, f"{tmp_path}/c.toml")
+    assert origins["store.lease_s"] == (5.0, "flag")
+    assert origins["block.tokens"] == (64, "default")
+    assert "store.lease_s" in run("config", "show", "--origin").stdout
+
+
+def test_trace_stats_count_hits(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(TRACE)
+    facts = json.loads(run("trace", "stats", f"{tmp_path}/t.jsonl", "--json").stdout)
+    assert (facts["requests"], facts["block_references"], facts["distinct_blocks"]) == (6, 18, 9)
+    assert facts["lru_hit_rates"][0]["block"] == 9 / 18
+    assert "0.5000" in run("trace", "stats", f"{tmp_path}/t.jsonl").stdout
+
+
+def test_generate_streams_an_answer_and_its_figures(cluster: LocalCluster) -> None:
+    arguments = ("generate", "Why is the sky blue?", "--address", cluster.grpc_address, "--max-tokens", "8")
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert len(done.stdout.strip()) > 5
+    assert "TTFT" in done.stderr
+    assert "prefill-0 → decode-0" in done.stderr
+
+    answer = json.loads(run(*arguments, "--json").stdout)
+    assert answer["text"] == done.stdout.rstrip("\n")
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["finish_reason"] == "length"
+
+
+def test_chat_reuses_the_turns_before(cluster: LocalCluster) -> None:
+    story = "Once upon a time there was a small robot that wanted to see the sea. " * 6
+    done = run(
+        *("chat", "--address", cluster.grpc_address, "--max-tokens", "8", "--temperature", "0"),
+        stdin=f"{story}\nAnd then?\n/new\nHello\n",
+    )
+    assert done.returncode == 0
+    reused = [line for line in done.stderr.splitlines() if "prompt tokens reused" in line]
+    assert len(reused) == 3
+    assert "· 64 of" in reused[1] or "· 128 of" in reused[1]
+
+
+def test_status_shows_every_node(cluster: LocalCluster) -> None:
+    status = json.loads(run("status", "--address", cluster.grpc_address, "--json").stdout)
+    assert status["ready"] is True
+    assert {node["info"]["node_id"] for node in status["nodes"]} == {"store-0", "prefill-0", "decode-0"}
+    table = run("status", "--address", cluster.grpc_address).stdout
+    assert all(word in table for word in ("ready", "prefill-0", "decode-0", "store-0", "live"))
+
+
+def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(TRACE)
+    done = run(
+        *("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address, "--tokens-per-block", "64"),
+        *("--max-output", "4", "--concurrency", "1", "--speed", "0", "--ttft-slo-ms", "60000"),
+        *("--json", f"{tmp_path}/r.json", "--plots", f"{tmp_path}/plots"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6 requests" in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["summary"]["ok"] == 6
+    assert report["summary"]["goodput_share"] == 1.0
+    # one after the other, with room for all: exactly what an endless cache hits
+    assert report["summary"]["hits"] == report["endless_cache"]
+    assert report["endless_cache"]["block"] == 9 / 18
+    assert len(report["results"][0]["gaps_ms"]) == 3
+    for name in ("ttft", "tbt", "arrivals", "hit_rate"):
+        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
+    with subprocess.Popen(
+        [*MOONCAKE, "serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_gb=0.5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if "Ctrl-C stops" in line:
+                    break
+            text = "".join(said)
+            assert all(word in text for word in ("OpenAI", "gRPC", "waiting for", "ready", "mooncake generate"))
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+            assert process.returncode == 0
+            assert "stopped" in out
+            assert "Traceback" not in err
+        finally:
+            process.kill()

@@ -1,0 +1,117 @@
+"""A local cluster comes up, notices who dies, brings them back when told to, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live import small_config
+
+from mooncake.app.local import LocalCluster
+from mooncake.client import Client
+from mooncake.errors import ConfigError, ModelError, NodeUnavailable
+from mooncake.types import SamplingParams
+
+FEW = SamplingParams(max_tokens=3, temperature=0.0)
+
+
+def ask(cluster: LocalCluster) -> str:
+    with Client(cluster.grpc_address) as client:
+        return client.generate("The sky is", sampling=FEW, timeout_s=60).text
+
+
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def folders() -> set[Path]:
+    return set(Path("/tmp").glob("mooncake-*"))
+
+
+async def test_it_answers_and_leaves_nothing_behind() -> None:
+    before = folders()
+    told: list[str] = []
+    async with LocalCluster(small_config(), tell=told.append) as cluster:
+        assert set(cluster.pids) == {"conductor", "store-0", "prefill-0", "decode-0"}
+        assert any(sentence.startswith("waiting for") for sentence in told)
+        assert folders() > before
+        assert await asyncio.to_thread(ask, cluster)
+        pids = list(cluster.pids.values())
+        port = cluster.config.conductor.grpc_port
+    assert all(is_gone(pid) for pid in pids)
+    assert folders() == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+async def test_a_process_that_dies_comes_back_and_serves() -> None:
+    told: list[str] = []
+    async with LocalCluster(small_config(), restart=True, tell=told.append) as cluster:
+        before = await asyncio.to_thread(ask, cluster)
+        for node_id in ("decode-0", "store-0"):
+            old = cluster.pids[node_id]
+            os.kill(old, signal.SIGKILL)
+            await until(lambda node_id=node_id, old=old: cluster.pids.get(node_id, old) != old)
+            assert any(f"{node_id} was killed by SIGKILL; starting it again" in sentence for sentence in told)
+            await cluster.wait_ready()
+        assert await asyncio.to_thread(ask, cluster) == before
+
+
+async def test_a_process_that_dies_for_good_is_told() -> None:
+    async with LocalCluster(small_config()) as cluster:
+        os.kill(cluster.pids["prefill-0"], signal.SIGKILL)
+        error = await asyncio.wait_for(cluster.wait_fatal(), 20)
+        assert error.message == "prefill-0 was killed by SIGKILL"
+
+
+async def test_a_node_that_hangs_is_ended_all_the_same() -> None:
+    cluster = LocalCluster(small_config())
+    async with cluster:
+        pid = cluster.pids["decode-0"]
+        os.kill(pid, signal.SIGSTOP)
+        start_s = time.monotonic()
+    assert is_gone(pid)
+    assert time.monotonic() - start_s < 30
+
+
+async def test_a_node_that_cannot_start_says_why_in_one_sentence() -> None:
+    before = folders()
+    with pytest.raises(ConfigError) as caught:
+        async with LocalCluster(small_config("decode.kv_gb=0.001")):
+            pass
+    assert "decode-0 ended with exit code 2: decode: " in caught.value.message
+    assert "kv_gb" in caught.value.message
+    assert folders() == before
+
+
+async def test_what_can_be_known_beforehand_starts_no_process() -> None:
+    for overrides, error, sentence in (
+        (["model.path=/nowhere"], ModelError, "/nowhere"),
+        (["store.dram_gb=1e6"], ConfigError, "GB of memory"),
+    ):
+        cluster = LocalCluster(small_config(*overrides))
+        with pytest.raises(error, match=sentence):
+            async with cluster:
+                pass
+        assert cluster.pids == {}
+
+
+async def test_waiting_has_an_end() -> None:
+    with pytest.raises(NodeUnavailable, match=r"not ready after 0\.05 s: still waiting for"):
+        async with LocalCluster(small_config(), ready_timeout_s=0.05):
+            pass

@@ -1,0 +1,79 @@
+"""Before anything starts, a launcher says in one sentence what would go wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from mooncake.app.preflight import (
+    available_cores,
+    available_memory_gb,
+    check_memory,
+    check_ports,
+    free_port,
+    memory_need,
+    parameter_count,
+    port_holder,
+    resolve,
+)
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import load_config
+from mooncake.errors import ConfigError
+
+
+def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for flag, key in (("--http-port", "http_port"), ("--grpc-port", "grpc_port")):
+            config = resolve(
+                load_config(None, ["conductor.http_port=0", "conductor.grpc_port=0", f"conductor.{key}={port}"])
+            )
+            with pytest.raises(ConfigError) as caught:
+                check_ports(config)
+            assert caught.value.message == (
+                f"port {port} is taken by process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()}); "
+                f"choose another with {flag}, or stop what holds it"
+            )
+    assert port_holder(port) == ""
+
+
+def test_free_ports_pass_and_equal_ports_do_not() -> None:
+    check_ports(resolve(load_config(None, ["conductor.http_port=0", "conductor.grpc_port=0"])))
+    port = free_port("127.0.0.1")
+    with pytest.raises(ConfigError, match=f"both {port}"):
+        check_ports(load_config(None, [f"conductor.http_port={port}", f"conductor.grpc_port={port}"]))
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    config = load_config(None, ["conductor.host=192.0.2.1", "conductor.http_port=18000", "conductor.grpc_port=18001"])
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:18000: .*set conductor\.host"):
+        check_ports(config)
+
+
+def test_threads_are_shared_among_the_compute_nodes() -> None:
+    config = resolve(load_config(None, ["cluster.prefill=1", "cluster.decode=1", "decode.threads=7"]))
+    assert config.prefill.threads == max(1, available_cores() // 2)
+    assert config.decode.threads == 7
+    assert resolve(load_config(None, ["cluster.prefill=500"])).prefill.threads == 1
+
+
+def test_memory_is_counted_for_every_node() -> None:
+    model = open_checkpoint("smollm2").config
+    assert parameter_count(model) == pytest.approx(134.5e6, rel=0.01)
+    config = load_config(None, ["cluster.prefill=2", "prefill.kv_gb=3", "decode.kv_gb=5", "store.dram_gb=7"])
+    need = memory_need(config, model)
+    assert (need.kv_gb, need.store_gb) == (11, 7)
+    assert need.weights_gb == pytest.approx(3 * 0.538, rel=0.01)
+
+    check_memory(config, model, available_gb=30)
+    with pytest.raises(ConfigError, match=r"needs 2\d\.\d GB of memory .* and 8\.0 GB are available; lower"):
+        check_memory(config, model, available_gb=8)
+
+
+def test_this_machine_tells_its_memory() -> None:
+    available_gb = available_memory_gb()
+    assert available_gb is not None
+    assert 0.1 < available_gb < 1e5

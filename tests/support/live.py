@@ -1,0 +1,56 @@
+"""A small live cluster for tests: real processes, little memory, one thread a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+from mooncake.app.local import LocalCluster
+from mooncake.config import Config, load_config
+
+SMALL = (
+    "conductor.http_port=0",
+    "conductor.grpc_port=0",
+    "conductor.heartbeat_interval_s=0.1",
+    "prefill.kv_gb=0.5",
+    "decode.kv_gb=0.5",
+    "store.dram_gb=0.5",
+    "prefill.threads=1",
+    "decode.threads=1",
+)
+
+
+def small_config(*overrides: str) -> Config:
+    return load_config(None, [*SMALL, *overrides])
+
+
+@contextlib.contextmanager
+def running_cluster(config: Config) -> Iterator[LocalCluster]:
+    """A cluster that outlives the event loops of tests: its watchers run on a loop in a thread of their own."""
+    started: Future[LocalCluster] = Future()
+    loop_and_stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def live() -> None:
+        stop = asyncio.Event()
+        loop_and_stop.append((asyncio.get_running_loop(), stop))
+        try:
+            async with LocalCluster(config) as cluster:
+                started.set_result(cluster)
+                await stop.wait()
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()), name="cluster")
+    thread.start()
+    try:
+        yield started.result(timeout=180)
+    finally:
+        loop, stop = loop_and_stop[0]
+        with contextlib.suppress(RuntimeError):  # it ended by itself, with an error
+            loop.call_soon_threadsafe(stop.set)
+        thread.join()
