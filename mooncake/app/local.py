@@ -51,6 +51,7 @@ class Child:
     role: str
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
+    incarnation: int = 0  # that the conductor last knew; 0: none
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES_KEPT))
 
     @property
@@ -98,6 +99,7 @@ class LocalCluster:
         self._folder: Path | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: asyncio.Future[MooncakeError] | None = None
+        self._dead: set[int] = set()  # incarnations
         self._stopping = False
 
     @property
@@ -140,10 +142,11 @@ class LocalCluster:
             self._watchers.append(asyncio.create_task(self._watch(child), name=f"watch {child.node_id}"))
 
     async def wait_ready(self) -> None:
-        """Return once the conductor is ready and knows every node; say what is missing meanwhile."""
+        """Return once the conductor is ready and knows every node, a restarted one by its new life; say who is missing
+        meanwhile. Raises NodeUnavailable after ``ready_timeout_s``, or the error that ended a process for good."""
         assert self._fatal is not None, "start() comes first"
         nodes = [child.node_id for child in self.children.values() if child.role != "conductor"]
-        readiness = Readiness(self.grpc_address, nodes, self._tell)
+        readiness = Readiness(self.grpc_address, nodes, self._tell, frozenset(self._dead))
         ready = asyncio.create_task(readiness.wait(self._ready_timeout_s), name="wait until ready")
         try:
             await asyncio.wait((ready, self._fatal), return_when=asyncio.FIRST_COMPLETED)
@@ -153,6 +156,8 @@ class LocalCluster:
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
+        for node_id, incarnation in readiness.incarnations.items():
+            self.children[node_id].incarnation = incarnation
 
     async def wait_fatal(self) -> MooncakeError:
         """Return the error once the cluster cannot go on: a process died and is not to be restarted."""
@@ -212,6 +217,7 @@ class LocalCluster:
             code = await self._live(child)
             if self._stopping:
                 return
+            self._dead.add(child.incarnation)
             error = _death(child, code)
             can_return = self._restart and not isinstance(error, ConfigError)
             if not can_return:

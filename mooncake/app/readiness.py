@@ -18,12 +18,23 @@ CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconne
 
 
 class Readiness:
-    """Waits for the conductor at ``address`` to be ready and to know all of ``node_ids`` as live."""
+    """Waits for the conductor at ``address`` to be ready and to know all of ``node_ids`` as live.
 
-    def __init__(self, address: str, node_ids: Sequence[str], tell: Callable[[str], None]) -> None:
+    ``dead`` names incarnations that are known to have ended: the conductor may not have noticed yet.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        node_ids: Sequence[str],
+        tell: Callable[[str], None],
+        dead: frozenset[int] = frozenset(),
+    ) -> None:
+        self.incarnations: dict[str, int] = {}  # of the live nodes, at the last look
         self._address = address
         self._node_ids = node_ids
         self._tell = tell
+        self._dead = dead
         self._missing: list[str] = []  # at the last look
 
     async def wait(self, timeout_s: float) -> None:
@@ -48,6 +59,10 @@ class Readiness:
             status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=CALL_S)
         except grpc.RpcError:
             return ["conductor"]
-        live = {node.info.node_id for node in status.nodes if node.state == "live"}
-        missing = [node_id for node_id in self._node_ids if node_id not in live]
+        self.incarnations = {
+            node.info.node_id: node.info.incarnation
+            for node in status.nodes
+            if node.state == "live" and node.info.incarnation not in self._dead
+        }
+        missing = [node_id for node_id in self._node_ids if node_id not in self.incarnations]
         return missing or ([] if status.ready else list(status.waiting_for) or ["conductor"])

@@ -1,0 +1,79 @@
+"""The same nodes as Ray actors: they answer, and Ray brings back the one that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+
+import pytest
+from live import small_config
+
+from mooncake.app.preflight import free_port
+from mooncake.app.ray_cluster import PrivateRay, RayCluster, is_loopback
+from mooncake.client import Client, GenerateResult
+from mooncake.errors import ConfigError
+from mooncake.types import SamplingParams
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+PROMPT = "The first three planets are"
+
+
+def ask(address: str) -> GenerateResult:
+    with Client(address) as client:
+        return client.generate(PROMPT, sampling=SamplingParams(max_tokens=8, temperature=0.0), timeout_s=60)
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> None:
+    told: list[str] = []
+    config = small_config("cluster.decode=2", "prefill.kv_gb=0.3", "decode.kv_gb=0.3", "store.dram_gb=0.3")
+    async with RayCluster(config, gcs_port=free_port("127.0.0.1"), tell=told.append) as cluster:
+        before = await asyncio.to_thread(ask, cluster.grpc_address)
+        assert before.usage.completion_tokens == 8
+
+        pids = await cluster.pids()
+        killed = before.timings.decode_node
+        os.kill(pids[killed], signal.SIGKILL)
+        moved = await asyncio.to_thread(ask, cluster.grpc_address)
+        assert moved.text == before.text
+        assert moved.timings.decode_node != killed
+
+        back = await restarted(cluster, killed, pids[killed])
+        assert back not in pids.values()
+        await cluster.wait_ready()
+        assert (await asyncio.to_thread(ask, cluster.grpc_address)).text == before.text
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", cluster.config.conductor.grpc_port), timeout=5)
+
+
+async def restarted(cluster: RayCluster, node_id: str, old_pid: int) -> int:
+    """The actor's new process, once Ray has started one."""
+    from ray.exceptions import ActorUnavailableError
+
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                pid = (await cluster.pids())[node_id]
+            except ActorUnavailableError:
+                pid = old_pid
+            if pid != old_pid:
+                return pid
+            await asyncio.sleep(0.1)
+
+
+@needs_ray
+def test_a_port_that_is_taken_is_told_before_ray_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} is taken by process {os.getpid()} .* RAY_ADDRESS"):
+            PrivateRay(port).start(num_cpus=1)
+
+
+def test_loopback_is_known_by_number_and_by_name() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "node-1.example"))
