@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mooncake.engine.engine import Engine, EngineConfig, StepHook, StepOutput
 from mooncake.engine.engine import NO_HOOK as NO_HOOK
+from mooncake.engine.engine import Engine, EngineConfig, StepHook, StepOutput
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.randomness import splitmix64
 from mooncake.engine.sequence import Sequence
