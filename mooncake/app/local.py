@@ -156,8 +156,8 @@ class LocalCluster:
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
-        for node_id, incarnation in readiness.incarnations.items():
-            self.children[node_id].incarnation = incarnation
+        for node_id in nodes:
+            self.children[node_id].incarnation = readiness.incarnations[node_id]
 
     async def wait_fatal(self) -> MooncakeError:
         """Return the error once the cluster cannot go on: a process died and is not to be restarted."""
