@@ -85,7 +85,7 @@ class SegmentServer:
         node_id: str,
         transports: tuple[str, ...] = ("shm", "tcp"),
         host: str = "127.0.0.1",
-        on_peer_gone: Callable[[str], None] | None = None,
+        on_peer_gone: Callable[[str], object] | None = None,
     ) -> None:
         self.on_peer_gone = on_peer_gone
         self._segment = segment

@@ -1,0 +1,19 @@
+"""``python -m kvstore --config FILE --set section.key=value``: one store node until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+from mooncake.checkpoint import open_checkpoint
+
+from kvstore.node import StoreNode
+from mooncake.app.role_main import run_role
+from mooncake.config import Config
+
+
+def build(config: Config) -> StoreNode:
+    """A slot holds one block of the configured model."""
+    layout = open_checkpoint(config.model.path).kv_layout(config.block.tokens, config.model.dtype)
+    return StoreNode(config, layout.block_bytes)
+
+
+if __name__ == "__main__":
+    run_role("store", build)

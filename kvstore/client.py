@@ -1,0 +1,394 @@
+"""The client of a store: blocks of bytes by key, put and got without a copy too many, verified on the way.
+
+    async with await StoreClient.connect("127.0.0.1:50060") as store:
+        await store.put(key, data)
+        assert await store.get(key) == data
+
+Control goes over gRPC; bytes go by one-sided transfers between the caller's memory and the store's segment. What a
+store does not have is None or a shorter list, not an error; everything that is an error is one of ``mooncake.errors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+from typing_extensions import Buffer
+
+from kvstore.checksum import Checksums, checksums_from_wire, checksums_of, checksums_to_wire, verify
+from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
+from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, MooncakeError
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc import store_pb2_grpc
+from mooncake.rpc.convert import segment_from_wire
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.server import Channels
+from mooncake.types import BlockKey, SegmentAddress
+
+DEFAULT_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A slot to write one block into. ``epoch`` goes with every write and fences late ones."""
+
+    segment: SegmentAddress
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that may be read: its slot, its length in bytes, and a checksum for each equal range of it."""
+
+    slot: int
+    length: int
+    checksums: Checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to read ``blocks`` until ``expires_s`` (monotonic clock of this process, on the safe side)."""
+
+    segment: SegmentAddress
+    lease_id: int
+    expires_s: float
+    blocks: tuple[StoredBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store's accounts: ``free + reserved + sealed + quarantined == total``, always."""
+
+    total: int
+    free: int
+    reserved: int
+    sealed: int
+    quarantined: int
+    leases: int
+    counters: Mapping[str, int]
+
+
+class StoreClient:
+    """Talks to one store. Belongs to one event loop.
+
+    Every call takes ``timeout_s`` and ends within it. Beside the errors named at each method, all may raise
+    NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
+    """
+
+    def __init__(self, address: str, transfer: TransferEngine, channels: Channels) -> None:
+        """``address`` is the store's gRPC address. The engine and the channels are shared, and closed by their owner;
+        ``connect`` makes a client that has its own."""
+        self.address = address
+        self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
+        self._transfer = transfer
+        self._stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
+        self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
+        self._background: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        name: str = "client",
+        transports: tuple[str, ...] = ("shm", "tcp"),
+        streams: int = 2,
+        max_mb_per_s: float = 0.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> StoreClient:
+        """A client with its own transfer engine, once the store answers. Raises NodeUnavailable when it does not."""
+        transfer = TransferEngine(name, transports, streams, max_mb_per_s)
+        channels = Channels()
+        client = cls(address, transfer, channels)
+        client._owned.push_async_callback(channels.close)
+        client._owned.callback(transfer.close)
+        try:
+            await client.stats(timeout_s=timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def close(self) -> None:
+        """Ends what runs in the background, and what ``connect`` opened."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
+        await self._owned.aclose()
+
+    async def __aenter__(self) -> StoreClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Whole blocks
+
+    async def put(self, key: bytes, data: Buffer, parent: bytes = b"", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+        """Store ``data`` (contiguous, at most a slot long). True when it is stored afterwards, also when it was
+        before; False when another writer is at it or the store did not accept the bytes.
+
+        ``parent`` is the key of the block it builds on: a store evicts it before its parent. Raises OutOfBlocks.
+        """
+        view = memoryview(data).cast("B")
+        deadline = time.monotonic() + timeout_s
+        [slot], [stored] = await self._reserve([(key, parent)], view.nbytes, 1, deadline)
+        if slot is None:
+            return stored
+        sums = checksums_of([view])
+        return await self._write_and_seal([slot], [view], [sums], deadline) == 1
+
+    async def put_blocks(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        blocks: Sequence[Buffer],
+        checksums: Sequence[Checksums],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> int:
+        """Store several blocks of one length, given (key, parent) and the checksums of each one's equal ranges.
+
+        Returns how many of them were newly stored. Raises OutOfBlocks when there was room for none.
+        """
+        if not (len(names) == len(blocks) == len(checksums)):
+            raise InvalidRequest("put_blocks needs a name, bytes and checksums for each block")
+        if not names:
+            return 0
+        views = [memoryview(block).cast("B") for block in blocks]
+        deadline = time.monotonic() + timeout_s
+        if len({view.nbytes for view in views}) != 1 or len({len(sums) for sums in checksums}) != 1:
+            raise InvalidRequest("put_blocks needs blocks of one length and one number of ranges")
+        slots, _ = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
+        mine = [index for index, slot in enumerate(slots) if slot is not None]
+        return await self._write_and_seal(
+            [slot for slot in slots if slot is not None],
+            [views[index] for index in mine],
+            [checksums[index] for index in mine],
+            deadline,
+        )
+
+    async def get(self, key: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes | None:
+        """The bytes stored under ``key``, or None. Raises KVLoadFailed: LeaseExpired, or ChecksumMismatch (the block
+        has then been dropped from the store)."""
+        deadline = time.monotonic() + timeout_s
+        lease = await self.acquire([key], timeout_s=timeout_s)
+        if not lease.blocks:
+            return None
+        data = bytearray(lease.blocks[0].length)
+        await self._get(key, lease, memoryview(data), deadline)
+        return bytes(data)
+
+    async def get_into(self, key: bytes, into: Buffer, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
+        """Like ``get``, straight into the caller's memory (contiguous, writable). Returns the length, or None.
+
+        Raises InvalidRequest when the block is longer than ``into``. After any error ``into`` holds rubbish.
+        """
+        deadline = time.monotonic() + timeout_s
+        lease = await self.acquire([key], timeout_s=timeout_s)
+        if not lease.blocks:
+            return None
+        length, view = lease.blocks[0].length, memoryview(into).cast("B")
+        if view.nbytes < length:
+            self._release_later(lease)
+            raise InvalidRequest(f"the block has {length} bytes, and there is room for {view.nbytes}", "into")
+        await self._get(key, lease, view[:length], deadline)
+        return length
+
+    # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
+
+    async def reserve(
+        self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> list[Reservation | None]:
+        """A slot for each (key, parent) that is neither stored nor being written; None for the others.
+
+        ``length`` is the bytes of each block, which seal checks as ``ranges`` equal parts. Raises OutOfBlocks.
+        """
+        slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s)
+        return slots
+
+    async def write_ranges(
+        self, segment: SegmentAddress, ranges: Sequence[WriteRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> TransferReport:
+        """Write into reserved slots. Raises StaleEpoch when a reservation is over."""
+        return await self._transfer.write_async(segment, ranges, time.monotonic() + timeout_s)
+
+    async def seal(
+        self, sealings: Sequence[tuple[Reservation, Checksums]], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> list[bool]:
+        """End reservations: the store verifies the bytes and makes them readable. False where it did not accept them:
+        the reservation was over, or the checksums differ. The writer must not write into these slots any more."""
+        blocks = [pb.Sealing(slot=_slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
+        response = await self._call(self._stub.Seal(pb.SealRequest(blocks=blocks), timeout=timeout_s))
+        return list(response.sealed)
+
+    async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Give reservations up. The writer must have stopped writing into them."""
+        request = pb.AbortRequest(slots=map(_slot_to_wire, reservations))
+        await self._call(self._stub.Abort(request, timeout=timeout_s))
+
+    # Reading in ranges: acquire, read_ranges as often as needed, then release
+
+    async def acquire(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Lease:
+        """Lease the longest stored leading run of ``keys``; perhaps none of them."""
+        asked_s = time.monotonic()  # the store's clock starts later, so ours ends earlier
+        response = await self._call(self._stub.Acquire(pb.AcquireRequest(keys=keys), timeout=timeout_s))
+        blocks = tuple(
+            StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
+        )
+        return Lease(segment_from_wire(response.segment), response.lease_id, asked_s + response.lease_s, blocks)
+
+    async def read_ranges(
+        self, lease: Lease, ranges: Sequence[ReadRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> TransferReport:
+        """Read from leased slots. Raises LeaseExpired when the lease ran out before the read had ended; the bytes are
+        rubbish then. The caller checks them against the lease's checksums."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            report = await self._transfer.read_async(lease.segment, ranges, min(deadline, lease.expires_s))
+        except DeadlineExceeded:
+            if lease.expires_s < deadline:
+                raise LeaseExpired("the lease ran out before the read had ended") from None
+            raise
+        if time.monotonic() >= lease.expires_s:
+            raise LeaseExpired("the lease ran out before the read had ended")
+        return report
+
+    async def release(
+        self, leases: Iterable[Lease], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """End leases; harmless for those that have expired. ``corrupt_keys`` names blocks whose bytes were wrong: the
+        store drops them at once."""
+        ids = [lease.lease_id for lease in leases if lease.lease_id]
+        await self.release_ids(ids, corrupt_keys=corrupt_keys, timeout_s=timeout_s)
+
+    async def release_ids(
+        self, lease_ids: Iterable[int], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """``release`` by number."""
+        request = pb.ReleaseRequest(lease_ids=lease_ids, corrupt_keys=corrupt_keys)
+        if request.lease_ids or request.corrupt_keys:
+            await self._call(self._stub.Release(request, timeout=timeout_s))
+
+    # Asking
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
+        """Whether each key is stored now. Protects nothing: it may be gone by the time of the answer."""
+        response = await self._call(self._stub.Exists(pb.ExistsRequest(keys=keys), timeout=timeout_s))
+        return list(response.stored)
+
+    async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Make blocks unreadable. Those being read keep their room until then. Returns how many there were."""
+        response = await self._call(self._stub.Remove(pb.RemoveRequest(keys=keys), timeout=timeout_s))
+        return response.removed
+
+    async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
+        response = await self._call(self._stub.Stats(pb.StatsRequest(), timeout=timeout_s))
+        return StoreStats(
+            total=response.blocks_total,
+            free=response.blocks_free,
+            reserved=response.blocks_reserved,
+            sealed=response.blocks_sealed,
+            quarantined=response.blocks_quarantined,
+            leases=response.leases,
+            counters=dict(response.counters),
+        )
+
+    async def _reserve(
+        self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, deadline: float
+    ) -> tuple[list[Reservation | None], list[bool]]:
+        """The slots, and whether each block is stored already."""
+        request = pb.ReserveRequest(
+            writer_id=self.writer_id,
+            blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
+            length=length,
+            ranges=ranges,
+        )
+        response = await self._call(self._stub.Reserve(request, timeout=_left_s(deadline)))
+        segment = segment_from_wire(response.segment)
+        slots = [
+            Reservation(segment, slot.slot.index, slot.slot.epoch) if slot.HasField("slot") else None
+            for slot in response.slots
+        ]
+        return slots, [slot.stored for slot in response.slots]
+
+    async def _write_and_seal(
+        self, slots: list[Reservation], views: list[memoryview], checksums: list[Checksums], deadline: float
+    ) -> int:
+        """How many were sealed. On any error the reservations are given up."""
+        if not slots:
+            return 0
+        ranges = [WriteRange(slot.index, 0, view, slot.epoch) for slot, view in zip(slots, views, strict=True)]
+        try:
+            await self._transfer.write_async(slots[0].segment, ranges, deadline)
+            return sum(await self.seal(list(zip(slots, checksums, strict=True)), timeout_s=_left_s(deadline)))
+        except BaseException:
+            self._later(self.abort(slots))  # the transfer has ended: nothing is written any more
+            raise
+
+    async def _get(self, key: bytes, lease: Lease, into: memoryview, deadline: float) -> None:
+        corrupt: list[BlockKey] = []
+        block = lease.blocks[0]
+        try:
+            await self.read_ranges(lease, [ReadRange(block.slot, 0, into)], timeout_s=_left_s(deadline))
+            verify(into, block.checksums, f"block {key.hex()[:16]} of {self.address}")
+        except ChecksumMismatch:
+            corrupt.append(BlockKey(key))
+            raise
+        finally:
+            if corrupt:  # wait: whoever asks next must not find it
+                with contextlib.suppress(MooncakeError):
+                    await self.release([lease], corrupt_keys=corrupt)
+            else:
+                self._release_later(lease)
+
+    def _release_later(self, lease: Lease) -> None:
+        self._later(self.release([lease]))
+
+    def _later(self, work: Coroutine[object, object, None]) -> None:
+        """Something that a store would find out by itself in time: tell it, but let nobody wait for that."""
+
+        async def run() -> None:
+            with contextlib.suppress(MooncakeError):
+                await work
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, f"store {self.address}") from None
+
+
+def _left_s(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the time for this call to the store is over")
+    return left
+
+
+def _slot_to_wire(slot: Reservation) -> pb.Slot:
+    return pb.Slot(index=slot.index, epoch=slot.epoch)
+
+
+__all__: Sequence[str] = (
+    "Lease",
+    "ReadRange",
+    "Reservation",
+    "StoreClient",
+    "StoreStats",
+    "StoredBlock",
+    "WriteRange",
+)

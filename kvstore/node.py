@@ -1,0 +1,150 @@
+"""The store node: one host's DRAM segment, the store over it, and the services through which the cluster uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+
+from kvstore.segment import Segment
+from kvstore.service import StoreServicer
+from kvstore.store import Store
+from kvstore.transfer.server import SegmentServer
+from mooncake.config import Config
+from mooncake.errors import ConfigError
+from mooncake.events import CacheEventsServicer, EventLog
+from mooncake.membership import Membership
+from mooncake.rpc import cluster_pb2, common_pb2_grpc, store_pb2_grpc
+from mooncake.rpc.convert import segment_to_wire
+from mooncake.rpc.server import RpcServer
+from mooncake.types import Role, SegmentAddress
+
+log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 0.25
+
+
+class StoreNode:
+    """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError.
+
+    ``block_bytes`` is the size of a slot. With ``join_cluster=False`` the node serves on its own, without a conductor.
+    """
+
+    def __init__(self, config: Config, block_bytes: int, join_cluster: bool = True) -> None:
+        self.config = config
+        self.node_id = config.node.id or f"store-{os.getpid()}"
+        self.control_address = ""
+        self._block_bytes = block_bytes
+        self._join_cluster = join_cluster
+        self._cleanup = contextlib.AsyncExitStack()
+
+    @property
+    def store(self) -> Store:
+        """The running store, for tests and embedders on the same event loop."""
+        return self._store
+
+    @property
+    def segment_address(self) -> SegmentAddress:
+        return self._segment_server.address
+
+    async def start(self) -> None:
+        """Ends what it began when it fails half-way; ``stop`` may be called after that, or not."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        config, cleanup = self.config, self._cleanup
+        num_blocks = int(config.store.dram_gb * 1e9) // self._block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"store.dram_gb = {config.store.dram_gb} holds no block: one has {self._block_bytes / 1e9:.3f} GB"
+            )
+        self._segment = Segment.create(self.node_id, self._block_bytes, num_blocks)
+        cleanup.callback(self._segment.close)
+        self._populate_in_background()
+        loop = asyncio.get_running_loop()
+        self._segment_server = SegmentServer(
+            self._segment,
+            self.node_id,
+            config.transfer.transports,
+            config.node.host,
+            on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
+        )
+        cleanup.callback(self._segment_server.stop)
+        events = EventLog(self._segment.incarnation)
+        self._store = Store(
+            self._segment, self._segment_server, events, config.store.lease_s, config.store.reserve_timeout_s
+        )
+        self._segment_server.start()
+        address = self._segment_server.address
+        server = RpcServer()
+        server.add(store_pb2_grpc.add_StoreServicer_to_server, StoreServicer(self._store, address), "mooncake.v1.Store")
+        server.add(
+            common_pb2_grpc.add_CacheEventsServicer_to_server, CacheEventsServicer(events), "mooncake.v1.CacheEvents"
+        )
+        port = await server.start(config.node.host, config.node.port)
+        cleanup.push_async_callback(server.stop)
+        host = config.node.host
+        self.control_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        sweeping = asyncio.create_task(self._sweep(), name="sweep")
+        cleanup.push_async_callback(_end, sweeping)
+        log.info("%s: %d blocks of %d bytes", self.node_id, num_blocks, self._block_bytes)
+        if self._join_cluster:
+            info = cluster_pb2.NodeInfo(
+                node_id=self.node_id,
+                role=Role.STORE,
+                incarnation=self._segment.incarnation,
+                control_address=self.control_address,
+                segment=segment_to_wire(address),
+                block_tokens=config.block.tokens,
+            )
+            membership = Membership(config, info, self._report)
+            cleanup.push_async_callback(membership.stop)
+            await membership.start()
+
+    async def stop(self) -> None:
+        await self._cleanup.aclose()
+
+    def _populate_in_background(self) -> None:
+        stop = threading.Event()
+        thread = threading.Thread(target=self._segment.populate, args=(stop,), name="populate", daemon=True)
+        thread.start()
+        self._cleanup.callback(thread.join)
+        self._cleanup.callback(stop.set)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            try:
+                self._store.sweep()
+            except Exception:
+                log.exception("sweeping the store failed")  # a bug there must not stop the next sweep
+
+    def _report(self) -> cluster_pb2.HeartbeatRequest:
+        counts, traffic = self._store.counts, self._segment_server.stats()
+        load = cluster_pb2.Load(
+            blocks_total=self._segment.num_blocks,
+            blocks_free=counts.free,
+            blocks_cached=counts.sealed,
+            blocks_in_use=counts.reserved + counts.quarantined,
+            bytes_in=traffic.bytes_in,
+            bytes_out=traffic.bytes_out,
+            counters={
+                **self._store.counters,
+                "leases": counts.leases,
+                "blocks_quarantined": counts.quarantined,
+                "transfer_refused": traffic.refused,
+                "protocol_violations": traffic.violations,
+            },
+        )
+        return cluster_pb2.HeartbeatRequest(load=load)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

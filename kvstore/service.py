@@ -1,0 +1,114 @@
+"""The Store service: wire messages to calls of the store and back, and the bounds on what a message may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from kvstore.checksum import checksums_from_wire, checksums_to_wire
+from kvstore.index import BlockName, Grant, Offer
+from kvstore.store import Sealing, Store
+from mooncake.errors import InvalidRequest
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc import store_pb2_grpc
+from mooncake.rpc.convert import segment_to_wire
+from mooncake.types import BlockKey, SegmentAddress
+
+MAX_BLOCKS = 65536  # in one message
+MAX_KEY_BYTES = 256
+MAX_WRITER_ID_BYTES = 300
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class StoreServicer(store_pb2_grpc.StoreServicer):
+    """Runs on the store's event loop."""
+
+    def __init__(self, store: Store, address: SegmentAddress) -> None:
+        self._store = store
+        self._segment = segment_to_wire(address)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
+        _check_count(len(request.blocks))
+        if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES:
+            raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
+        names = [BlockName(_key(block.key), _parent(block.parent)) for block in request.blocks]
+        offers = self._store.reserve(names, request.writer_id, request.length, request.ranges)
+        return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
+
+    async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:  # noqa: N802
+        _check_count(len(request.blocks))
+        sealings = [Sealing(_grant(block.slot), checksums_from_wire(block.checksums)) for block in request.blocks]
+        return pb.SealResponse(sealed=await self._store.seal(sealings))
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        _check_count(len(request.slots))
+        self._store.abort(map(_grant, request.slots))
+        return pb.AbortResponse()
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802
+        lease = self._store.acquire(_keys(request.keys))
+        blocks = [
+            pb.LeasedBlock(slot=block.slot, length=block.length, checksums=checksums_to_wire(block.checksums))
+            for block in lease.blocks
+        ]
+        return pb.AcquireResponse(
+            segment=self._segment, lease_id=lease.lease_id, lease_s=self._store.lease_s, blocks=blocks
+        )
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802
+        _check_count(len(request.lease_ids))
+        self._store.release(request.lease_ids, _keys(request.corrupt_keys))
+        return pb.ReleaseResponse()
+
+    async def Exists(self, request: pb.ExistsRequest, context: Context) -> pb.ExistsResponse:  # noqa: N802
+        return pb.ExistsResponse(stored=self._store.exists(_keys(request.keys)))
+
+    async def Remove(self, request: pb.RemoveRequest, context: Context) -> pb.RemoveResponse:  # noqa: N802
+        return pb.RemoveResponse(removed=self._store.remove(_keys(request.keys)))
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: N802
+        counts = self._store.counts
+        return pb.StatsResponse(
+            blocks_total=counts.free + counts.reserved + counts.sealed + counts.quarantined,
+            blocks_free=counts.free,
+            blocks_sealed=counts.sealed,
+            blocks_reserved=counts.reserved,
+            blocks_quarantined=counts.quarantined,
+            leases=counts.leases,
+            counters=self._store.counters,
+        )
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_BLOCKS:
+        raise InvalidRequest(f"at most {MAX_BLOCKS} blocks in one message, got {count}")
+
+
+def _key(key: bytes) -> BlockKey:
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"a block key has 1 to {MAX_KEY_BYTES} bytes, got {len(key)}", "key")
+    return BlockKey(key)
+
+
+def _keys(keys: Sequence[bytes]) -> list[BlockKey]:
+    _check_count(len(keys))
+    return [_key(key) for key in keys]
+
+
+def _parent(parent: bytes) -> bytes:
+    if len(parent) > MAX_KEY_BYTES:
+        raise InvalidRequest(f"a block key has at most {MAX_KEY_BYTES} bytes, got {len(parent)}", "parent")
+    return parent
+
+
+def _grant(slot: pb.Slot) -> Grant:
+    return Grant(slot.index, slot.epoch)
+
+
+def _offer_to_wire(offer: Offer) -> pb.OptionalSlot:
+    message = pb.OptionalSlot(stored=offer.is_stored)
+    if offer.grant is not None:
+        message.slot.index, message.slot.epoch = offer.grant.slot, offer.grant.epoch
+    return message

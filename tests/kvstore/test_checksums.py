@@ -1,0 +1,52 @@
+"""Checksums of ranges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore.checksum import (
+    checksum,
+    checksum_blocks,
+    checksums_from_wire,
+    checksums_to_wire,
+    first_mismatch,
+    range_checksums,
+    verify,
+)
+from mooncake.errors import ChecksumMismatch, InvalidRequest
+
+
+def test_each_range_has_its_own() -> None:
+    data = bytes(range(240))
+    sums = range_checksums(data, 3)
+    assert [int(value) for value in sums] == [xxhash.xxh3_64_intdigest(data[i : i + 80]) for i in (0, 80, 160)]
+    assert int(range_checksums(data, 1)[0]) == checksum(data)
+    assert np.array_equal(checksums_from_wire(checksums_to_wire(sums)), sums)
+
+
+def test_a_flipped_bit_is_found_and_named() -> None:
+    data = bytearray(range(240))
+    sums = range_checksums(data, 3)
+    assert first_mismatch(data, sums) is None
+    data[100] ^= 0x10
+    assert first_mismatch(data, sums) == 1
+    with pytest.raises(ChecksumMismatch, match="block 7: range 1 of 3"):
+        verify(data, sums, "block 7")
+
+
+def test_blocks_of_a_cache_at_once() -> None:
+    memory = np.random.default_rng(0).integers(0, 256, (5, 128), dtype=np.uint8)
+    sums = checksum_blocks(memory, [3, 1], ranges=4, range_bytes=32)
+    assert sums.shape == (2, 4)
+    assert np.array_equal(sums[0], range_checksums(memory[3].data, 4))
+    assert checksum_blocks(memory, [], 4, 32).shape == (0, 4)
+
+
+@pytest.mark.parametrize(("size", "ranges"), [(10, 3), (10, 0), (0, 1), (2, 4)])
+def test_bytes_that_do_not_divide_are_refused(size: int, ranges: int) -> None:
+    with pytest.raises(InvalidRequest):
+        range_checksums(bytes(size), ranges)
+    with pytest.raises(InvalidRequest):
+        checksums_from_wire(b"1234567")

@@ -1,0 +1,320 @@
+"""A store node in its own process, used through its client, hurt in every way that a process can be hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvstore.checksum import range_checksums
+from kvstore.client import ReadRange, StoreClient, WriteRange
+from mooncake.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InvalidRequest,
+    KVLoadFailed,
+    LeaseExpired,
+    NodeUnavailable,
+    OutOfBlocks,
+    StaleEpoch,
+)
+from mooncake.rpc import common_pb2, common_pb2_grpc
+
+BLOCK = 1 << 20
+Eventually = Callable[..., None]
+BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+@pytest.fixture
+def keep(start_actor: Callable[..., Any]) -> Callable[..., Any]:
+    """``keep("store.lease_s=1")``: a store of eight blocks."""
+
+    def start(*settings: str, num_blocks: int = 8) -> Any:
+        size = f"store.dram_gb={num_blocks * BLOCK / 1e9 + 1e-6}"
+        return start_actor("store", block_bytes=BLOCK, settings=[size, *settings])
+
+    return start
+
+
+async def join(store: Any, transport: str = "shm", **options: Any) -> StoreClient:
+    return await StoreClient.connect(store.greeting["control"], transports=(transport,), **options)
+
+
+def data(seed: int, size: int = BLOCK) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def name(i: int) -> bytes:
+    return f"block {i}".encode()
+
+
+@BOTH
+async def test_what_one_process_puts_another_gets(keep, transport):
+    store = keep()
+    async with await join(store, transport) as writer, await join(store, transport, name="reader") as reader:
+        for i, size in enumerate((BLOCK, BLOCK - 1, 1, 4096)):
+            assert await reader.get(name(i)) is None
+            assert await writer.put(name(i), data(i, size), parent=name(i - 1) if i else b"")
+            assert await writer.put(name(i), data(i, size))  # once more is no error
+            assert await reader.get(name(i)) == data(i, size)
+        into = np.zeros(BLOCK, dtype=np.uint8)
+        assert await reader.get_into(name(3), into) == 4096
+        assert into[:4096].tobytes() == data(3, 4096) and not into[4096:].any()
+        with pytest.raises(InvalidRequest, match="there is room for 10"):
+            await reader.get_into(name(0), bytearray(10))
+        assert await reader.exists([name(3), name(9)]) == [True, False]
+        assert await reader.remove([name(3), name(9)]) == 1
+        assert await reader.get(name(3)) is None
+        assert await reader.get_into(name(3), into) is None
+    counts = store.ask("counts")
+    assert (counts["free"], counts["sealed"], counts["leases"]) == (5, 3, 0)
+
+
+@BOTH
+async def test_layers_are_written_and_read_as_ranges(keep, transport):
+    store = keep()
+    layers, size = 8, BLOCK // 8
+    blocks = np.frombuffer(data(1, 2 * BLOCK), np.uint8).reshape(2, layers, size)
+    async with await join(store, transport) as client:
+        slots = await client.reserve([(name(0), b""), (name(1), name(0))], BLOCK, layers)
+        assert [slot is not None for slot in slots] == [True, True]
+        assert await client.reserve([(name(0), b"")], BLOCK, layers) == [None]
+        for layer in range(layers):
+            ranges = [WriteRange(s.index, layer * size, blocks[i, layer], s.epoch) for i, s in enumerate(slots)]
+            report = await client.write_ranges(slots[0].segment, ranges)
+            assert report.transport == transport
+        assert (await client.acquire([name(0)])).blocks == ()
+        sums = [range_checksums(block.data, layers) for block in blocks]
+        assert await client.seal(list(zip(slots, sums, strict=True))) == [True, True]
+        assert await client.seal([(slots[0], sums[0])]) == [False]
+
+        lease = await client.acquire([name(0), name(1), name(2)])
+        assert [block.length for block in lease.blocks] == [BLOCK, BLOCK]
+        into = np.empty((2, size), dtype=np.uint8)
+        await client.read_ranges(lease, [ReadRange(b.slot, 3 * size, into[i]) for i, b in enumerate(lease.blocks)])
+        assert np.array_equal(into, blocks[:, 3])
+        assert [int(block.checksums[3]) for block in lease.blocks] == [
+            int(range_checksums(part.data, 1)[0]) for part in into
+        ]
+        await client.release([lease])
+        names = [(name(i), b"") for i in (1, 2, 3)]
+        assert await client.put_blocks(names, [blocks[0]] * 3, [sums[0]] * 3) == 2  # one was there
+    assert store.ask("counts")["sealed"] == 4
+
+
+async def test_wrong_checksums_and_wrong_epochs_are_not_stored(keep):
+    store = keep()
+    async with await join(store, "tcp") as client:
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 2)
+        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
+        sums = range_checksums(data(0), 2)
+        assert await client.seal([(slot, sums + np.uint64(1))]) == [False]
+        assert await client.seal([(slot, sums)]) == [False]  # the reservation is over
+        with pytest.raises(StaleEpoch):
+            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
+        [again] = await client.reserve([(name(0), b"")], BLOCK, 2)
+        assert (again.index, again.epoch) != (slot.index, slot.epoch)
+        await client.abort([again])
+        with pytest.raises(StaleEpoch):
+            await client.write_ranges(slot.segment, [WriteRange(again.index, 0, b"x", again.epoch)])
+        assert (await client.stats()).counters["checksum_mismatches"] == 1
+        for length, ranges in ((BLOCK + 1, 1), (0, 1), (10, 3), (10, 0)):
+            with pytest.raises(InvalidRequest):
+                await client.reserve([(name(0), b"")], length, ranges)
+        with pytest.raises(InvalidRequest):
+            await client.exists([b""])
+    assert store.ask("counts")["free"] == 8
+
+
+@BOTH
+async def test_a_flipped_bit_is_found_and_the_block_is_gone_for_everyone(keep, transport):
+    store = keep()
+    async with await join(store, transport) as client:
+        await client.put(name(0), data(0))
+        [block] = (lease := await client.acquire([name(0)])).blocks
+        store.ask("flip", block.slot, 12345)
+        with pytest.raises(ChecksumMismatch):
+            await client.get(name(0))
+        assert await client.get(name(0)) is None
+        await client.release([lease])
+        assert await client.put(name(0), data(0))
+        assert await client.get(name(0)) == data(0)
+        assert (await client.stats()).counters["checksum_mismatches"] == 1
+    assert store.ask("counts")["sealed"] == 1
+
+
+async def test_a_lease_that_ran_out_refuses_the_read(keep, eventually: Eventually):
+    store = keep("store.lease_s=0.3", num_blocks=2)
+    async with await join(store) as client:
+        await client.put(name(0), data(0))
+        lease = await client.acquire([name(0)])
+        into = bytearray(BLOCK)
+        await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, into)])
+        await asyncio.sleep(lease.expires_s - time.monotonic())
+        with pytest.raises(LeaseExpired):
+            await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, into)])
+        eventually(lambda: store.ask("counts")["leases"] == 0)
+        for i in (1, 2):  # it protects no more
+            assert await client.put(name(i), data(i))
+        assert await client.exists([name(0)]) == [False]
+        await client.release([lease])
+    assert store.ask("counts")["sealed"] == 2
+
+
+async def test_a_slow_read_ends_when_its_lease_does(keep):
+    store = keep("store.lease_s=0.3")
+    async with await join(store) as fast, await join(store, "tcp", max_mb_per_s=1.0) as slow:
+        await fast.put(name(0), data(0))
+        started = time.monotonic()
+        with pytest.raises(LeaseExpired):
+            await slow.get(name(0))
+        assert time.monotonic() - started < 1.0
+
+
+async def test_a_full_store_refuses_and_then_evicts(keep):
+    store = keep(num_blocks=3)
+    async with await join(store) as client:
+        for i in range(3):
+            await client.put(name(i), data(i), parent=name(i - 1) if i else b"")
+        lease = await client.acquire([name(i) for i in range(3)])
+        with pytest.raises(OutOfBlocks):
+            await client.put(name(9), data(9))
+        await client.release([lease])
+        assert await client.put(name(9), data(9))
+        assert await client.exists([name(i) for i in (0, 1, 2, 9)]) == [True, True, False, True]
+    assert store.ask("counts") == {"free": 0, "reserved": 0, "sealed": 3, "quarantined": 0, "leases": 0}
+
+
+@BOTH
+async def test_a_writer_killed_in_the_middle_gives_its_slots_back(keep, start_actor, eventually: Eventually, transport):
+    store = keep()
+    async with await join(store) as observer:
+        stub_client = await join(store)
+        writer = start_actor(
+            "writer",
+            address=store.greeting["segment"],
+            transports=[transport],
+            mb_per_s=5.0,
+            blocks=[0],
+            epoch=1,
+        )
+        stub_client.writer_id = writer.greeting  # reserve in the writer's name: it is the process that will write
+        slots = await stub_client.reserve([(name(i), b"") for i in range(3)], BLOCK, 1)
+        assert (slots[0].index, slots[0].epoch) == (0, 1)
+        assert writer.ask("go") == "writing"
+        assert store.ask("counts")["reserved"] == 3
+        writer.kill()
+        eventually(lambda: store.ask("counts")["free"] == 8)
+        assert await observer.put(name(0), data(0))
+        assert await observer.get(name(0)) == data(0)
+        await stub_client.close()
+    assert store.ask("counts")["free"] == 7
+
+
+@BOTH
+async def test_a_writer_that_is_too_slow_is_fenced(keep, eventually: Eventually, transport):
+    """Its slots come back at once over TCP; over shared memory they wait until it says that it has stopped."""
+    store = keep("store.reserve_timeout_s=0.4")
+    async with await join(store, transport) as client, await join(store) as other:
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, b"first bytes", slot.epoch)])
+        eventually(lambda: store.ask("counts")["reserved"] == 0)
+        quarantined = 1 if transport == "shm" else 0
+        assert store.ask("counts")["quarantined"] == quarantined
+        with pytest.raises(StaleEpoch):
+            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
+        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]
+        assert await other.put(name(0), data(0))  # another writer may store the same block meanwhile
+        await client.abort([slot])
+        assert store.ask("counts")["quarantined"] == 0
+    assert store.ask("counts")["free"] == 7
+
+
+@BOTH
+async def test_a_killed_store_is_noticed_at_once(keep, transport):
+    store = keep()
+    async with await join(store, transport) as client:
+        await client.put(name(0), data(0))
+        lease = await client.acquire([name(0)])
+        [slot] = await client.reserve([(name(1), b"")], BLOCK, 1)
+        store.kill()
+        started = time.monotonic()
+        with pytest.raises(NodeUnavailable):
+            await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, bytearray(BLOCK))])
+        with pytest.raises(NodeUnavailable):
+            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
+        with pytest.raises(NodeUnavailable):
+            await client.get(name(0))
+        assert time.monotonic() - started < 2.0
+
+
+async def test_a_frozen_store_costs_the_deadline_and_no_more(keep):
+    store = keep()
+    async with await join(store, "tcp") as client:
+        await client.put(name(0), data(0))
+        lease = await client.acquire([name(0)])
+        store.freeze()
+        started = time.monotonic()
+        with pytest.raises((DeadlineExceeded, KVLoadFailed)):
+            await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, bytearray(BLOCK))], timeout_s=0.4)
+        with pytest.raises(DeadlineExceeded):
+            await client.get(name(0), timeout_s=0.4)
+        with pytest.raises(DeadlineExceeded):
+            await client.put(name(1), data(1), timeout_s=0.4)
+        assert time.monotonic() - started < 2.5
+        store.thaw()
+        assert await client.get(name(0)) == data(0)
+
+
+async def test_events_tell_what_became_readable_and_what_left(keep):
+    store = keep(num_blocks=2)
+    async with await join(store) as client:
+        for i in range(3):
+            await client.put(name(i), data(i))
+        async with grpc.aio.insecure_channel(store.greeting["control"]) as channel:
+            events = common_pb2_grpc.CacheEventsStub(channel).Subscribe(common_pb2.SubscribeRequest())
+            snapshot = await asyncio.wait_for(events.read(), 5)
+            assert snapshot.reset and {event.key for event in snapshot.events} == {name(1), name(2)}
+            await client.put(name(3), data(3), parent=name(2))
+            changes: list[tuple[bool, bytes, bytes]] = []
+            while len(changes) < 2:
+                message = await asyncio.wait_for(events.read(), 5)
+                changes.extend((event.stored, event.key, event.parent) for event in message.events)
+            assert changes == [(False, name(1), b""), (True, name(3), name(2))]
+            events.cancel()
+
+
+async def test_many_clients_at_once_leave_clean_accounts(keep):
+    store = keep(num_blocks=6)
+    clients = [await join(store, "shm" if i % 2 else "tcp", name=f"c{i}") for i in range(4)]
+
+    async def use(client: StoreClient, seed: int) -> int:
+        good = 0
+        order = np.random.default_rng(seed).integers(0, 12, 40)
+        for i in map(int, order):
+            try:
+                if (found := await client.get(name(i), timeout_s=20)) is None:
+                    await client.put(name(i), data(i), timeout_s=20)
+                else:
+                    assert found == data(i)
+                    good += 1
+            except OutOfBlocks:
+                pass
+        return good
+
+    assert sum(await asyncio.gather(*(use(client, i) for i, client in enumerate(clients)))) > 0
+    for client in clients:
+        await client.close()
+    counts = store.ask("counts")
+    assert counts["free"] + counts["sealed"] == 6
+    assert counts["reserved"] == counts["quarantined"] == counts["leases"] == 0
+
+
+async def test_nobody_there_is_one_clear_error():
+    with pytest.raises(NodeUnavailable):
+        await StoreClient.connect("127.0.0.1:1", timeout_s=2.0)

@@ -1,0 +1,316 @@
+"""One-sided reads and writes between processes: what arrives, what is refused, and what happens when a peer fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstore.checksum import checksum
+from kvstore.segment import Segment
+from kvstore.transfer import protocol
+from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
+from kvstore.transfer.protocol import Operation, WireRange
+from kvstore.transfer.server import SegmentServer
+from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
+from mooncake.rpc.server import split_address
+from mooncake.types import SegmentAddress
+
+BLOCK = 3 << 20  # more than a slice
+NUM = 8
+EPOCH = 7
+Eventually = Callable[..., None]
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def noise(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return np.random.default_rng(len(shape) + sum(shape)).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.fixture
+def own(start_actor: Callable[..., object]) -> Callable[..., object]:
+    def start(transports: tuple[str, ...] = ("shm", "tcp"), host: str = "127.0.0.1", granted: int = NUM) -> object:
+        owner = start_actor("owner", block_bytes=BLOCK, num_blocks=NUM, host=host, transports=transports)
+        owner.ask("grant", list(range(granted)), EPOCH)
+        return owner
+
+    return start
+
+
+@pytest.fixture
+def engine_over() -> Iterator[Callable[..., TransferEngine]]:
+    engines: list[TransferEngine] = []
+
+    def make(*transports: str, **options: object) -> TransferEngine:
+        engines.append(TransferEngine("tester", transports, **options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+WAYS = [("shm", "127.0.0.1", 2), ("tcp", "127.0.0.1", 1), ("tcp", "127.0.0.1", 3), ("tcp", "::1", 2)]
+
+
+@pytest.mark.parametrize(("transport", "host", "streams"), WAYS)
+def test_bytes_arrive_in_another_process_and_come_back(own, engine_over, transport, host, streams):
+    owner, engine = own(host=host), engine_over(transport, streams=streams)
+    blocks = noise(NUM, BLOCK)
+    report = engine.write(owner.address, [WriteRange(i, 0, blocks[i], EPOCH) for i in range(NUM)], soon())
+    assert (report.transport, report.nbytes) == (transport, blocks.nbytes)
+    assert [owner.ask("checksum", i) for i in range(NUM)] == [checksum(block) for block in blocks]
+
+    ragged = [(5, 1, 17), (0, BLOCK - 1, 1), (2, 4097, BLOCK // 2), (2, 0, 3)]
+    into = [bytearray(length) for _, _, length in ragged]
+    engine.read(
+        owner.address, [ReadRange(b, o, buffer) for (b, o, _), buffer in zip(ragged, into, strict=True)], soon()
+    )
+    assert into == [blocks[b, o : o + length].tobytes() for b, o, length in ragged]
+    many = np.zeros((NUM, 300, 64), dtype=np.uint8)
+    engine.read(owner.address, [ReadRange(i, 128 * j, many[i, j]) for i in range(NUM) for j in range(300)], soon())
+    assert np.array_equal(many, blocks[:, : 300 * 128].reshape(NUM, 300, 128)[:, :, :64])
+    [stats] = [entry for entry in engine.stats() if entry.is_current]
+    assert (stats.node_id, stats.transport, stats.failures) == ("owner", transport, 0)
+    assert stats.nbytes == blocks.nbytes + sum(map(len, into)) + many.nbytes
+    assert stats.gb_per_s > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_threads_share_an_engine(own, engine_over, transport):
+    owner, engine = own(), engine_over(transport, streams=2)
+    blocks = noise(NUM, BLOCK)
+    results: list[bytes | None] = [None] * NUM
+
+    def work(i: int) -> None:
+        into = bytearray(BLOCK)
+        for _ in range(3):
+            engine.write(owner.address, [WriteRange(i, 0, blocks[i], EPOCH)], soon())
+            engine.read(owner.address, [ReadRange(i, 0, into)], soon())
+        results[i] = bytes(into)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(NUM)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [block.tobytes() for block in blocks]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_rate_limit_holds_for_writes_and_reads(own, engine_over, transport):
+    owner, engine = own(), engine_over(transport, max_mb_per_s=20.0)
+    data = noise(4_000_000 // 2)
+    for move in (
+        lambda: engine.write(owner.address, [WriteRange(i, 0, data, EPOCH) for i in range(2)], soon()),
+        lambda: engine.read(owner.address, [ReadRange(i, 0, bytearray(data.nbytes)) for i in range(2)], soon()),
+    ):
+        started = time.monotonic()
+        move()
+        assert 0.17 < time.monotonic() - started < 1.5  # 4 MB at 20 MB/s are 0.2 s
+    with pytest.raises(DeadlineExceeded):
+        engine.write(owner.address, [WriteRange(i, 0, data, EPOCH) for i in range(NUM)], soon(0.1))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_write_of_another_epoch_is_refused(own, engine_over, transport):
+    owner, engine = own(granted=4), engine_over(transport)
+    before = owner.ask("checksum", 1)
+    data = noise(BLOCK)
+    for block, epoch in ((1, EPOCH + 1), (1, 0), (5, EPOCH), (5, 0)):
+        with pytest.raises(StaleEpoch, match=f"owner: block {block} is no longer granted to epoch {epoch}"):
+            engine.write(owner.address, [WriteRange(block, 0, data, epoch)], soon())
+    owner.ask("revoke", [1])
+    with pytest.raises(StaleEpoch):
+        engine.write(owner.address, [WriteRange(1, 0, data, EPOCH)], soon())
+    assert owner.ask("checksum", 1) == before
+    engine.write(owner.address, [WriteRange(2, 0, data, EPOCH)], soon())  # the same connection still works
+    assert owner.ask("checksum", 2) == checksum(data)
+
+
+def test_ranges_outside_the_segment_are_refused_before_anything_is_sent(own, engine_over):
+    owner, engine = own(), engine_over("tcp")
+    for block, offset, length in ((NUM, 0, 1), (-1, 0, 1), (0, BLOCK, 1), (0, BLOCK - 1, 2), (0, -1, 4), (0, 0, 0)):
+        with pytest.raises(InvalidRequest):
+            engine.write(owner.address, [WriteRange(block, offset, bytes(length), EPOCH)], soon())
+    with pytest.raises(InvalidRequest):
+        engine.read(owner.address, [ReadRange(0, 0, b"read-only")], soon())
+    with pytest.raises(InvalidRequest):
+        engine.read(owner.address, [ReadRange(0, 0, np.zeros((4, 4))[:, 1])], soon())
+    assert owner.ask("stats")["connections"] == 0
+    assert engine.write(owner.address, [], soon()).nbytes == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_dead_owner_is_noticed_at_once(own, engine_over, transport, known):
+    owner, engine = own(), engine_over(transport)
+    data = noise(BLOCK)
+    if known:
+        engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+    owner.kill()
+    started = time.monotonic()
+    with pytest.raises(NodeUnavailable, match="owner"):
+        engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+    assert time.monotonic() - started < 1.0
+
+
+@pytest.mark.parametrize(("transport", "known"), [("shm", False), ("tcp", False), ("tcp", True)])
+def test_a_frozen_owner_costs_the_deadline_and_no_more(own, engine_over, transport, known):
+    owner, engine = own(), engine_over(transport)
+    data = noise(BLOCK)
+    if known:
+        engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+    owner.freeze()
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        engine.write(owner.address, [WriteRange(i, 0, data, EPOCH) for i in range(NUM)], soon(0.5))
+    assert 0.4 < time.monotonic() - started < 1.5
+    owner.thaw()
+    engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())  # and it recovers
+    assert owner.ask("checksum", 0) == checksum(data)
+
+
+def test_tcp_takes_over_when_shared_memory_cannot_be_had(own, engine_over, caplog):
+    owner, engine = own(), engine_over("shm", "tcp")
+    address = replace(owner.address, unix_path="@mooncake-nobody-there")
+    data = noise(BLOCK)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert engine.write(address, [WriteRange(0, 0, data, EPOCH)], soon()).transport == "tcp"
+    assert owner.ask("checksum", 0) == checksum(data)
+    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.engine"]
+    assert "shm does not work" in record.getMessage()
+    assert {(s.transport, s.failures, s.is_current) for s in engine.stats()} == {("shm", 1, False), ("tcp", 0, True)}
+    elsewhere = replace(owner.address, host_id="another host")
+    assert engine_over("shm", "tcp").write(elsewhere, [WriteRange(0, 0, data, EPOCH)], soon()).transport == "tcp"
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create("here", BLOCK, NUM)
+    yield segment
+    segment.close()
+
+
+def test_tcp_takes_over_in_the_middle_of_a_batch(segment, engine_over):
+    """Two servers of one segment: one lends the memory, and leaves while a batch is on its way."""
+    lender = SegmentServer(segment, "here", ("shm",))
+    sender = SegmentServer(segment, "here", ("tcp",))
+    for server in (lender, sender):
+        server.start()
+        server.grant(range(NUM), EPOCH)
+    address = replace(lender.address, tcp_address=sender.address.tcp_address)
+    blocks = noise(NUM, BLOCK)
+    threading.Timer(0.1, lender.stop).start()
+    engine = engine_over("shm", "tcp", max_mb_per_s=100.0)  # 25 MB: a quarter of a second
+    report = engine.write(address, [WriteRange(i, 0, blocks[i], EPOCH) for i in range(NUM)], soon())
+    assert (report.transport, report.nbytes) == ("tcp", blocks.nbytes)
+    assert np.array_equal(np.frombuffer(segment.buffer, np.uint8).reshape(NUM, BLOCK), blocks)
+    moved = {stats.transport: stats.nbytes for stats in engine.stats()}
+    assert moved["shm"] > 0 and moved["tcp"] > 0
+    assert 0 < sender.stats().bytes_in < blocks.nbytes
+    sender.stop()
+
+
+def test_an_address_of_an_earlier_life_is_refused(own, engine_over):
+    owner = own()
+    for transport in ("shm", "tcp"):
+        stale = replace(owner.address, incarnation=owner.address.incarnation + 2)
+        with pytest.raises(StaleEpoch, match="restarted"):
+            engine_over(transport).read(stale, [ReadRange(0, 0, bytearray(8))], soon())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_owner_learns_once_that_a_killed_writer_is_gone(own, start_actor, eventually: Eventually, transport):
+    owner = own()
+    writer = start_actor(
+        "writer",
+        address=vars_of(owner.address),
+        transports=[transport],
+        mb_per_s=40.0,
+        blocks=list(range(NUM)),
+        epoch=EPOCH,
+    )
+    name = writer.greeting
+    writer.ask("go")
+    assert owner.ask("maps_memory", name) == (transport == "shm")
+    assert owner.ask("gone") == []
+    writer.kill()
+    eventually(lambda: owner.ask("gone") == [name])
+    assert not owner.ask("maps_memory", name)
+    assert owner.ask("stats")["connections"] == 0
+
+
+def vars_of(address: SegmentAddress) -> dict[str, object]:
+    return {name: getattr(address, name) for name in SegmentAddress.__slots__}
+
+
+def connect(address: SegmentAddress) -> socket.socket:
+    sock = socket.create_connection(split_address(address.tcp_address), timeout=5.0)
+    sock.sendall(protocol.pack_hello(address.incarnation, "raw", 1))
+    assert protocol.unpack_welcome(sock.recv(protocol.WELCOME_BYTES, socket.MSG_WAITALL)).status is protocol.Status.OK
+    return sock
+
+
+def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventually: Eventually):
+    gone: list[str] = []
+    server = SegmentServer(segment, "here", ("tcp",), on_peer_gone=gone.append)
+    server.start()
+    server.grant([3], EPOCH)
+    with connect(server.address) as sock:
+        frame = protocol.pack_frame(Operation.WRITE, [WireRange(3, 0, 1 << 20, EPOCH)], 1 << 20, 1)
+        sock.sendall(frame + b"x" * 1000)
+        eventually(lambda: segment.block(3)[:1000] == b"x" * 1000)
+        started = time.monotonic()
+        server.revoke([3])
+        assert time.monotonic() - started < 0.5
+        segment.block(3)[:] = bytes(BLOCK)
+        with pytest.raises(OSError):  # the connection was cut
+            for _ in range(100):
+                sock.sendall(b"y" * (1 << 16))
+    assert bytes(segment.block(3)) == bytes(BLOCK)
+    eventually(lambda: gone == ["raw/0000000000000001"])
+    server.stop()
+
+
+def test_a_transfer_can_be_cancelled(own, engine_over):
+    owner, engine = own(), engine_over("tcp", max_mb_per_s=1.0)
+    cancelled = threading.Event()
+    threading.Timer(0.1, cancelled.set).start()
+    started = time.monotonic()
+    with pytest.raises(Cancelled):
+        engine.write(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon(), cancelled)
+    assert time.monotonic() - started < 1.0
+
+
+async def test_a_cancelled_task_waits_until_its_memory_is_free(own, engine_over):
+    owner, engine = own(), engine_over("shm", max_mb_per_s=1.0)
+    data = bytearray(BLOCK)
+    task = asyncio.create_task(engine.write_async(owner.address, [WriteRange(0, 0, data, EPOCH)], soon()))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 1.0)
+    before = owner.ask("checksum", 0)
+    data[:] = b"!" * BLOCK  # the memory is the caller's again: nobody reads it any more
+    await asyncio.sleep(0.2)
+    assert owner.ask("checksum", 0) == before
+
+
+def test_a_closed_engine_says_so(own, engine_over):
+    owner, engine = own(), engine_over("shm", "tcp")
+    engine.write(owner.address, [WriteRange(0, 0, b"x", EPOCH)], soon())
+    engine.close()
+    with pytest.raises(NodeUnavailable, match="closed"):
+        engine.write(owner.address, [WriteRange(0, 0, b"x", EPOCH)], soon())

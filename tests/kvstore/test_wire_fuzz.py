@@ -1,0 +1,136 @@
+"""Anyone can connect to a segment's TCP port and send anything: it must not crash, nor write where it may not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+
+from kvstore.segment import Segment
+from kvstore.transfer import protocol
+from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.protocol import ProtocolViolation
+from kvstore.transfer.server import SegmentServer
+from mooncake.rpc.server import split_address
+
+BLOCK, NUM, GRANTED, EPOCH = 4096, 4, 2, 9
+PATTERN = bytes(range(256)) * (BLOCK // 256)
+
+
+class Target:
+    """A segment in which one block is granted to EPOCH."""
+
+    def __init__(self) -> None:
+        self.segment = Segment.create("fuzz", BLOCK, NUM)
+        for i in range(NUM):
+            self.segment.block(i)[:] = PATTERN
+        self.server = SegmentServer(self.segment, "fuzz", ("tcp",))
+        self.server.start()
+        self.server.grant([GRANTED], EPOCH)
+        self.hello = protocol.pack_hello(self.segment.incarnation, "fuzz", 1)
+
+    def throw(self, data: bytes) -> None:
+        """Send it all, then hang up and wait until the server has digested it."""
+        address = split_address(self.server.address.tcp_address)
+        with socket.create_connection(address, timeout=5.0) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+
+    def check(self) -> None:
+        for i in range(NUM):
+            if i != GRANTED:
+                assert self.segment.block(i) == PATTERN
+        engine = TransferEngine("checker", ("tcp",), streams=1)
+        into = bytearray(BLOCK)
+        engine.read(self.server.address, [ReadRange(0, 0, into)], time.monotonic() + 5)
+        engine.close()
+        assert into == PATTERN
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    crashes: list[threading.ExceptHookArgs] = []
+    before, threading.excepthook = threading.excepthook, crashes.append
+    target = Target()
+    yield target
+    target.server.stop()
+    target.segment.close()
+    threading.excepthook = before
+    assert crashes == []
+
+
+SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@SETTINGS
+@given(data=st.binary(max_size=200))
+@example(data=b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+def test_bytes_from_nowhere(target: Target, data: bytes) -> None:
+    target.throw(data)
+    target.check()
+
+
+@SETTINGS
+@given(data=st.binary(max_size=400))
+def test_bytes_after_a_good_hello(target: Target, data: bytes) -> None:
+    target.throw(target.hello + data)
+    target.check()
+
+
+u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+near = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2**31, 2**32 - 1])
+ranges = st.lists(st.tuples(st.integers(0, NUM) | u32, near, near, st.sampled_from([0, EPOCH]) | u64), max_size=5)
+
+
+@SETTINGS
+@given(
+    operation=st.sampled_from([1, 2]) | u16,
+    count=st.none() | u16,
+    size=st.none() | u32,
+    rows=ranges,
+    payload=st.binary(max_size=64),
+)
+@example(operation=1, count=None, size=None, rows=[(GRANTED, BLOCK - 1, 2, EPOCH)], payload=b"xx")
+@example(operation=1, count=None, size=None, rows=[(GRANTED, 0, 1, EPOCH), (GRANTED - 1, 0, 1, EPOCH)], payload=b"xx")
+@example(operation=1, count=None, size=None, rows=[(GRANTED, 2**32 - 1, 1, EPOCH)], payload=b"x")
+def test_frames_with_any_numbers(
+    target: Target,
+    operation: int,
+    count: int | None,
+    size: int | None,
+    rows: list[tuple[int, int, int, int]],
+    payload: bytes,
+) -> None:
+    """Headers that are nearly right: counts that lie, ranges across every edge, epochs that are not granted."""
+    total = min(sum(length for _, _, length, _ in rows), 2**32 - 1)
+    frame = struct.pack(
+        "<HHIQ", operation, len(rows) if count is None else count, total if size is None else size, 1
+    ) + b"".join(struct.pack("<IIIQ", *row) for row in rows)
+    target.throw(target.hello + frame + payload + b"z" * min(total, 2 * BLOCK))
+    target.check()
+
+
+@given(data=st.binary(min_size=protocol.REPLY_BYTES, max_size=protocol.REPLY_BYTES))
+def test_a_reply_is_understood_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ProtocolViolation):
+        assert protocol.pack_reply(*_fields(protocol.unpack_reply(data))) == data
+
+
+@given(data=st.binary(min_size=protocol.WELCOME_BYTES, max_size=protocol.WELCOME_BYTES))
+def test_a_welcome_is_understood_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ProtocolViolation):
+        welcome = protocol.unpack_welcome(data)
+        assert protocol.pack_welcome(welcome.status, welcome.block_bytes, welcome.num_blocks) == data
+
+
+def _fields(reply: protocol.Reply) -> tuple[protocol.Status, int, int, int]:
+    return reply.status, reply.refused, reply.payload_bytes, reply.frame_id
