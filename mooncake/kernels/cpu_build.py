@@ -1,8 +1,8 @@
 """Builds ``cpu_kernels.cpp`` for this very machine at first use, and keeps the result for later processes.
 
-The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source, flags, compiler,
-instruction set. Several processes may build it at once: each renames its own finished file into place. Whatever goes
-wrong is said in one sentence of ``BuildFailed``; nothing here knows what the kernels do.
+The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source, flags,
+compiler, instruction set. Several processes may build it at once: each renames its own finished file into place. Whatever
+goes wrong is said in one sentence of ``BuildFailed``; nothing here knows what the kernels do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-COMPILE_FLAGS = "-O3 -march=native -std=c++17 -fPIC -fopenmp -fno-math-errno -fno-trapping-math".split()
+COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 BUILD_TIMEOUT_S = 120
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <omp.h>
@@ -326,20 +327,26 @@ struct Scratch {
 
 // ---- few query rows: lanes over D -----------------------------------------------------------------------------------
 
-// The W sums over lanes of W vectors, as one vector.
-inline vf sums_of(vf* v) {
-    for (int seg = W; seg > 1; seg /= 2) {
-        const int half = seg / 2, pairs = seg / 2;
-        vi low, high;
-        for (int lane = 0; lane < W; lane++) {
-            const int piece = lane / half, base = (piece / 2) * seg + lane % half + (piece & 1 ? W : 0);
-            low[lane] = base;
-            high[lane] = base + half;
+// Lane numbers that pair up, inside segments of SEG lanes, the halves of two vectors: UPPER says which halves.
+template <int SEG, bool UPPER, size_t... LANE> constexpr vi halves(std::index_sequence<LANE...>) {
+    constexpr int half = SEG / 2;
+    return vi{int(LANE / half / 2 * SEG + LANE % half + (LANE / half % 2 ? W : 0) + (UPPER ? half : 0))...};
+}
+
+// The W sums over lanes of W vectors, as one vector: a tree in which each step halves the vectors.
+template <int SEG = W> inline vf sums_of(vf* v) {
+    if constexpr (SEG == 1) {
+        return v[0];
+    } else {
+        constexpr auto lanes = std::make_index_sequence<W>();
+#pragma GCC unroll 16
+        for (int i = 0; i < SEG / 2; i++) {
+            vf lower = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, false>(lanes));
+            vf upper = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, true>(lanes));
+            v[i] = lower + upper;
         }
-        for (int i = 0; i < pairs; i++)
-            v[i] = __builtin_shuffle(v[i], v[i + pairs], low) + __builtin_shuffle(v[i], v[i + pairs], high);
+        return sums_of<SEG / 2>(v);
     }
-    return v[0];
 }
 
 // scores[0 .. W) of one query row against W keys.
@@ -347,10 +354,12 @@ template <class T> inline vf dots(const float* query, const T* const* keys, int 
     vf acc[W];
     {
         vf q = load(query);
+#pragma GCC unroll 16
         for (int t = 0; t < W; t++) acc[t] = q * load(keys[t]);
     }
     for (int d = W; d < D; d += W) {
         vf q = load(query + d);
+#pragma GCC unroll 16
         for (int t = 0; t < W; t++) acc[t] += q * load(keys[t] + d);
     }
     return sums_of(acc);

@@ -7,8 +7,8 @@ Letters for shapes, here and in every kernel file:
     D  head size                   G    Hq / Hkv             P  positions of the RoPE tables
 
 ``cache_layer`` is one layer of the paged cache, ``[N, 2, Hkv, block_tokens, D]``, usually a strided view. ``slots[t]``
-is ``block_id * block_tokens + offset``. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``; they are
-the last ones of its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
+is ``block_id * block_tokens + offset``. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the
+last ones of its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def rope_write_kv(
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """All that happens between the fused projection and attention: optional norm of each query and key head, RoPE, cache write.
+    """What lies between the fused projection and attention: norms of query and key heads if given, RoPE, cache write.
 
     ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads; it may be overwritten.
     Returns the queries, ``[T, Hq, D]``, possibly a view of ``qkv``.
     """
     num_kv_heads, head_dim = cache_layer.shape[2], cache_layer.shape[4]
-    heads = qkv.unflatten(-1, (-1, head_dim))
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:
@@ -102,7 +102,7 @@ def paged_attention(
         num_blocks = -(-context // cache_layer.shape[3])
         pages = cache_layer[block_tables[b, :num_blocks].long()]  # [n, 2, Hkv, block_tokens, D]
         key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].float()  # [Hkv, context, D] each
-        queries = query[first:last].float().unflatten(1, (num_kv_heads, group))  # [t, Hkv, G, D]
+        queries = query[first:last].float().reshape(-1, num_kv_heads, group, query.shape[2])  # [t, Hkv, G, D]
         scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
         scores.masked_fill_(~_visible(context, last - first, window), float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", scores.softmax(-1), value)

@@ -1,7 +1,7 @@
 """The Llama family over a paged KV cache: Llama, SmolLM2, Mistral, Qwen2, Qwen3, told apart by configuration alone.
 
-The forward pass computes one ragged batch, writes its keys and values into the cache it is given, and returns logits. It
-must not know about requests, scheduling, transfer or files; a hook is told when each layer touches the cache.
+The forward pass computes one ragged batch, writes its keys and values into the cache it is given, and returns logits.
+It must not know about requests, scheduling, transfer or files; a hook is told when each layer touches the cache.
 """
 
 from __future__ import annotations
