@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -256,3 +257,13 @@ async def test_metrics_count_what_happened(front):
     assert of("mooncake_http_responses_total", route="/v1/completions", status="200") == 1
     assert of("mooncake_http_responses_total", route="/v1/completions", status="503") == 1
     assert of("mooncake_transport_gb_per_second", node="prefill-0", peer="decode-0", transport="shm") == 1.5
+
+
+async def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head(front):
+    times_s = []
+    for _ in range(10):
+        begun_at = time.monotonic()
+        await front.http.get("/health/live")
+        times_s.append(time.monotonic() - begun_at)
+
+    assert min(times_s[1:]) < 0.03  # Nagle's algorithm and a delayed ACK would make it 0.04
