@@ -1,7 +1,7 @@
 """The functions of ``reference`` in C++ (``cpu_kernels.cpp``), called through ctypes on the tensors' own memory.
 
 What the library does not take (another dtype, a head size that is no multiple of 16, an unusual layout) goes to the
-reference. The C side checks block ids, slots and positions: a wrong one is our bug and raises IndexError before anything
+reference. The C side checks block ids, slots and positions: a wrong one is our bug and raises IndexError before a byte
 is written. Threads are torch's (``torch.get_num_threads``), out of the same OpenMP runtime.
 """
 

@@ -1,7 +1,7 @@
 """Builds ``cpu_kernels.cpp`` for this very machine at first use, and keeps the result for later processes.
 
 The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source, flags,
-compiler, instruction set. Several processes may build it at once: each renames its own finished file into place. Whatever
+compiler, instruction set. Several processes may build it at once: each renames its finished file into place. Whatever
 goes wrong is said in one sentence of ``BuildFailed``; nothing here knows what the kernels do.
 """
 
