@@ -274,9 +274,8 @@ class _Metadata:
         return str(self._get(key, default))
 
     def _get(self, key: str, default: object) -> object:
-        value = self._file.get(f"{self._prefix}.{key}")
-        if value is None:
-            value = default
+        stored = self._file.get(f"{self._prefix}.{key}")
+        value = default if stored is None else stored
         if value is None:
             raise ModelError(f"{self._file.path} lacks the metadata {self._prefix}.{key}")
         return value
@@ -302,7 +301,7 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> Mapping[str,
     trained_len = _LLAMA3_SCALING["original_max_position_embeddings"]
 
     def divisor(pair: int) -> float:
-        turns = trained_len / (2 * math.pi * theta ** (2 * pair / head_dim))
+        turns = trained_len / (2 * math.pi * math.pow(theta, 2 * pair / head_dim))
         keep = min(1.0, max(0.0, (turns - low) / (high - low)))
         return 1 / ((1 - keep) / factor + keep)
 

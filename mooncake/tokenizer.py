@@ -207,9 +207,7 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
     if kind is None:
         raise ModelError(f"there is no tokenizer in {file.path}")
     if kind != "gpt2":
-        raise ModelError(
-            f"the tokenizer of {file.path} is of the kind {kind!r}; only byte-level BPE (gpt2) is supported"
-        )
+        raise ModelError(f"the tokenizer of {file.path} is of the kind {kind!r}; only gpt2 (byte-level BPE) is known")
     tokens = _strings(file, "tokenizer.ggml.tokens")
     merges = _strings(file, "tokenizer.ggml.merges")
     types = file.get("tokenizer.ggml.token_type")
@@ -217,10 +215,8 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
         raise ModelError(f"{file.path}: tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
     pre = file.get("tokenizer.ggml.pre") or "default"
     backend = _byte_level_bpe(tokens, merges, str(pre), str(file.path))
-    backend.add_tokens(
-        [_added(token, False) for token, type_ in zip(tokens, types, strict=True) if type_ == _USER_DEFINED]
-    )
-    control_ids = {token: i for i, (token, type_) in enumerate(zip(tokens, types, strict=True)) if type_ == _CONTROL}
+    backend.add_tokens([_added(tokens[i], False) for i, type_ in enumerate(types) if type_ == _USER_DEFINED])
+    control_ids = {tokens[i]: i for i, type_ in enumerate(types) if type_ == _CONTROL}
     backend.add_special_tokens([_added(token, True) for token in control_ids])
     backend.encode_special_tokens = True
     named = {name: _named_id(file, key, len(tokens)) for name, key in _NAMED_TOKENS.items()}
@@ -288,7 +284,7 @@ def _decoding(backend: tokenizers.Tokenizer) -> tuple[TokenBytes, bool]:
     if kinds == ["ByteLevel"]:
         return _byte_level_bytes, False
     if "ByteFallback" in kinds or kinds == ["Metaspace"]:
-        strips = any(step.get("type") == "Strip" and step.get("start", 0) > 0 for step in steps)
+        strips = any(step.get("type") == "Strip" and step.get("start") for step in steps)
         return _sentencepiece_bytes, strips or kinds == ["Metaspace"]
     raise ModelError(f"this tokenizer decodes with {kinds}; only ByteLevel and SentencePiece with bytes are supported")
 

@@ -1,0 +1,163 @@
+"""Weights from a checkpoint as torch tensors with Hugging Face names, whatever file they come from.
+
+GGUF weights are dequantised once and kept as safetensors in the user's cache, so that every process of a machine maps
+the same pages. The cache is a convenience: without room or permission the weights are dequantised in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelConfig, hf_name, weight_shapes
+from mooncake.errors import ModelError
+from mooncake.gguf_file import GGUFFile, TensorInfo
+
+log = logging.getLogger(__name__)
+
+MAX_CACHED_BYTES = 8 << 30  # of all models together; the one used longest ago goes first
+_STALE_PART_S = 3600  # a file still being written after this long belongs to nobody
+
+# GGUF files of these families hold the rows of q and k in the order of interleaved rotary pairs.
+_INTERLEAVED = ("llama", "mistral")
+
+
+def load_weights(checkpoint: Checkpoint, dtype: str) -> dict[str, torch.Tensor]:
+    """Every weight that the model needs, as ``torch.dtype`` ``dtype`` ("float32", "bfloat16", "float16"), on the CPU.
+
+    The tensors may be read-only mapped memory: do not write to them. Raises ModelError.
+    """
+    wanted: torch.dtype = getattr(torch, dtype)
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return _cached_gguf_weights(checkpoint, wanted)
+    if isinstance(checkpoint, HFCheckpoint):
+        return _safetensors_weights(checkpoint, wanted)
+    raise ModelError(f"there are no weights to load for {checkpoint.name}")
+
+
+def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    needed = weight_shapes(checkpoint.config)
+    weights: dict[str, torch.Tensor] = {}
+    for shard in checkpoint.shards:
+        for name, tensor in _mapped(shard.path).items():
+            if name in needed:
+                if not tensor.is_floating_point():
+                    raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")
+                weights[name] = tensor.to(dtype)
+    return weights
+
+
+def _mapped(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights in {path}: {error}") from None
+
+
+# GGUF
+
+
+def dequantised(file: GGUFFile, config: ModelConfig) -> Iterable[tuple[str, torch.Tensor]]:
+    """Name and float32 tensor of every weight that the model needs, one at a time. Raises ModelError."""
+    needed = weight_shapes(config)
+    for info in file.tensors.values():
+        name = hf_name(info.name)
+        if name in needed:
+            values = _dequantise(file, info)
+            if config.architecture in _INTERLEAVED and ".self_attn." in name:
+                values = _without_interleaving(name, values, config)
+            yield name, torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _dequantise(file: GGUFFile, info: TensorInfo) -> np.ndarray:
+    raw = np.frombuffer(file.tensor_bytes(info), dtype=np.uint8)
+    shape = gguf.quant_shape_to_byte_shape(info.shape, info.kind)
+    kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(info.kind.name)
+    try:
+        values = raw.view(kind) if kind else gguf.quants.dequantize(raw.reshape(shape), info.kind)
+    except NotImplementedError:
+        raise ModelError(f"{file.path}: {info.name} is quantised as {info.kind.name}, which is not supported") from None
+    # A copy in any case: the tensors must not depend on the file's mapping.
+    return np.array(values.reshape(info.shape), dtype=np.float32)
+
+
+def _without_interleaving(name: str, values: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Rows of q and k from interleaved pairs (0, 1), (2, 3), … to halves (0, D/2), (1, D/2 + 1), … within each head."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return values
+    pairs = values.reshape(heads, config.head_dim // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+# The cache
+
+
+def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    path = _cache_path(checkpoint, dtype)
+    if path is not None and path.exists():
+        try:
+            weights = _mapped(path)
+            if {name: tuple(tensor.shape) for name, tensor in weights.items()} == weight_shapes(checkpoint.config):
+                os.utime(path)
+                return weights
+        except (ModelError, OSError) as error:
+            log.warning("the cached weights %s are of no use: %s", path, error)
+    started = time.monotonic()
+    weights = {name: tensor.to(dtype) for name, tensor in dequantised(checkpoint.file, checkpoint.config)}
+    log.info("dequantised %s in %.1f s", checkpoint.path.name, time.monotonic() - started)
+    if path is None or _num_bytes(weights) > MAX_CACHED_BYTES:
+        return weights
+    try:
+        _store(weights, path)
+        return _mapped(path)  # and give back the private copy: processes share the mapped one
+    except (OSError, SafetensorError, ModelError) as error:
+        log.warning("weights are not cached in %s: %s", path.parent, error)
+        return weights
+
+
+def _cache_path(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(base).expanduser() / "mooncake" / "weights"
+    except RuntimeError:  # no home
+        return None
+    return folder / f"{checkpoint.digest}-{str(dtype).removeprefix('torch.')}.safetensors"
+
+
+def _store(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Written beside its place and renamed into it, so that no reader sees a part. Raises OSError, SafetensorError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _tidy(path.parent, MAX_CACHED_BYTES - _num_bytes(weights))
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        save_file(weights, part)
+        part.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _num_bytes(weights: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def _tidy(folder: Path, keep_bytes: int) -> None:
+    """Keep the models used last, up to ``keep_bytes`` of them, and remove what dead writers left."""
+    for file in sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True):
+        keep_bytes -= file.stat().st_size
+        if keep_bytes < 0:
+            file.unlink(missing_ok=True)  # processes that map it keep their pages
+    for part in folder.glob("*.part"):
+        if time.time() - part.stat().st_mtime > _STALE_PART_S:
+            part.unlink(missing_ok=True)

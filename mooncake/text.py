@@ -1,0 +1,79 @@
+"""From tokens to the text a client gets: whole characters, cut before the first stop string.
+
+Pure: no I/O, no clock. What is held back and what is cut depends on the text alone, never on where its tokens end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake.errors import InvalidRequest
+from mooncake.tokenizer import Tokenizer
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """New text of an answer. ``stopped`` says that a stop string has come, and that no text follows."""
+
+    text: str
+    stopped: bool = False
+
+
+class TextAssembler:
+    """The text of one answer as it grows.
+
+    Text that may be the beginning of a stop string is held back until that is settled, and no more than that. The stop
+    string that is complete first ends the answer; of several that end together, the one that begins first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        """Raises InvalidRequest for empty, too long or too many stop strings."""
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
+        if not all(0 < len(text) <= MAX_STOP_CHARS for text in stop):
+            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
+        self._stream = tokenizer.stream()
+        self._stop = tuple(stop)
+        self._longest = max(map(len, stop), default=0)
+        self._held = ""
+        self._stopped = False
+
+    def push(self, token_id: int) -> TextPiece:
+        """What this token adds to the answer, maybe nothing yet."""
+        if self._stopped:
+            return TextPiece("", stopped=True)
+        return self._take(self._stream.push(token_id))
+
+    def flush(self) -> TextPiece:
+        """The rest: no token follows, so what was held back is text."""
+        if self._stopped:
+            return TextPiece("", stopped=True)
+        piece = self._take(self._stream.flush())
+        held, self._held = self._held, ""
+        return TextPiece(piece.text + held, piece.stopped)
+
+    def _take(self, new: str) -> TextPiece:
+        text = self._held + new
+        if (cut := self._first_stop(text)) is not None:
+            self._held, self._stopped = "", True
+            return TextPiece(text[:cut], stopped=True)
+        held = self._open_chars(text)
+        self._held = text[len(text) - held :]
+        return TextPiece(text[: len(text) - held])
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where to cut ``text``, or None when no stop string is in it."""
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _open_chars(self, text: str) -> int:
+        """How many characters at the end of ``text`` may be the beginning of a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
