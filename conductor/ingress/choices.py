@@ -31,11 +31,15 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client wants to know of tokens beside the text. ``text_of`` gives one token's text."""
+    """What a client wants to know of tokens beside the text. ``bytes_of`` gives what one token adds to a text."""
 
-    text_of: Callable[[int], str]
+    bytes_of: Callable[[int], bytes]
     logprobs: bool = False
     token_ids: bool = False
+
+    def text_of(self, token_id: int) -> str:
+        """A part of a character becomes U+FFFD: here a token is named, no text is told."""
+        return self.bytes_of(token_id).decode(errors="replace")
 
 
 class ChoiceWriter(ABC):
@@ -106,9 +110,9 @@ class ChatWriter(ChoiceWriter):
         return ChatLogprobs([self._content_logprob(token) for token in self._tokens])
 
     def _content_logprob(self, token: SampledToken) -> ContentLogprob:
-        text = self._extras.text_of(token.token_id)
-        top = [TopLogprob(name, value, _bytes(name)) for name, value in _top(token, self._extras)]
-        return ContentLogprob(text, _logprob(token), _bytes(text), top)
+        extras, token_id = self._extras, token.token_id
+        top = [TopLogprob(extras.text_of(other), value, list(extras.bytes_of(other))) for other, value in _top(token)]
+        return ContentLogprob(extras.text_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
 
 
 class CompletionWriter(ChoiceWriter):
@@ -144,7 +148,7 @@ class CompletionWriter(ChoiceWriter):
             offsets.append(self._offset)
             self._offset += len(text)
         top = [
-            {text: _logprob(token)} | dict(_top(token, self._extras))
+            {text: _logprob(token)} | {self._extras.text_of(other): value for other, value in _top(token)}
             for text, token in zip(texts, self._tokens, strict=True)
         ]
         return CompletionLogprobs(texts, [_logprob(token) for token in self._tokens], top, offsets)
@@ -154,12 +158,7 @@ def _logprob(token: SampledToken) -> float:
     return LOWEST_LOGPROB if token.logprob is None else max(token.logprob.logprob, LOWEST_LOGPROB)
 
 
-def _top(token: SampledToken, extras: Extras) -> list[tuple[str, float]]:
+def _top(token: SampledToken) -> list[tuple[int, float]]:
     if token.logprob is None:
         return []
-    return [(extras.text_of(token_id), max(value, LOWEST_LOGPROB)) for token_id, value in token.logprob.top]
-
-
-def _bytes(text: str) -> list[int] | None:
-    """None for a token that is only a part of a character: its text is not what its bytes are."""
-    return None if "\ufffd" in text else list(text.encode())
+    return [(token_id, max(value, LOWEST_LOGPROB)) for token_id, value in token.logprob.top]

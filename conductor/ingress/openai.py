@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-from mooncake.tokenizer import ChatMessage
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,6 +50,7 @@ from conductor.ingress.openai_types import (
 )
 from conductor.ingress.pipeline import MAX_CHOICES, Job, Piece, Pipeline
 from mooncake.errors import InvalidRequest
+from mooncake.tokenizer import ChatMessage
 from mooncake.types import SamplingParams, TokenIds
 
 COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions take when nothing is asked for
@@ -243,7 +242,7 @@ class OpenAIApi:
     def _extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
         tokenizer = self._pipeline.tokenizer
         return Extras(
-            text_of=lambda token_id: tokenizer.decode(np.array([token_id], dtype=np.uint32)),
+            bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
         )

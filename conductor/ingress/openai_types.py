@@ -195,13 +195,13 @@ def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
 class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ContentLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

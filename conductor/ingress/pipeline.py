@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
-from mooncake.text import TextAssembler
-from mooncake.tokenizer import ChatMessage, Tokenizer
 
 from conductor.api import Delta, Generator, InferenceRequest, RequestSummary
 from mooncake.errors import (
@@ -32,6 +30,8 @@ from mooncake.errors import (
     NotFound,
     Overloaded,
 )
+from mooncake.text import TextAssembler
+from mooncake.tokenizer import ChatMessage, Tokenizer
 from mooncake.types import FinishReason, SampledToken, SamplingParams, TokenIds
 
 MAX_STOP_STRINGS = 16
@@ -267,11 +267,10 @@ class Pipeline:
                 raise InvalidRequest(
                     f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
                 )
-        for message in messages:
-            if await self._is_surely_too_long(message.content):
-                raise self._too_long(f"a message of {len(message.content)} characters", param)
-        num_chars = sum(len(message.content) for message in messages)
-        tokens = await self._maybe_in_thread(num_chars, lambda: self.tokenizer.encode_chat(messages))
+        text = "".join(message.content for message in messages)
+        if await self._is_surely_too_long(text):
+            raise self._too_long(f"a conversation of {len(text)} characters", param)
+        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode_chat(messages))
         return self._fitting(tokens, param)
 
     async def decode(self, tokens: TokenIds) -> str:

@@ -39,6 +39,9 @@ class ByteTokenizer:
     def decode(self, ids):
         return bytes(int(token_id) for token_id in ids if token_id != EOS).decode(errors="replace")
 
+    def token_bytes(self, token_id, skip_special=True):
+        return bytes([token_id]) if token_id != EOS else b"" if skip_special else b"<end>"
+
     def stream(self):
         return ByteStream()
 

@@ -162,7 +162,8 @@ async def test_a_chat_tells_log_probabilities_token_by_token(front, client):
     content = answer.choices[0].logprobs.content
     assert [token.token for token in content[:2]] == ["a", "b"]
     assert content[0].bytes == [97]
-    assert content[2].bytes is None  # a third of a character
+    assert [token.bytes for token in content[2:5]] == [[0xE2], [0x82], [0xAC]]  # thirds of a character
+    assert content[5].token == "<end>"
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("a", -1.0), ("b", -2.0)]
     assert all(token.logprob == -0.5 for token in content)
 
