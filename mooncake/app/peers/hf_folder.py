@@ -1,0 +1,28 @@
+"""A model of ours as the HF folder that other engines want to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mooncake.app.extras import require
+
+
+def write_hf_folder(gguf: Path, folder: Path, dtype: str) -> None:
+    """Dequantise a .gguf file into ``folder``: configuration, weights, tokenizer. Raises MissingDependency."""
+    require("transformers", "test", "converting a .gguf file for another engine")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, file_name = str(gguf.parent), gguf.name
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=file_name,
+        dtype=getattr(torch, dtype),
+        quantization_config=GgufConfig(dequantize=True),
+        local_files_only=True,
+    )
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # what is saved is not quantised any more
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=file_name, local_files_only=True).save_pretrained(folder)

@@ -1,0 +1,113 @@
+"""Our own engine as a benchmark's subject: one process, sequences in, tokens out, every step timed.
+
+It goes through ``Engine`` alone, as a node does: no text, no network, no hand-off.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence as Prompts
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mooncake.checkpoint import Checkpoint
+from mooncake.engine.engine import CausalModel, Engine, EngineConfig, HasVocabulary
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.model import load_model
+from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step: how many sequences and tokens it had, and where its seconds went."""
+
+    num_sequences: int
+    num_tokens: int
+    step_s: float
+    forward_s: float  # within the model; the rest is scheduling, batch building, sampling and bookkeeping
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == self.num_sequences
+
+
+class TimedModel:
+    """A model with a stopwatch; otherwise the same."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self.num_sequences = self.num_tokens = 0  # of the last batch
+        self.forward_s = 0.0
+
+    @property
+    def config(self) -> HasVocabulary:
+        return self._model.config
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        begin = time.perf_counter()
+        logits = self._model.forward(batch, cache, hook)
+        self.forward_s = time.perf_counter() - begin
+        self.num_sequences, self.num_tokens = batch.num_sequences, batch.tokens.shape[0]
+        return logits
+
+
+class OwnEngine:
+    """Raises ModelError when the model cannot be loaded."""
+
+    engine = "mooncake"
+    has_prefix_cache = True
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str, threads: int, config: EngineConfig, kv_gb: float) -> None:
+        torch.set_num_threads(threads)
+        layout = checkpoint.kv_layout(config.block_tokens, dtype)
+        self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
+        self._model = TimedModel(load_model(checkpoint, dtype, config.max_model_len))
+        self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
+        self._engine = Engine(self._model, self.cache, config)
+        self._num_requests = 0
+        self.steps: list[StepTime] = []  # of the last run
+
+    def run(self, prompts: Prompts[Prompts[int]], new: int) -> float:
+        """Seconds for exactly ``new`` greedy tokens after each prompt, all given at once."""
+        sequences = [self.sequence(prompt, new) for prompt in prompts]
+        self.steps = []
+        begin = time.perf_counter()
+        for sequence in sequences:
+            self._engine.add(sequence)
+        while self._engine.has_work:
+            self._step()
+        return time.perf_counter() - begin
+
+    def sequence(self, prompt: Prompts[int], new: int) -> Sequence:
+        self._num_requests += 1
+        return Sequence(
+            f"bench-{self._num_requests}",
+            np.array(prompt, np.uint32),
+            len(prompt),
+            SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True),
+            self._seed,
+            eos_ids=(),
+            max_model_len=self._engine.config.max_model_len,
+        )
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        self._engine.step()
+        step_s = time.perf_counter() - begin
+        model = self._model
+        self.steps.append(StepTime(model.num_sequences, model.num_tokens, step_s, model.forward_s))
+
+    def decode_steps(self, batch: int) -> list[StepTime]:
+        """Of the last run: the steps in which ``batch`` sequences got a token each and nothing else was computed."""
+        return [step for step in self.steps if step.is_decode and step.num_sequences == batch]
+
+
+def median_outside_s(steps: list[StepTime]) -> float:
+    """What a step costs beside the model's forward pass, at the median."""
+    return statistics.median(step.step_s - step.forward_s for step in steps)

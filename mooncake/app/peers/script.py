@@ -1,0 +1,127 @@
+"""Another engine under the stopwatch: run as a script by that engine's own Python, told what to do line by line.
+
+It stands alone: the interpreter that runs it has no ``mooncake``, so it imports nothing of it. Each line on stdin is a
+JSON object ``{"prompts": [[token, …], …], "new": n}``; each answer on stdout is ``{"s": seconds}`` for generating
+exactly ``n`` greedy tokens for every prompt. The first line out says what was started.
+
+    python script.py vllm|transformers MODEL --dtype float32 --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], None]
+
+
+def start_vllm(model: str, dtype: str, threads: int, max_model_len: int) -> Generate:
+    """vLLM's offline engine, with its prefix cache, without detokenizing, on as many cores as the others get."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        # Left to itself it keeps a core free for its scheduler, which is half of a machine with two.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    llm = LLM(
+        model=model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=64,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: Prompts, new: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        if any(len(answer.outputs[0].token_ids) != new for answer in answers):
+            raise RuntimeError(f"vLLM did not give {new} tokens for every prompt")
+
+    return generate
+
+
+def start_transformers(model: str, dtype: str, threads: int, max_model_len: int) -> Generate:
+    """``generate`` of transformers over a padless batch; every call computes its whole prompts (no prefix cache)."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    options: dict[str, object] = {"dtype": getattr(torch, dtype), "local_files_only": True}
+    folder = model
+    if model.endswith(".gguf"):
+        from transformers import GgufConfig
+
+        folder, file_name = os.path.split(model)
+        options |= {"gguf_file": file_name, "quantization_config": GgufConfig(dequantize=True)}
+    lm: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    lm.eval()
+
+    def generate(prompts: Prompts, new: int) -> None:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            answer = lm.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                pad_token_id=0,
+            )
+        if answer.shape[1] != ids.shape[1] + new:
+            raise RuntimeError(f"transformers did not give {new} tokens for every prompt")
+
+    return generate
+
+
+STARTS = {"vllm": start_vllm, "transformers": start_transformers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=STARTS)
+    parser.add_argument("model", help="an HF folder; transformers also takes a .gguf file")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    options = parser.parse_args()
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)  # ours alone: what the engine prints goes to stderr
+    os.dup2(2, 1)
+    begin = time.perf_counter()
+    generate = STARTS[options.engine](options.model, options.dtype, options.threads, options.max_model_len)
+    start_s = time.perf_counter() - begin
+    versions = {name: version(name) for name in ("torch", *_distributions(options.engine))}
+    answers.write(json.dumps({"ready": options.engine, "versions": versions, "start_s": start_s}) + "\n")
+    for line in sys.stdin:
+        task = json.loads(line)
+        begin = time.perf_counter()
+        generate(task["prompts"], task["new"])
+        answers.write(json.dumps({"s": time.perf_counter() - begin}) + "\n")
+
+
+def _distributions(engine: str) -> list[str]:
+    """The installed distributions among the names that an engine is published under."""
+    from importlib.metadata import packages_distributions
+
+    return sorted(set(packages_distributions().get(engine, [])))
+
+
+if __name__ == "__main__":  # vLLM starts its processes by running this module again
+    main()
