@@ -31,9 +31,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Third-party libraries that only these rooms (or single modules) may import.
+BENCHES = {"mooncake.app.bench_engine", "mooncake.app.bench_kernels", "mooncake.app.peers"}
 HEAVY: dict[str, set[str]] = {
-    "torch": COMPUTE | {"mooncake.llm", "prefill_node", "decode_node", "mooncake.app.bench_engine"},
-    "transformers": set(),
+    "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},
+    "transformers": {"mooncake.app.peers"},
     "triton": {"mooncake.kernels"},
     "ray": {"mooncake.app.ray_cluster"},
     "matplotlib": {"mooncake.app.plots"},

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from mooncake.client import RequestTimings, Usage
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+PIPE_WIDTH = 160  # what is not a terminal has no width of its own, and nothing should be cut there
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_WIDTH)
 
 
 def print_json(value: object) -> None:
@@ -24,7 +26,7 @@ def print_json(value: object) -> None:
 
 def plain_table(*columns: str, title: str | None = None) -> Table:
     """A table with its first column to the left and figures to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", header_style="dim")
     return table

@@ -252,7 +252,8 @@ class LocalCluster:
             for line in lines:
                 text = line.decode(errors="replace").rstrip()
                 child.last_lines.append(text)
-                self._tell_log(text)
+                if not self._stopping:  # nodes miss a conductor that has stopped before them: no news
+                    self._tell_log(text)
 
     def _fail(self, error: MooncakeError) -> None:
         if self._fatal is not None and not self._fatal.done():

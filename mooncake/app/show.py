@@ -7,6 +7,7 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
+from rich.table import Table
 
 from mooncake.app.console import gigabytes, out, plain_table, print_json
 from mooncake.app.latency import mean, percentile
@@ -27,36 +28,41 @@ def show_status(address: str, as_json: bool) -> None:
         return
     ready = "[green]ready[/]" if status.ready else f"[yellow]waiting for {escape(', '.join(status.waiting_for))}[/]"
     out.print(f"[bold]{escape(status.model or 'no model yet')}[/]  {ready}")
+    out.print()
     out.print(_node_table(status))
+    links = [(node.info.node_id, link) for node in status.nodes for link in node.transports]
+    if links:
+        out.print()
+        out.print(_link_table(links))
     queries, prompt = max(1, status.block_queries), max(1, status.prompt_tokens)
     out.print(
-        f"\n{status.requests_total:,} requests ({status.requests_running} running, {status.requests_failed} failed) · "
-        f"{status.prompt_tokens:,} prompt tokens, {status.cached_tokens / prompt:.1%} reused · "
-        f"{status.block_hits / queries:.1%} of {status.block_queries:,} blocks found in cache"
+        f"\n{status.requests_total:,} requests, {status.requests_running} running, {status.requests_failed} failed\n"
+        f"{status.prompt_tokens:,} prompt tokens, {status.cached_tokens / prompt:.1%} reused; "
+        f"{status.block_queries:,} prompt blocks, {status.block_hits / queries:.1%} found in cache"
     )
 
 
-def _node_table(status: pb.StatusResponse) -> object:
-    table = plain_table("node", "state", "address", "running", "waiting", "in use", "cached", "free", "transports")
+def _node_table(status: pb.StatusResponse) -> Table:
+    table = plain_table("node", "state", "address", "running", "waiting", "blocks used", "cached", "free")
     for node in status.nodes:
         load = node.load
         style = STATE_STYLES.get(node.state, "red")
+        counts = (load.running, load.waiting, load.blocks_in_use, load.blocks_cached, load.blocks_free)
         table.add_row(
             escape(node.info.node_id),
             f"[{style}]{escape(node.state)}[/]",
-            node.info.control_address,
-            str(load.running),
-            str(load.waiting),
-            f"{load.blocks_in_use:,}",
-            f"{load.blocks_cached:,}",
-            f"{load.blocks_free:,}",
-            escape(", ".join(_transport(transport) for transport in node.transports)) or "-",
+            escape(node.info.control_address),
+            *(f"{count:,}" for count in counts),
         )
     return table
 
 
-def _transport(transport: pb.TransportStatus) -> str:
-    return f"{transport.transport} → {transport.peer} {gigabytes(transport.bytes)} at {transport.gb_per_s:.2f} GB/s"
+def _link_table(links: list[tuple[str, pb.TransportStatus]]) -> Table:
+    table = plain_table("KV from", "to", "over", "so far", "speed")
+    for node_id, link in links:
+        cells = (node_id, link.peer, link.transport, gigabytes(link.bytes), f"{link.gb_per_s:.2f} GB/s")
+        table.add_row(*map(escape, cells))
+    return table
 
 
 def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from rich.markup import escape
 
@@ -41,7 +41,16 @@ def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> Non
             if not as_json:
                 _write(chunk.text)
     if as_json:
-        print_json({"text": answer.text, **asdict(answer.last)})
+        last = answer.last
+        print_json(
+            {
+                "request_id": last.request_id,
+                "text": answer.text,
+                "finish_reason": last.finish_reason,
+                "usage": last.usage,
+                "timings": last.timings,
+            }
+        )
     else:
         _write("\n")
         _tell(answer.last)
