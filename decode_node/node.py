@@ -7,16 +7,16 @@ import logging
 import os
 
 import numpy as np
-from kvstore.client import StoreClient
-from mooncake.checkpoint import open_checkpoint
 
 from decode_node.generated import GeneratedBlocks
 from decode_node.receiver import Receiver
 from decode_node.service import DecodeServicer
 from decode_node.writeback import WriteBack
+from kvstore.client import StoreClient
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.events import CacheEventsServicer
@@ -59,7 +59,9 @@ class DecodeNode:
             config.node.host,
             on_peer_gone=self._on_peer_gone,
         )
-        self._receiver = Receiver(self.host.thread, self._segment_server, memory, plan.layout)
+        self._receiver = Receiver(
+            self.host.thread, self._segment_server, memory, plan.layout, transfer.handoff_timeout_s
+        )
         self._segment_server.start()
         self._writeback.start()
         address = self._segment_server.address

@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine
 
 import numpy as np
 import numpy.typing as npt
-from mooncake.engine.engine import Engine, StepOutput
-from mooncake.engine.loop import EngineThread
-from mooncake.engine.sequence import Sequence
 
 from decode_node.handoff import Handoff, HandoffState
 from kvstore.checksum import Checksums, checksums_from_wire, range_checksums
 from kvstore.transfer.server import SegmentServer
+from mooncake.engine.engine import Engine, StepOutput
+from mooncake.engine.loop import EngineThread
+from mooncake.engine.sequence import Sequence
 from mooncake.errors import ChecksumMismatch, HandoffFailed, InvalidRequest, MooncakeError, OutOfBlocks
 from mooncake.types import KVLayout, SampledToken
 
@@ -34,8 +34,17 @@ OnOutput = Callable[[StepOutput | MooncakeError], None]
 class Receiver:
     """Hand-offs of one decode node, by id."""
 
-    def __init__(self, thread: EngineThread, server: SegmentServer, memory: npt.NDArray[np.uint8], layout: KVLayout):
-        """``memory`` is the paged cache as bytes ``[num_blocks, block_bytes]``."""
+    def __init__(
+        self,
+        thread: EngineThread,
+        server: SegmentServer,
+        memory: npt.NDArray[np.uint8],
+        layout: KVLayout,
+        timeout_s: float,
+    ) -> None:
+        """``memory`` is the paged cache as bytes ``[num_blocks, block_bytes]``. A hand-off that is not over
+        ``timeout_s`` after it was opened has expired."""
+        self._timeout_s = timeout_s
         self._thread = thread
         self._server = server
         self._memory = memory
@@ -91,6 +100,7 @@ class Receiver:
         handoff.first_block, handoff.block_ids = reservation.first_block, list(reservation.block_ids)
         handoff.move(HandoffState.RESERVED)
         self._server.grant(handoff.block_ids, epoch)
+        asyncio.get_running_loop().call_later(self._timeout_s, self._expire, handoff)
         return handoff
 
     async def commit(self, handoff_id: str, epoch: int, first_token: SampledToken, checksums: bytes) -> None:
@@ -135,11 +145,17 @@ class Receiver:
         await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
         on_output(HandoffFailed(f"the prefill node gave up the hand-off: {reason}"))
 
-    async def abandon(self, handoff: Handoff, *, expired: bool = False) -> None:
-        """This side gives up (client gone, deadline, time-out). Idempotent."""
+    async def abandon(self, handoff: Handoff) -> None:
+        """This side gives up (client gone, deadline). Idempotent."""
+        if not handoff.is_over:
+            await self._fail(handoff, HandoffState.FAILED, writer_stopped=False)
+
+    def _expire(self, handoff: Handoff) -> None:
         if handoff.is_over:
             return
-        await self._fail(handoff, HandoffState.EXPIRED if expired else HandoffState.FAILED, writer_stopped=False)
+        _, _, on_output = self._handoffs[handoff.handoff_id]
+        self._later(self._fail(handoff, HandoffState.EXPIRED, writer_stopped=False))
+        on_output(HandoffFailed(f"the hand-off was not committed within {self._timeout_s:g} s"))
 
     def peer_gone(self, writer_id: str) -> None:
         """A writer's last connection ended: what it held can neither be written nor committed any more."""

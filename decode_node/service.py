@@ -13,7 +13,7 @@ from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
-from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
+from mooncake.errors import DeadlineExceeded, MooncakeError
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc
 from mooncake.rpc.convert import (
@@ -60,9 +60,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         await self._receiver.announce(handoff, sequence, on_output)
         self._generated.watch(sequence, [pool.control_address for pool in request.pools])
         try:
-            first = await self._first_output(outputs, min(deadline, time.monotonic() + self._handoff_timeout_s))
+            output = await self._next_output(outputs, deadline)
             started_s = time.monotonic()
-            output: StepOutput | MooncakeError = first
             while True:
                 if isinstance(output, MooncakeError):
                     raise output
@@ -104,14 +103,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Wait for what ended calls left to clean up."""
         while self._cleanups:
             await asyncio.wait(self._cleanups)
-
-    async def _first_output(
-        self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
-    ) -> StepOutput | MooncakeError:
-        try:
-            return await self._next_output(outputs, deadline)
-        except DeadlineExceeded:
-            raise HandoffFailed("the hand-off was not committed in time") from None
 
     async def _next_output(
         self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import grpc
 import numpy as np
-from kvstore.client import Reservation, StoreClient
 
+from kvstore.client import Reservation, StoreClient
 from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
@@ -88,6 +88,7 @@ class PrefillJob:
         self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
         self._store = shop.store(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
+        self._has_started = asyncio.Event()
         self._handoff: Sink | None = None
         self._handoff_blocks: list[int] = []  # prompt block indices that the decode node wants
         self._committed = False
@@ -216,10 +217,16 @@ class PrefillJob:
             outlets.append((self._pool, self._shop.stores))
             self._pool_opening = asyncio.create_task(self._open_pool(self._pool, self._store, stored_blocks))
             self._tasks.append(self._pool_opening)
-        self._stream = Stream(self._id, self._make_load, outlets)
+        self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step)
         self._shop.streamer.streams[self._id] = self._stream
 
+    def _on_first_step(self) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._has_started.set)
+
     async def _open_handoff(self, sink: Sink) -> None:
+        """Only once it is our turn here: blocks of the decode node are not held while a request queues."""
+        await self._has_started.wait()
         stub = self._decode_stub()
         request = decode_pb2.OpenHandoffRequest(
             handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.transfer.writer_id

@@ -25,6 +25,7 @@ class Stream:
     request_id: str
     make_load: Callable[[list[BlockToLoad]], PrefixLoad]
     outlets: list[tuple[Sink, Outbox]]
+    on_first_step: Callable[[], None]  # its turn has come; told on the engine's thread
     load: PrefixLoad | None = None
     next_block: int = 0  # blocks before it have been handed to the sinks
     first_step_s: float = 0.0  # monotonic; 0 until it ran
@@ -63,7 +64,9 @@ class LayerStreamer:
             stream = self.streams.get(entry.sequence.request_id)
             if stream is None:
                 continue
-            stream.first_step_s = stream.first_step_s or time.monotonic()
+            if not stream.first_step_s:
+                stream.first_step_s = time.monotonic()
+                stream.on_first_step()
             computed, total = entry.first + entry.num_tokens, len(entry.sequence.tokens)
             is_last = computed == total
             end = -(-total // self.block_tokens) if is_last else computed // self.block_tokens

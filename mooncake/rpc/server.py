@@ -22,10 +22,17 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 )
+KEEPALIVE_MS = 10_000
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    # Servers take pings on quiet streams for abuse unless told otherwise; a request that queues is quiet.
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
@@ -94,7 +101,7 @@ class RpcServer:
     """A grpc.aio server with its health service. ``add`` the servicers, then ``start``."""
 
     def __init__(self) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
