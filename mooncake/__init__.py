@@ -1,0 +1,36 @@
+"""A cluster that serves large language models, with prefill and decode on different nodes around one KV-cache pool.
+
+``LLM`` runs a model inside this process, ``Client`` talks to a cluster. Names are imported when they are first used, so
+that ``import mooncake`` costs nothing and only ``LLM`` brings in torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mooncake import errors
+    from mooncake.client import Client
+    from mooncake.llm import LLM
+    from mooncake.types import SamplingParams
+
+__all__ = ["LLM", "Client", "SamplingParams", "errors"]
+
+_HOMES = {
+    "LLM": "mooncake.llm",
+    "Client": "mooncake.client",
+    "SamplingParams": "mooncake.types",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "errors":
+        return importlib.import_module("mooncake.errors")
+    raise AttributeError(f"module 'mooncake' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -24,9 +24,8 @@ from mooncake.types import SamplingParams, TokenLogprob
 Row = npt.NDArray[np.float32]  # [V]
 
 RUN = 256  # tokens; a draw looks at the sums of runs first
-FIRST_CANDIDATES = (
-    256  # how many of the most likely tokens top-p looks at first; eight times as many each time it fails
-)
+# How many of the most likely tokens top-p looks at first; eight times as many each time that they do not suffice.
+FIRST_CANDIDATES = 256
 
 
 class Sampler:

@@ -1,0 +1,284 @@
+"""``mooncake.LLM``: one engine inside this process, without a cluster.
+
+    from mooncake import LLM, SamplingParams
+
+    llm = LLM("smollm2")
+    for answer in llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(max_tokens=16)):
+        print(answer.text)
+
+It keeps its paged cache between calls, so a second call reuses the blocks of the first. Not safe for several threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine import sequence as engine_sequence
+from mooncake.engine.engine import Engine, EngineConfig, StepOutput
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import InternalError, InvalidRequest
+from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.model import load_model
+from mooncake.text import TextAssembler, TextPiece
+from mooncake.tokenizer import ChatMessage
+from mooncake.types import FinishReason, SamplingParams, TokenIds, TokenLogprob
+
+Prompt = str | Sequence[int] | TokenIds
+"""Text (in which special tokens are plain text), or token ids."""
+
+Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[TokenIds]
+
+Message = ChatMessage | Mapping[str, str]
+"""E.g. ``{"role": "user", "content": "Hello"}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. ``logprobs`` runs along ``token_ids``, and is empty when none were asked for."""
+
+    prompt_tokens: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob]
+    cached_tokens: int  # of the prompt, whose KV was there already
+
+
+class LLM:
+    """Raises ModelError or ConfigError when the model cannot be loaded or the cache is too small for it."""
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        dtype: str = "float32",
+        *,
+        kv_gb: float = 1.0,
+        block_tokens: int = 64,
+        chunk_tokens: int = 256,
+        max_sequences: int = 64,
+        max_model_len: int = 0,
+        threads: int = 0,
+    ) -> None:
+        """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
+        (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say."""
+        if threads:
+            torch.set_num_threads(threads)
+        checkpoint = open_checkpoint(model)
+        layout = checkpoint.kv_layout(block_tokens, dtype)
+        num_blocks = int(kv_gb * 1e9) // layout.block_bytes
+        if num_blocks < 1:
+            raise InvalidRequest(
+                f"kv_gb={kv_gb:g} does not hold one block of {layout.block_bytes / 1e6:.1f} MB", "kv_gb"
+            )
+        longest = checkpoint.config.max_model_len
+        self.max_model_len = min(max_model_len or longest, longest, num_blocks * block_tokens)
+        self.tokenizer = checkpoint.load_tokenizer()
+        self._eos_ids = checkpoint.config.eos_ids
+        self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
+        config = EngineConfig(block_tokens, chunk_tokens, max_sequences, self.max_model_len, keep_events=False)
+        self.engine = Engine(load_model(checkpoint, dtype, self.max_model_len), KVCache(layout, num_blocks), config)
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.drop_cached()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
+    ) -> list[Completion]:
+        """Answer every prompt; answers come in the order of the prompts.
+
+        One ``sampling`` for all or one each; seed 0 stands for a random one. Each answer ends before the first of the
+        ``stop`` strings in it.
+        ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
+        """
+        token_ids = [self._encode(prompt) for prompt in _prompt_list(prompts)]
+        samplings = _one_each(sampling or SamplingParams(), len(token_ids))
+        return self._answer(token_ids, samplings, _stop_strings(stop), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        use_tqdm: bool | None = None,
+    ) -> list[Completion]:
+        """Answer one conversation, or each of several, written with the model's own chat template."""
+        token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
+        samplings = _one_each(sampling or SamplingParams(), len(token_ids))
+        return self._answer(token_ids, samplings, _stop_strings(stop), use_tqdm)
+
+    def _encode(self, prompt: Prompt) -> TokenIds:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return np.asarray(prompt, dtype=np.uint32)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidRequest("a prompt is text or token ids", "prompts") from None
+
+    def _answer(
+        self, prompts: list[TokenIds], samplings: list[SamplingParams], stop: tuple[str, ...], use_tqdm: bool | None
+    ) -> list[Completion]:
+        drafts = [
+            _Draft(self._sequence(prompt, sampling), TextAssembler(self.tokenizer, stop))
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
+        try:
+            self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
+        finally:
+            for draft in drafts:
+                self.engine.abort(draft.sequence.request_id)
+            self.engine.take_ended()
+        return [draft.completion() for draft in drafts]
+
+    def _sequence(self, prompt: TokenIds, sampling: SamplingParams) -> engine_sequence.Sequence:
+        return engine_sequence.Sequence(
+            f"llm-{next(self._numbers)}",
+            prompt,
+            len(prompt),
+            sampling,
+            self._seed,
+            eos_ids=self._eos_ids,
+            max_model_len=self.max_model_len,
+        )
+
+    def _run(self, drafts: list[_Draft], shows_progress: bool) -> None:
+        by_id = {draft.sequence.request_id: draft for draft in drafts}
+        to_add = list(reversed(drafts))
+        with _progress(shows_progress) as progress:
+            bar = progress.add_task("answers", total=len(drafts))
+            while to_add or self.engine.has_work:
+                while to_add and self.engine.load().waiting < self.engine.config.max_sequences:
+                    self.engine.add(to_add.pop().sequence)
+                for output in self.engine.step():
+                    draft = by_id[output.request_id]
+                    draft.take(output)
+                    if draft.is_complete:
+                        self.engine.abort(output.request_id)  # a stop string: the engine knows only token ids
+                        progress.advance(bar)
+                self._check_progress(by_id)
+
+    def _check_progress(self, by_id: Mapping[str, _Draft]) -> None:
+        for request_id, error in self.engine.take_ended():
+            if not by_id[request_id].is_complete:
+                raise error
+        if self.engine.is_stalled:
+            raise InternalError("the engine stands still: its blocks are held by someone else")
+
+
+class _Draft:
+    """An answer in the making."""
+
+    def __init__(self, sequence: engine_sequence.Sequence, assembler: TextAssembler) -> None:
+        self.sequence = sequence
+        self.finish_reason: FinishReason | None = None
+        self._assembler = assembler
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, output: StepOutput) -> None:
+        if self.is_complete:
+            return
+        self._token_ids.append(output.token.token_id)
+        if output.token.logprob is not None:
+            self._logprobs.append(output.token.logprob)
+        self.finish_reason = output.finish_reason
+        if output.finish_reason is not FinishReason.STOP:  # the id that stops an answer is no part of its text
+            self._add(self._assembler.push(output.token.token_id))
+        if output.finish_reason is not None:
+            self._add(self._assembler.flush())
+
+    def _add(self, piece: TextPiece) -> None:
+        self._text.append(piece.text)
+        if piece.stopped:
+            self.finish_reason = FinishReason.STOP
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            self.sequence.num_prompt,
+            self._token_ids,
+            "".join(self._text),
+            self.finish_reason,
+            self._logprobs,
+            self.sequence.num_cached_tokens,
+        )
+
+
+def _prompt_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, (int, np.integer)) for item in items):
+        return [np.asarray(items, dtype=np.uint32)]
+    return [item for item in items if not isinstance(item, (int, np.integer))]
+
+
+def _conversation_list(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[list[ChatMessage]]:
+    conversations: list[list[ChatMessage]] = []
+    single: list[ChatMessage] = []
+    for item in messages:
+        if isinstance(item, (ChatMessage, Mapping)):
+            single.append(_message(item))
+        else:
+            conversations.append([_message(message) for message in item])
+    if single and conversations:
+        raise InvalidRequest("messages are one conversation or a list of conversations, not both", "messages")
+    return conversations or [single]
+
+
+def _message(message: Message) -> ChatMessage:
+    if isinstance(message, ChatMessage):
+        return message
+    try:
+        return ChatMessage(message["role"], message["content"])
+    except KeyError as missing:
+        raise InvalidRequest(f"a message has no {missing.args[0]}", "messages") from None
+
+
+def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """Sampling for each prompt. Without a seed of its own, a random answer gets one that nobody else has."""
+    samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(samplings) != count:
+        raise InvalidRequest(f"{len(samplings)} sampling parameters were given for {count} prompts", "sampling")
+    return [
+        params if params.is_greedy or params.seed else replace(params, seed=secrets.randbits(63))
+        for params in samplings
+    ]
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _progress(shows: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, disable=not shows, transient=True)

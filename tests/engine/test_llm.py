@@ -1,0 +1,101 @@
+"""``mooncake.LLM`` as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mooncake import LLM, SamplingParams
+from mooncake.errors import ContextTooLong, InvalidRequest
+from mooncake.types import FinishReason
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    with LLM("smollm2", kv_gb=0.2, threads=1) as llm:
+        yield llm
+        llm.engine.block_pool.check()
+        assert llm.engine.block_pool.num_in_use == 0
+    torch.set_num_threads(threads)
+
+
+def test_importing_mooncake_does_not_import_torch() -> None:
+    code = "import sys, mooncake; mooncake.SamplingParams; mooncake.errors; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_prompt_is_answered(llm: LLM) -> None:
+    [answer] = llm.generate("The capital of France is", GREEDY)
+    assert "Paris" in answer.text
+    assert answer.text == llm.tokenizer.decode(answer.token_ids)
+    assert answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) == 12
+    assert answer.prompt_tokens == len(llm.tokenizer.encode("The capital of France is"))
+
+
+def test_many_prompts_are_answered_in_their_order(llm: LLM) -> None:
+    prompts = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time"]
+    together = llm.generate(prompts, GREEDY)
+    assert [answer.text for answer in together] == [llm.generate(prompt, GREEDY)[0].text for prompt in prompts]
+    ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    assert [answer.token_ids for answer in llm.generate(ids, GREEDY)] == [answer.token_ids for answer in together]
+
+
+def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
+    samplings = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (1, 5)]
+    answers = llm.generate(["Hello", "Hello"], samplings)
+    assert [len(answer.token_ids) for answer in answers] == [1, 5]
+    with pytest.raises(InvalidRequest, match="2 sampling parameters were given for 1 prompts"):
+        llm.generate("Hello", samplings)
+
+
+def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
+    [free] = llm.generate("1, 2, 3, 4,", GREEDY)
+    [stopped] = llm.generate("1, 2, 3, 4,", GREEDY, stop=" 6")
+    assert stopped.text == free.text[: free.text.index(" 6")]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert llm.engine.block_pool.num_in_use == 0
+
+
+def test_a_conversation_reuses_its_first_turn(llm: LLM) -> None:
+    story = "Tell me about the sea. " * 20
+    messages = [{"role": "user", "content": story}]
+    [first] = llm.chat(messages, GREEDY)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And the sky?"}]
+    [second] = llm.chat(messages, GREEDY)
+    assert second.cached_tokens >= first.prompt_tokens // 64 * 64 > 0
+
+
+def test_a_seed_repeats_an_answer_and_no_seed_does_not(llm: LLM) -> None:
+    seeded = SamplingParams(max_tokens=12, temperature=1.0, seed=99)
+    first, second = llm.generate(["Once upon a time", "Once upon a time"], seeded)
+    assert first.token_ids == second.token_ids
+    free = SamplingParams(max_tokens=24, temperature=1.5)
+    assert len({tuple(answer.token_ids) for answer in llm.generate(["Once"] * 3, free)}) > 1
+
+
+def test_logprobs_come_with_each_token(llm: LLM) -> None:
+    [answer] = llm.generate("The capital of France is", SamplingParams(max_tokens=3, temperature=0.0, logprobs=2))
+    assert len(answer.logprobs) == 3
+    for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert logprob.top[0] == (token_id, logprob.logprob) and len(logprob.top) == 2
+
+
+def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong):
+        llm.generate([[1] * (llm.max_model_len + 1)], GREEDY)
+    with pytest.raises(InvalidRequest):
+        llm.generate([[1_000_000]], GREEDY)
+    with pytest.raises(InvalidRequest):
+        llm.generate("", GREEDY)
+    with pytest.raises(InvalidRequest, match="text or token ids"):
+        llm.generate([[-1]], GREEDY)
+    assert not llm.engine.has_work
+    assert llm.generate([], GREEDY) == []
