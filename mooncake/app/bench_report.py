@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +19,11 @@ from pathlib import Path
 import msgspec
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from mooncake.app.console import err, out, plain_table, print_json
 
+TABLE_WIDTH = 160  # at least, also where it does not fit: a table that is cut is of no use
 Value = str | int | float | bool
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -35,7 +37,7 @@ class Figure:
     unit: str
     values: tuple[float, ...]  # one a repetition, in order
     more_is_better: bool = False
-    params: dict[str, Value] = field(default_factory=dict)
+    params: Mapping[str, Value] = field(default_factory=dict)
 
     @property
     def best(self) -> float:
@@ -47,8 +49,8 @@ class Figure:
 
     @property
     def label(self) -> str:
-        """The name with its params: ``decode, batch 8``."""
-        return ", ".join([self.name, *(f"{key} {value}" for key, value in self.params.items())])
+        """What sets it apart: ``batch 8, context 256``."""
+        return ", ".join(f"{key} {value}" for key, value in self.params.items())
 
     def to_json(self) -> dict[str, object]:
         numbers = {"best": self.best, "median": self.median}
@@ -90,7 +92,7 @@ class Report:
 
     def finish(self, file: Path | None) -> None:
         """Print the table and the JSON line; write the line to ``file`` too. The line is the last one on stdout."""
-        out.print(figure_table(self.figures))
+        out.print(figure_table(self.figures), width=max(out.width, TABLE_WIDTH), crop=False)
         if self.ratios:
             table = plain_table("ratio, best over best", "")
             for name, value in self.ratios.items():
@@ -118,19 +120,21 @@ class Report:
         }
 
 
-def figure_table(figures: Iterable[Figure]) -> object:
+def figure_table(figures: Iterable[Figure]) -> Table:
     """One row a figure, one column a subject: best and median."""
     figures = list(figures)
     subjects = list(dict.fromkeys(figure.subject for figure in figures))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for figure in figures:
         cell = _digits(figure.best)
         if len(figure.values) > 1:
             cell += f" / {_digits(figure.median)}"
-        rows.setdefault((figure.label, figure.unit), {})[figure.subject] = cell
-    table = plain_table("best / median", "unit", *subjects)
-    for (label, unit), cells in rows.items():
-        table.add_row(label, unit, *(cells.get(subject, "") for subject in subjects))
+        rows.setdefault((figure.name, figure.label, figure.unit), {})[figure.subject] = cell
+    table = plain_table("best / median", "", "", *subjects)
+    for column in table.columns:
+        column.no_wrap = True
+    for row, cells in rows.items():
+        table.add_row(*row, *(cells.get(subject, "") for subject in subjects))
     return table
 
 

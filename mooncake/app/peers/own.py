@@ -69,7 +69,7 @@ class OwnEngine:
         self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
         self._model = TimedModel(load_model(checkpoint, dtype, config.max_model_len))
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
-        self._engine = Engine(self._model, self.cache, config)
+        self.core = Engine(self._model, self.cache, config)
         self._num_requests = 0
         self.steps: list[StepTime] = []  # of the last run
 
@@ -79,8 +79,8 @@ class OwnEngine:
         self.steps = []
         begin = time.perf_counter()
         for sequence in sequences:
-            self._engine.add(sequence)
-        while self._engine.has_work:
+            self.core.add(sequence)
+        while self.core.has_work:
             self._step()
         return time.perf_counter() - begin
 
@@ -93,12 +93,12 @@ class OwnEngine:
             SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True),
             self._seed,
             eos_ids=(),
-            max_model_len=self._engine.config.max_model_len,
+            max_model_len=self.core.config.max_model_len,
         )
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        self._engine.step()
+        self.core.step()
         step_s = time.perf_counter() - begin
         model = self._model
         self.steps.append(StepTime(model.num_sequences, model.num_tokens, step_s, model.forward_s))
