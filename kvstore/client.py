@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -32,6 +32,7 @@ from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, SegmentAddress
 
 DEFAULT_TIMEOUT_S = 5.0
+MAX_OWED = 4096
 
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ class StoreClient:
         self._stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
         self._background: set[asyncio.Task[None]] = set()
+        self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
 
     @classmethod
     async def connect(
@@ -228,13 +230,17 @@ class StoreClient:
         """End reservations: the store verifies the bytes and makes them readable. False where it did not accept them:
         the reservation was over, or the checksums differ. The writer must not write into these slots any more."""
         blocks = [pb.Sealing(slot=_slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
-        response = await self._call(self._stub.Seal(pb.SealRequest(blocks=blocks), timeout=timeout_s))
+        with self._owing([slot for slot, _ in sealings]):
+            response = await self._call(self._stub.Seal(pb.SealRequest(blocks=blocks), timeout=timeout_s))
         return list(response.sealed)
 
     async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Give reservations up. The writer must have stopped writing into them."""
-        request = pb.AbortRequest(slots=map(_slot_to_wire, reservations))
-        await self._call(self._stub.Abort(request, timeout=timeout_s))
+        """Give reservations up. The writer must have stopped writing into them. When this does not get through, it is
+        said again before the next ``reserve``."""
+        slots = list(reservations)
+        with self._owing(slots):
+            request = pb.AbortRequest(slots=map(_slot_to_wire, slots))
+            await self._call(self._stub.Abort(request, timeout=timeout_s))
 
     # Reading in ranges: acquire, read_ranges as often as needed, then release
 
@@ -307,6 +313,9 @@ class StoreClient:
         self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, deadline: float
     ) -> tuple[list[Reservation | None], list[bool]]:
         """The slots, and whether each block is stored already."""
+        if self._owed:
+            owed, self._owed = self._owed, []
+            self._later(self.abort(owed))
         request = pb.ReserveRequest(
             writer_id=self.writer_id,
             blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
@@ -321,6 +330,16 @@ class StoreClient:
         ]
         return slots, [slot.stored for slot in response.slots]
 
+    @contextlib.contextmanager
+    def _owing(self, slots: list[Reservation]) -> Iterator[None]:
+        """Without an answer the store may hold these slots for us until our connections end. Ending a reservation twice
+        is harmless: its epoch is never used again."""
+        try:
+            yield
+        except BaseException:
+            self._owed = (self._owed + slots)[-MAX_OWED:]
+            raise
+
     async def _write_and_seal(
         self, slots: list[Reservation], views: list[memoryview], checksums: list[Checksums], deadline: float
     ) -> int:
@@ -330,10 +349,11 @@ class StoreClient:
         ranges = [WriteRange(slot.index, 0, view, slot.epoch) for slot, view in zip(slots, views, strict=True)]
         try:
             await self._transfer.write_async(slots[0].segment, ranges, deadline)
-            return sum(await self.seal(list(zip(slots, checksums, strict=True)), timeout_s=_left_s(deadline)))
+            left_s = _left_s(deadline)
         except BaseException:
             self._later(self.abort(slots))  # the transfer has ended: nothing is written any more
             raise
+        return sum(await self.seal(list(zip(slots, checksums, strict=True)), timeout_s=left_s))
 
     async def _get(self, key: bytes, lease: Lease, into: memoryview, deadline: float) -> None:
         corrupt: list[BlockKey] = []

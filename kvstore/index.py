@@ -131,9 +131,13 @@ class _OpenLease:
 
 
 class StoreIndex:
-    """The table. ``check()`` verifies it as a whole; tests call it after every step."""
+    """The table. ``check()`` verifies it as a whole; tests call it after every step.
 
-    def __init__(self, num_slots: int, lease_s: float, reserve_timeout_s: float) -> None:
+    Epochs and lease ids count from ``first_id``: no two lives of a store may share them, or a late message to the first
+    would be taken by the second.
+    """
+
+    def __init__(self, num_slots: int, lease_s: float, reserve_timeout_s: float, first_id: int = 1) -> None:
         self.counters: Counter[str] = Counter()
         self._lease_s = lease_s
         self._reserve_timeout_s = reserve_timeout_s
@@ -147,8 +151,8 @@ class StoreIndex:
         self._leases: dict[int, _OpenLease] = {}  # in order of expiry
         self._evictable: list[tuple[int, int]] = []  # heap of (last used, slot); entries may be out of date
         self._events: list[BlockEvent] = []
-        self._epochs = itertools.count(1)
-        self._lease_ids = itertools.count(1)
+        self._epochs = itertools.count(first_id)
+        self._lease_ids = itertools.count(first_id)
         self._ticks = itertools.count(1)
 
     # Writing

@@ -41,7 +41,8 @@ class Store:
         self._segment = segment
         self._server = server
         self._events = events
-        self._index = StoreIndex(segment.num_blocks, lease_s, reserve_timeout_s)
+        first_id = segment.incarnation >> 1  # 62 random bits: room to count, and nobody else's range
+        self._index = StoreIndex(segment.num_blocks, lease_s, reserve_timeout_s, first_id)
 
     def reserve(self, names: Sequence[BlockName], writer: str, length: int, ranges: int) -> list[Offer]:
         """Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
@@ -61,6 +62,7 @@ class Store:
     async def seal(self, sealings: Sequence[Sealing]) -> list[bool]:
         """Close the slots to their writers, check what is in them, and make readable what is right."""
         jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
+        self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
         total = sum(reserved.length for _, reserved in jobs if reserved)
         if total <= _INLINE_VERIFY_BYTES:
             verdicts = self._verify(jobs)
@@ -119,7 +121,6 @@ class Store:
 
     def _verify(self, jobs: Sequence[tuple[Sealing, Reserved | None]]) -> list[bool]:
         """Whether each slot holds what its writer says. A reservation that is over is wrong."""
-        self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
         return [reserved is not None and self._is_right(sealing, reserved) for sealing, reserved in jobs]
 
     def _is_right(self, sealing: Sealing, reserved: Reserved) -> bool:

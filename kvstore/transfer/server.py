@@ -230,7 +230,7 @@ class SegmentServer:
                 self._serve_frame(connection)
         except ProtocolViolation as error:
             connection.counts.violations += 1
-            log.warning("segment of %s: closing a connection: %s", self._node_id, error.message)
+            log.info("segment of %s: closing a connection: %s", self._node_id, error.message)
         except (OSError, DeadlineExceeded) as error:
             log.debug("segment of %s: connection of %s ended: %s", self._node_id, connection.peer or "?", error)
         finally:

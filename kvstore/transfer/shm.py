@@ -24,6 +24,8 @@ from kvstore.transfer.protocol import Operation, ProtocolViolation
 from mooncake.errors import DeadlineExceeded, StaleEpoch
 from mooncake.types import SegmentAddress
 
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # an int, because or-ing enum members costs more than the call
+
 
 class ShmPath:
     """One mapped segment. Thread-safe; the socket closes when the last transfer has left a closed path."""
@@ -134,7 +136,7 @@ class ShmPath:
 
     def _check_owner(self) -> None:
         try:
-            gone = self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            gone = self._sock.recv(1, _LOOK) == b""
         except BlockingIOError:
             return
         except OSError:

@@ -50,7 +50,8 @@ class TcpPath:
                 if failures == MAX_FAILURES:
                     raise PathFailed(f"connections to {self._address.node_id} keep breaking: {error}") from None
             finally:
-                wait([future for future in helping if not future.cancel()])
+                if busy := [future for future in helping if not future.cancel()]:
+                    wait(busy)
 
     def close(self) -> None:
         with self._changed:
@@ -59,8 +60,10 @@ class TcpPath:
         self._drop_idle()
 
     def _call_helpers(self, batch: Batch) -> list[Future[None]]:
-        wanted = min(self._streams - 1, batch.num_waiting - 1)
         futures: list[Future[None]] = []
+        wanted = min(self._streams, batch.num_waiting) - 1
+        if wanted < 1:
+            return futures
         with contextlib.suppress(RuntimeError):  # the engine is closing: work alone
             futures.extend(self._helpers.submit(self._help, batch) for _ in range(wanted))
         return futures

@@ -87,15 +87,13 @@ def keep_store(block_bytes: int, settings: list[str]) -> None:
     asyncio.run(main())
 
 
-def write_for_ever(
-    address: dict[str, Any], transports: list[str], mb_per_s: float, blocks: list[int], epoch: int
-) -> None:
-    """A writer that fills blocks slowly, over and over."""
+def write_for_ever(address: dict[str, Any], transports: list[str], mb_per_s: float, blocks: list[int]) -> None:
+    """A writer that fills blocks slowly, over and over, once it is told the epoch."""
     engine = TransferEngine("writer", tuple(transports), max_mb_per_s=mb_per_s)
     target = SegmentAddress(**address)
     data = np.full(target.block_bytes, 0xAB, dtype=np.uint8)
     say(engine.writer_id)
-    sys.stdin.readline()
+    [epoch] = json.loads(sys.stdin.readline())
     engine.write(target, [WriteRange(blocks[0], 0, data[:1], epoch)], time.monotonic() + 10)
     say("writing")
     while True:

@@ -240,10 +240,9 @@ def test_the_owner_learns_once_that_a_killed_writer_is_gone(own, start_actor, ev
         transports=[transport],
         mb_per_s=40.0,
         blocks=list(range(NUM)),
-        epoch=EPOCH,
     )
     name = writer.greeting
-    writer.ask("go")
+    writer.ask(EPOCH)
     assert owner.ask("maps_memory", name) == (transport == "shm")
     assert owner.ask("gone") == []
     writer.kill()

@@ -38,12 +38,16 @@ class Target:
 
     def throw(self, data: bytes) -> None:
         """Send it all, then hang up and wait until the server has digested it."""
-        address = split_address(self.server.address.tcp_address)
-        with socket.create_connection(address, timeout=5.0) as sock, contextlib.suppress(ConnectionError):
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(1 << 16):
-                pass
+        with socket.create_connection(split_address(self.server.address.tcp_address), timeout=5.0) as sock:
+            try:
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+            except TimeoutError:
+                raise
+            except OSError:
+                pass  # it has hung up first
 
     def check(self) -> None:
         for i in range(NUM):
