@@ -5,19 +5,20 @@ Only wire forms in and out. Status codes, health and reflection come from ``moon
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
-from mooncake.tokenizer import ChatMessage
 
-from conductor.ingress.pipeline import Job, Outcome, Piece, Pipeline
+from conductor.ingress.pipeline import DEADLINE_GRACE_S, Job, Outcome, Piece, Pipeline
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc.convert import report_to_wire, sampled_to_wire, sampling_from_wire
 from mooncake.rpc.server import remaining_s
+from mooncake.tokenizer import ChatMessage
 from mooncake.types import TokenIds
 
 SERVICE = "mooncake.v1.Inference"
@@ -34,9 +35,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> AsyncIterator[pb.GenerateResponse]:
         job = await self._job(request, context)
-        async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
-            async for piece in pieces:
-                yield piece_to_wire(job.request.request_id, piece)
+        with self._cancelled_after(job.request.deadline):
+            async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
+                async for piece in pieces:
+                    yield piece_to_wire(job.request.request_id, piece)
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
@@ -74,6 +76,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             dtype=model.dtype,
         )
         return pb.ListModelsResponse(models=[info])
+
+    @contextlib.contextmanager
+    def _cancelled_after(self, deadline: float) -> Iterator[None]:
+        """An answer ends at its deadline by itself; this ends a call whose client has stopped reading."""
+        task = asyncio.current_task()
+        left_s = deadline + 2 * DEADLINE_GRACE_S - self._pipeline.now()
+        timer = asyncio.get_running_loop().call_later(left_s, task.cancel) if task else None
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _job(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]

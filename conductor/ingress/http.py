@@ -42,6 +42,7 @@ HEADERS_TIMEOUT_S = 30.0  # for the head of a request to arrive
 BODY_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 30.0  # of a connection between requests
 KEEP_ALIVE_S = 5.0  # silence on an event stream after which a comment is sent
+UNREAD_TIMEOUT_S = 60.0  # for a client to take what was sent
 LINGER_S = 0.5
 STOP_GRACE_S = 2
 
@@ -243,10 +244,12 @@ class StreamingAnswer(Response):
             return
         except Exception as failure:
             error = known_error(failure, scope["path"])
-            if stream.has_started:
-                await stream.end(msgspec.json.encode(error_body(error)))
-            else:
+            if not stream.has_started:
                 await error_response(error)(scope, receive, send)
+                return
+            with contextlib.suppress(TimeoutError):  # a client that does not read will not read this either
+                async with asyncio.timeout(LINGER_S):
+                    await stream.end(msgspec.json.encode(error_body(error)))
 
     async def _run(self, stream: EventStream) -> None:
         keeping_alive = asyncio.create_task(stream.keep_alive(), name="keep an event stream alive")
@@ -396,8 +399,11 @@ class HttpServer:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from None
         listener.setblocking(False)
-        # inherited by what it accepts: else a response of two writes waits 40 ms for the client's delayed ACK
+        # What it accepts inherits both. Without the first, a response of two writes waits 40 ms for a client's delayed
+        # ACK; with the second, the kernel drops a client that takes nothing of what is ready for it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1e3))
         bound = int(listener.getsockname()[1])
         self._task = asyncio.create_task(self._server.serve([listener]), name="http server")
         await self._server.listening.wait()

@@ -30,12 +30,10 @@ from mooncake.errors import (
     NotFound,
     Overloaded,
 )
-from mooncake.text import TextAssembler
+from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler
 from mooncake.tokenizer import ChatMessage, Tokenizer
 from mooncake.types import FinishReason, SampledToken, SamplingParams, TokenIds
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
 MAX_CHOICES = 128  # sequences of one request: prompts times n
 MAX_MESSAGES = 4096
 LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenized in a thread: the event loop must not stall
@@ -344,8 +342,10 @@ class Pipeline:
         that they find the prompt's KV. The first failure cancels all others and is raised.
         """
         number = 0
+        deadline = max(job.request.deadline for group in groups for job in group)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            # each answer ends at its deadline by itself; this ends those whose client has stopped reading
+            async with asyncio.timeout(deadline + 2 * DEADLINE_GRACE_S - self._clock()), asyncio.TaskGroup() as tasks:
                 for group in groups:
                     prompt_done = asyncio.Event()
                     for position, job in enumerate(group):
@@ -353,6 +353,8 @@ class Pipeline:
                         number += 1
         except BaseExceptionGroup as failures:
             raise _first_leaf(failures) from None
+        except TimeoutError:
+            raise DeadlineExceeded("the answer was not taken within the request's time") from None
 
     async def _run_one(self, number: int, job: Job, is_first: bool, prompt_done: asyncio.Event, emit: Emit) -> None:
         if not is_first:
@@ -375,6 +377,8 @@ class Pipeline:
         left_s = 0.0 if self._is_closing else deadline + DEADLINE_GRACE_S - self._clock()
         timeout = asyncio.timeout(left_s)
         try:
+            if left_s <= 0:
+                raise TimeoutError
             async with timeout:
                 self._waits.add(timeout)
                 return await anext(deltas)

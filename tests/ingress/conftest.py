@@ -83,6 +83,7 @@ class Script:
         self.asked.append(request)
         self.running.add(request.request_id)
         self.changed.set()
+        is_last = False
         try:
             if self.first_delay_s:
                 await asyncio.sleep(self.first_delay_s)
@@ -90,15 +91,16 @@ class Script:
             for index, token_id in enumerate(ids):
                 if self.error is not None and index == self.error_after:
                     raise self.error
-                if index and self.delay_s:
-                    await asyncio.sleep(self.delay_s)
+                await asyncio.sleep(self.delay_s if index else 0)
                 self.first_tokens.setdefault(request.request_id, len(self.asked))
                 delta = self._delta(request, index, token_id)
+                is_last = delta.finish_reason is not None
                 yield delta
-                if delta.finish_reason is not None:
+                if is_last:
                     return
         except (asyncio.CancelledError, GeneratorExit):
-            self.closed.append(request.request_id)
+            if not is_last:
+                self.closed.append(request.request_id)
             raise
         finally:
             self.running.discard(request.request_id)
