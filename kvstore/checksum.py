@@ -5,7 +5,7 @@ It catches flipped bits and torn writes, not attackers. Checksums travel as litt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -58,11 +58,3 @@ def checksums_from_wire(data: bytes) -> Checksums:
     if len(data) % 8:
         raise InvalidRequest("checksum buffer length is not a multiple of 8", "checksums")
     return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
-
-
-def checksum_blocks(
-    memory: npt.NDArray[np.uint8], block_ids: Sequence[int], ranges: int, range_bytes: int
-) -> npt.NDArray[np.uint64]:
-    """``[len(block_ids), ranges]``: of the first ``ranges * range_bytes`` bytes of these rows of ``memory``."""
-    sums = [range_checksums(memory[block, : ranges * range_bytes].data, ranges) for block in block_ids]
-    return np.stack(sums) if sums else np.empty((0, ranges), dtype=np.uint64)

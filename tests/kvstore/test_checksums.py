@@ -8,7 +8,6 @@ import xxhash
 
 from kvstore.checksum import (
     checksum,
-    checksum_blocks,
     checksums_from_wire,
     checksums_to_wire,
     first_mismatch,
@@ -34,14 +33,6 @@ def test_a_flipped_bit_is_found_and_named() -> None:
     assert first_mismatch(data, sums) == 1
     with pytest.raises(ChecksumMismatch, match="block 7: range 1 of 3"):
         verify(data, sums, "block 7")
-
-
-def test_blocks_of_a_cache_at_once() -> None:
-    memory = np.random.default_rng(0).integers(0, 256, (5, 128), dtype=np.uint8)
-    sums = checksum_blocks(memory, [3, 1], ranges=4, range_bytes=32)
-    assert sums.shape == (2, 4)
-    assert np.array_equal(sums[0], range_checksums(memory[3].data, 4))
-    assert checksum_blocks(memory, [], 4, 32).shape == (0, 4)
 
 
 @pytest.mark.parametrize(("size", "ranges"), [(10, 3), (10, 0), (0, 1), (2, 4)])
