@@ -5,8 +5,10 @@ reuses the blocks of the first, a small trace is replayed, and every figure is s
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
+from pathlib import Path
 
 from msgspec.structs import replace
 from rich.markup import escape
@@ -51,12 +53,17 @@ async def _show(cluster: LocalCluster) -> None:
         await _replay(cluster)
         out.print()
     out.print(f"everything stopped after {time.monotonic() - start_s:.0f} s. Next:\n")
+    _tell_next()
+
+
+def _tell_next() -> None:
+    folder = min(os.path.relpath(Path(sys.prefix, "bin")), f"{sys.prefix}/bin", key=len)
     for command, what in (
         ("mooncake serve", "a cluster that stays"),
         ("mooncake chat", "talk to it, in another terminal"),
         ("mooncake replay TRACE", "play a recorded trace against it"),
     ):
-        out.print(f"  {sys.prefix}/bin/{command:<24} [dim]{what}[/]", soft_wrap=True)
+        out.print(f"  {folder}/{command:<24} [dim]{what}[/]", soft_wrap=True)
 
 
 def _converse(address: str) -> list[GenerateChunk]:

@@ -51,7 +51,7 @@ NAMESPACE = "mooncake"
 GCS_PORT = 6390  # Ray's own default is that of Redis
 ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
 OBJECT_STORE_BYTES = 80_000_000  # the least that Ray accepts: nothing of ours goes through it
-START_S = 60.0
+START_S = 120.0
 READY_S = 120.0
 STOP_S = 15.0
 

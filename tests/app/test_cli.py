@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mooncake.app.local import LocalCluster
+from mooncake.client import Client
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 TRACE = "\n".join(
@@ -155,26 +158,88 @@ def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) 
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
-    with subprocess.Popen(
-        [*MOONCAKE, "serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_gb=0.5"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            said = []
-            for line in process.stdout:
-                said.append(line)
-                if "Ctrl-C stops" in line:
-                    break
-            text = "".join(said)
-            assert all(word in text for word in ("OpenAI", "gRPC", "waiting for", "ready", "mooncake generate"))
+def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalCluster, tmp_path: Path) -> None:
+    lines = [{"timestamp": 60_000 * n, "input_length": 512, "output_length": 64, "hash_ids": [n]} for n in range(2)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with Client(cluster.grpc_address) as client:
+        before = client.status().requests_total
+        arguments = ("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address)
+        with started(*arguments) as process:
+            wait_until(lambda: client.status().requests_total > before and not client.status().requests_running)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
-            assert process.returncode == 0
-            assert "stopped" in out
-            assert "Traceback" not in err
+    assert process.returncode == 130
+    assert "1 of 1 requests" in out
+    assert err.endswith("mooncake: stopped before the end of the trace\n")
+
+
+def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
+    with started(*SERVE) as process:
+        text = read_until(process, "Ctrl-C stops")
+        assert all(word in text for word in ("OpenAI", "gRPC", "waiting for", "ready", "mooncake generate"))
+        nodes = children(process.pid)
+        assert len(nodes) == 4
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "stopped" in out
+        assert "Traceback" not in err
+        assert all(is_gone(pid) for pid in nodes)
+
+
+def test_nothing_outlives_a_serve_that_is_killed() -> None:
+    with started(*SERVE) as process:
+        read_until(process, "Ctrl-C stops")
+        nodes = children(process.pid)
+        assert len(nodes) == 4
+        process.kill()
+        wait_until(lambda: all(is_gone(pid) for pid in nodes))
+
+
+@pytest.mark.slow
+def test_the_demo_shows_everything() -> None:
+    done = run("demo", timeout=280)
+    assert done.returncode == 0, done.stderr
+    for words in ("Why is the sky blue?", "2 blocks = 128 tokens", "over shm", "12 of 12 requests", "Next:"):
+        assert words in done.stdout
+
+
+SERVE = ("serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_gb=0.5")
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [*MOONCAKE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
         finally:
             process.kill()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            break
+    return said
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_gone(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.05)
