@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from conductor.api import Delta, RequestSummary
 from conductor.ingress.app import Ingress
@@ -106,6 +107,11 @@ class Script:
             self.running.discard(request.request_id)
             self.changed.set()
 
+    def forget(self):
+        """Begin anew, for the next test."""
+        for name, value in vars(Script()).items():
+            setattr(self, name, value)
+
     async def until(self, holds, within_s=2.0):
         """Wait until ``holds()`` after a request began or ended."""
         async with asyncio.timeout(within_s):
@@ -186,10 +192,19 @@ async def running_front(script=None, **limits):
         await server.stop(0.2)
 
 
-@pytest.fixture
-async def front():
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_front():
     async with running_front() as front:
         yield front
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def front(module_front):
+    """The module's front doors, with a fresh script behind them."""
+    module_front.script.forget()
+    module_front.status.CopyFrom(cluster_status())
+    yield module_front
+    await module_front.script.until(lambda: not module_front.script.running)
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ quick = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
+
 
 @pytest.fixture
 def door(open_front):
@@ -72,6 +74,7 @@ def test_any_bytes(door, path, raw):
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@in_module_loop
 @pytest.mark.parametrize(
     "raw",
     [
@@ -166,6 +169,7 @@ def test_any_grpc_request(door, prompt, sampling, stop, salt, name, request_id):
     assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
 
 
+@in_module_loop
 async def test_many_bad_requests_at_once_leave_nothing_behind(front):
     responses = await asyncio.gather(
         *(front.http.post("/v1/completions", json={"prompt": "x", "n": -number}) for number in range(50))

@@ -6,6 +6,7 @@ import asyncio
 
 import grpc
 import pytest
+import pytest_asyncio
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -23,8 +24,10 @@ from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.types import SamplingParams
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def stub(front):
     async with grpc.aio.insecure_channel(front.grpc_address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)

@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.errors import NodeUnavailable
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -227,13 +229,14 @@ async def test_the_page_shows_the_status_and_needs_nothing_from_outside(front):
     assert (await front.http.get("/version")).json()["version"]
 
 
-async def test_metrics_count_what_happened(front):
-    front.script.cached_tokens = 2
-    await front.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
-    front.script.error = NodeUnavailable("gone")
-    await front.http.post("/v1/completions", json={"prompt": "abc"})
+async def test_metrics_count_what_happened(open_front):
+    async with open_front() as front:
+        front.script.cached_tokens = 2
+        await front.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+        front.script.error = NodeUnavailable("gone")
+        await front.http.post("/v1/completions", json={"prompt": "abc"})
+        page = (await front.http.get("/metrics")).text
 
-    page = (await front.http.get("/metrics")).text
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(page)

@@ -7,13 +7,16 @@ import asyncio
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from mooncake.errors import HandoffFailed, InvalidRequest, NodeUnavailable, Overloaded
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(front):
     async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -392,16 +395,12 @@ async def test_thirty_two_at_once(front, client):
     assert front.script.running == set()
 
 
-def test_the_blocking_client_works_too(open_front):
-    async def ask():
-        async with open_front() as front:
-            return await asyncio.to_thread(blocking, front.url)
-
-    def blocking(url):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=None) as client:
+async def test_the_blocking_client_works_too(front):
+    def ask():
+        with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
             return client.completions.create(model="bytes", prompt="x").choices[0].text
 
-    assert asyncio.run(ask()) == "Hello, wörld!"
+    assert await asyncio.to_thread(ask) == "Hello, wörld!"
 
 
 async def test_a_server_that_stops_says_so_to_those_who_wait(open_front):
