@@ -111,6 +111,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _limits.get().check_value(value)
         return value
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
     def tick(self) -> None:
         _limits.get().check_time()
 
@@ -165,7 +171,7 @@ def _check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         if isinstance(value, int):
             limits.check_size(abs(value))  # a width, a count
     text = args[0] if args and isinstance(args[0], str) else ""
-    if name in ("format", "format_map"):
+    if name == "format":  # the filter
         _check_format(text)
     elif name == "replace" and len(args) > 2 and isinstance(args[1], str) and isinstance(args[2], str):
         limits.check_size(len(text) + text.count(args[1]) * len(args[2]))

@@ -103,7 +103,7 @@ class Tokenizer:
     def _text_ids(self, text: str, backend: tokenizers.Tokenizer) -> TokenIds:
         try:
             return np.array(backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
-        except UnicodeEncodeError:
+        except (TypeError, UnicodeEncodeError):  # the library calls such a str no str
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from None
 
     def _check_control_tokens(self) -> None:
