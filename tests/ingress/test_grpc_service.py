@@ -246,7 +246,8 @@ async def test_nobody_there_is_said_as_such():
 async def test_a_call_whose_answer_is_not_read_ends_at_its_deadline(open_front):
     async with open_front(request_timeout_s=0.5) as front:
         front.script.text, front.script.ends = "x" * 1000, False
-        async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+        async with grpc.aio.insecure_channel(front.grpc_address, options=small_window) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             call = stub.Generate(pb.GenerateRequest(text="x", sampling={"max_tokens": 4000, "logprobs": 20}))
 
