@@ -101,7 +101,7 @@ def edit_logits(raw: Row, sequence: Sequence) -> Row:
     for token_id, bias in sampling.logit_bias:
         logits[token_id] += bias
     if sequence.must_go_on and sequence.stop_ids:
-        logits[[token_id for token_id in sequence.stop_ids if token_id < len(logits)]] = -np.inf
+        logits[[token_id for token_id in sequence.stop_ids if 0 <= token_id < len(logits)]] = -np.inf
     if sampling.needs_history:
         _penalise(logits, sampling, _history(sequence, len(logits)))
     return logits
