@@ -96,7 +96,7 @@ class LocalCluster:
         self._ready_timeout_s = ready_timeout_s
         self._tell = tell
         self._tell_log = tell_log
-        self._folder: Path | None = None
+        self.folder: Path | None = None  # private to this cluster; gone when it has stopped
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: asyncio.Future[MooncakeError] | None = None
         self._dead: set[int] = set()  # incarnations
@@ -135,8 +135,8 @@ class LocalCluster:
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
         check_memory(self.config, checkpoint.config)
         self._fatal = asyncio.get_running_loop().create_future()
-        self._folder = Path(tempfile.mkdtemp(prefix="mooncake-"))
-        (self._folder / "cluster.toml").write_text(dump_toml(self.config))
+        self.folder = Path(tempfile.mkdtemp(prefix="mooncake-"))
+        (self.folder / "cluster.toml").write_text(dump_toml(self.config))
         for child in self.children.values():
             await self._spawn(child)
             self._watchers.append(asyncio.create_task(self._watch(child), name=f"watch {child.node_id}"))
@@ -174,9 +174,9 @@ class LocalCluster:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-            self._folder = None
+        if self.folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+            self.folder = None
 
     def kill(self) -> None:
         """End everything now, without waiting for anybody: for a second Ctrl-C."""
@@ -184,11 +184,11 @@ class LocalCluster:
         for child in self.children.values():
             if child.process is not None and child.pid:
                 _kill_group(child.process)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _spawn(self, child: Child) -> None:
-        assert self._folder is not None
+        assert self.folder is not None
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
         threads = section.threads if section else 1
         child.process = await asyncio.create_subprocess_exec(
@@ -197,7 +197,7 @@ class LocalCluster:
             "-m",
             PACKAGES[child.role],
             "--config",
-            str(self._folder / "cluster.toml"),
+            str(self.folder / "cluster.toml"),
             "--set",
             f"node.id={child.node_id}",
             "--log-level",
