@@ -199,6 +199,7 @@ class RayCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it remarks on being started off the main thread
         try:
             ray.init(
                 address=self._ray_address,
