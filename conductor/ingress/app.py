@@ -8,8 +8,6 @@ from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 
 from google.protobuf import json_format
-from mooncake.checkpoint import Checkpoint
-from mooncake.tokenizer import Tokenizer
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,11 +22,13 @@ from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
 from conductor.ingress.pipeline import Pipeline, ServedModel
 from conductor.stats import DispatchStats
+from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
 from mooncake.errors import MooncakeError
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.rpc.server import RpcServer
+from mooncake.tokenizer import Tokenizer
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
@@ -58,7 +58,7 @@ class Ingress:
         # the core refuses with a better retry time; this bound only keeps what waits before it finite
         self._pipeline = Pipeline(model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests)
         api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
-        self._server = http.HttpServer(self._app(api))
+        self._server = http.HttpServer(self._app(api, 2 * limits.max_requests))
 
     def add_grpc(self, server: RpcServer) -> None:
         """Before the server starts."""
@@ -74,7 +74,7 @@ class Ingress:
         await self._pipeline.close()
         await self._server.stop()
 
-    def _app(self, api: OpenAIApi) -> ASGIApp:
+    def _app(self, api: OpenAIApi, max_posts: int) -> ASGIApp:
         routes = [
             *api.routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
@@ -86,7 +86,7 @@ class Ingress:
             Route("/", guarded(self._page), methods=["GET"]),
         ]
         app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
-        return http.EdgeMiddleware(app, self._metrics.http_response)
+        return http.EdgeMiddleware(app, self._metrics.http_response, max_posts)
 
     async def _version(self, request: Request) -> Response:
         return http.json_response({"version": project_version()})

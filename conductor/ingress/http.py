@@ -262,11 +262,14 @@ class StreamingAnswer(Response):
 
 
 class EdgeMiddleware:
-    """Outermost: gives every response the id of its request, and counts it."""
+    """Outermost: bounds the POSTs that are open, bodies still arriving included; gives every response the id of its
+    request, and counts it."""
 
-    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+    def __init__(self, app: ASGIApp, observe: Observe, max_posts: int) -> None:
         self._app = app
         self._observe = observe
+        self._max_posts = max_posts
+        self._posts = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -281,9 +284,15 @@ class EdgeMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
+        is_post = scope["method"] == "POST"
+        app: ASGIApp = self._app
+        if is_post and self._posts >= self._max_posts:
+            app = error_response(Overloaded(f"{self._posts} requests are open already"))
+        self._posts += is_post
         try:
-            await self._app(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         finally:
+            self._posts -= is_post
             route = scope.get("route")
             self._observe(getattr(route, "path", "unknown"), status)
 

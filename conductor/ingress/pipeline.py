@@ -227,10 +227,6 @@ class Pipeline:
         self._waits: set[asyncio.Timeout] = set()
         self._is_closing = False
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def now(self) -> float:
         return self._clock()
 

@@ -156,6 +156,23 @@ async def test_wrong_paths_and_methods_are_told_in_the_same_shape(front, method,
     assert response.json()["error"]["code"] == code
 
 
+async def test_open_requests_have_a_bound_and_health_does_not_count(open_front):
+    async with open_front(max_requests=1) as front:
+        front.script.first_delay_s = 60
+        waiting = [asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(2)]
+        await front.script.until(lambda: len(front.script.running) == 2)
+
+        refused = await front.http.post("/v1/completions", json={"prompt": "x"})
+
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.headers["x-request-id"]
+        assert (await front.http.get("/health/live")).status_code == 200
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await front.script.until_closed(count=2)
+
+
 async def test_a_body_has_a_bound(front):
     response = await front.http.post(
         "/v1/completions", content=b"x" * (5 << 20), headers={"content-type": "application/json"}
