@@ -174,7 +174,8 @@ def _config(options: Options) -> dict[str, object]:
 
 def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnEngine:
     begin = time.perf_counter()
-    config = EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=MAX_MODEL_LEN, keep_events=False)
+    longest = min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
+    config = EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=longest, keep_events=False)
     own = OwnEngine(checkpoint, options.dtype, options.threads, config, KV_GB)
     own.run([[MIN_TOKEN] * 8], 1)
     report.add(Figure(OURS, "model loaded and first token given", "s", (time.perf_counter() - begin,)))

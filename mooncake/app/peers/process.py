@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TypeVar
@@ -66,35 +67,29 @@ class PeerProcess:
             self._environment["LD_PRELOAD"] = self.preload
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
+        self._ending = ExitStack()
 
     def __enter__(self) -> PeerProcess:
-        self._log = tempfile.TemporaryFile()
-        try:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env=self._environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise NodeUnavailable(
-                f"{self.engine} cannot be started with {self._command[0]}: {error.strerror}"
-            ) from None
-        try:
+        with ExitStack() as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile())
+            self._process = self._start(self._log)
+            stack.callback(_end, self._process)
             ready = self._answer(Ready, START_TIMEOUT_S)
-        except BaseException:
-            self._end()
-            raise
-        self.versions, self.start_s = ready.versions, ready.start_s
-        self._signal(signal.SIGSTOP)
+            self.versions, self.start_s = ready.versions, ready.start_s
+            self._signal(signal.SIGSTOP)
+            self._ending = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._ending.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that answers; it may have started others, all in one process group."""
+        assert self._process is not None, "a peer is used in its with block"
+        return self._process.pid
 
     def run(self, prompts: Prompts, new: int) -> float:
         """Seconds in which the peer generated exactly ``new`` tokens for each prompt. Raises as entering does."""
@@ -110,6 +105,21 @@ class PeerProcess:
             raise NodeUnavailable(f"{self.engine} ended: {self._last_words()}") from None
         finally:
             self._signal(signal.SIGSTOP)
+
+    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """In a process group of its own but in our session: if we are killed, the kernel wakes and hangs up a stopped
+        group that lost its parent, so that it does not stay for ever."""
+        try:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                process_group=0,
+            )
+        except OSError as error:
+            raise NodeUnavailable(f"cannot start {self.engine} with {self._command[0]}: {error.strerror}") from None
 
     def _answer(self, kind: type[Answer], timeout_s: float) -> Answer:
         assert self._process is not None
@@ -132,25 +142,24 @@ class PeerProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        _signal_group(self._process, number)
 
-    def _end(self) -> None:
-        """Ask by closing its input, then make sure of every process that it started."""
-        if self._process is None or self._log is None:
-            return
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask by closing its input, then make sure of every process that it started."""
+    _signal_group(process, signal.SIGCONT)
+    with process:
+        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_GRACE_S)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
-        self._process = None
+            process.wait(END_GRACE_S)
+        _signal_group(process, signal.SIGKILL)
 
 
 def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes | None:

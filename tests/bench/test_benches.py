@@ -1,0 +1,161 @@
+"""The benchmarks run, and end with the line that scripts rely on. How fast anything is, no test says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import write_tiny_model
+
+from mooncake.app import bench_engine, bench_serve
+from mooncake.app.bench_report import Figure, Report
+from mooncake.app.peers.process import PeerProcess
+from mooncake.errors import ConfigError, NodeUnavailable
+
+MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
+RESULTS = Path(__file__).parent / "results"
+KEYS = ["bench", "commit", "machine", "config", "seed", "results", "ratios", "notes"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, max_position_embeddings=1024)
+    return folder
+
+
+def bench(name: str, *arguments: str) -> dict[str, Any]:
+    """The JSON line of a quick run, which is the last one of its output and the content of its file."""
+    run = subprocess.run(
+        [*MOONCAKE, "bench", name, "--quick", *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    line = run.stdout.splitlines()[-1]
+    file = Path(arguments[arguments.index("--json") + 1])
+    assert file.read_text() == line + "\n"
+    report = json.loads(line)
+    assert list(report) == KEYS
+    assert report["bench"] == name
+    assert all(row["values"] and min(row["values"]) >= 0 for row in report["results"])
+    return report
+
+
+def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> None:
+    report = bench("engine", "--model", str(tiny), "--json", str(tmp_path / "line.json"))
+
+    measured = {(row["subject"], row["name"], row.get("batch")) for row in report["results"]}
+    for batch in (1, 8):
+        for name in ("prefill", "decode", "decode step", "decode step outside the model"):
+            assert ("mooncake", name, batch) in measured
+    assert ("mooncake", "TTFT, repeated", None) in measured
+    assert {
+        "decode_b1_vs_roofline",
+        "attention_b32_vs_sdpa",
+        "attention_b32_vs_gather",
+        "ttft_prefix_vs_cold",
+    } == set(report["ratios"])
+    assert str(tiny.parent) not in json.dumps(report), "a path of this machine is in the line"
+
+
+@pytest.mark.slow
+def test_the_engine_and_a_peer_do_the_same_tasks(tiny: Path, tmp_path: Path) -> None:
+    report = bench("engine", "--model", str(tiny), "--against", "transformers", "--json", str(tmp_path / "line.json"))
+
+    measured = {(row["subject"], row["name"], row.get("batch")) for row in report["results"]}
+    assert {("transformers", name, batch) for name in ("prefill", "decode") for batch in (1, 8)} <= measured
+    assert ("transformers", "TTFT, repeated", None) not in measured, "it has no prefix cache to hit"
+    assert {"decode_b1_vs_transformers", "decode_b8_vs_transformers", "prefill_vs_transformers"} <= set(
+        report["ratios"]
+    )
+    assert report["config"]["transformers"]["transformers"], "the peer's version belongs to the numbers"
+
+
+def test_a_cluster_and_one_engine_get_the_same_traffic(tiny: Path, tmp_path: Path) -> None:
+    report = bench("serve", "--model", str(tiny), "--json", str(tmp_path / "line.json"))
+
+    subjects: dict[str, set[str]] = {}
+    for row in report["results"]:
+        subjects.setdefault(row["subject"], set()).add(row["name"])
+    common = {"one-token request", "TTFT, cold", "TTFT, repeated", "output", "requests", "TBT p50", "TBT p99"}
+    assert common <= subjects["one engine"]
+    assert common | {"one-token request outside of the prefill node"} <= subjects["cluster, shm"]
+    handed_over = [row for row in report["results"] if row["name"] == "KV handed over, cold"]
+    assert min(handed_over[0]["values"]) > 0
+    assert {"ttft_cluster_vs_engine", "ttft_prefix_cluster_vs_engine", "output_4_cluster_vs_engine"} <= set(
+        report["ratios"]
+    )
+
+
+@pytest.mark.slow
+def test_a_peer_rests_between_its_turns_and_leaves_nothing_behind(tiny: Path) -> None:
+    with PeerProcess("transformers", sys.executable, str(tiny), "float32", threads=1) as peer:
+        assert state_of(peer.pid) == "T"
+        assert peer.run([[5, 6, 7], [8, 9, 10]], new=2) > 0
+        assert state_of(peer.pid) == "T"
+        pid = peer.pid
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def state_of(pid: int) -> str:
+    """A process's state as the kernel tells it: T when it is stopped."""
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # the signal takes a moment
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("python", "model", "words"),
+    [
+        ("/no/python", "", "cannot start transformers with /no/python: No such file"),
+        (sys.executable, "/no/model", "ended"),
+    ],
+)
+def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str) -> None:
+    peer = PeerProcess("transformers", python, model, "float32", threads=1)
+    with pytest.raises(NodeUnavailable, match=words), peer:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "sentence"),
+    [
+        (bench_engine.main, ["--against", "nobody"], "--against knows transformers, vllm, not nobody"),
+        (bench_engine.main, ["--against", "vllm"], "--against vllm needs --vllm-python"),
+        (bench_engine.main, ["--batch", "1,x"], "--batch takes numbers from 1 to 64, got '1,x'"),
+        (bench_engine.main, ["--long", "5000"], "prompt and answer must have 2 to 4096 tokens"),
+        (bench_serve.main, ["--transports", "pigeon"], "--transports knows shm and tcp, got 'pigeon'"),
+        (bench_serve.main, ["--set", "store.dram=2"], "unknown configuration key store.dram"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(main: Callable[[list[str]], None], arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        main(arguments)
+
+
+def test_a_ratio_compares_the_best_of_each_and_needs_both() -> None:
+    report = Report("demo", {}, seed=0)
+    report.add(
+        Figure("ours", "decode", "tok/s", (10.0, 30.0, 20.0), True, {"batch": 8}),
+        Figure("theirs", "decode", "tok/s", (15.0, 5.0), True, {"batch": 8}),
+        Figure("ours", "TTFT", "ms", (8.0, 4.0)),
+        Figure("theirs", "TTFT", "ms", (16.0, 20.0)),
+    )
+    for ratio, name in (("rate", "decode"), ("time", "TTFT"), ("nothing", "prefill")):
+        report.compare(ratio, report.find("ours", name), report.find("theirs", name))
+    assert report.ratios == {"rate": 2.0, "time": 0.25}
+    assert report.find("ours", "decode", batch=1) is None
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.name)
+def test_saved_results_are_such_lines_and_name_no_machine(file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") == 1
+    assert set(KEYS) <= set(json.loads(text))
+    assert "/home" not in text
+    assert "/tmp" not in text
