@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from drive import ask, ask_all, status, wait_idle
+from drive import ask, ask_all, status, wait_idle, wait_running
 
 from mooncake.app.local import LocalCluster
 from mooncake.config import load_config
@@ -113,8 +113,7 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
 
     # in the middle of prefill: nothing has come back yet
     calls = [stub.Generate(long_request(6000 + 2000 * n, 1500), timeout=120) for n in range(2)]
-    while (await status(channel)).requests_running < 2:
-        await asyncio.sleep(0.01)
+    await wait_running(channel, 2)
     await asyncio.sleep(0.3)  # into the computation
     for call in calls:
         call.cancel()
@@ -134,8 +133,7 @@ async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_
     long_prompt = [int(i) for i in range(7000, 8500)]
     requests = [asyncio.create_task(ask(channel, PROMPT, 200, timeout=60))]
     requests += [asyncio.create_task(ask(channel, long_prompt[n:], 60, timeout=60)) for n in range(3)]
-    while (await status(channel)).requests_running < 4:
-        await asyncio.sleep(0.01)
+    await wait_running(channel, 4)
     await asyncio.sleep(0.5)
     os.kill(cluster.pids[victim], signal.SIGKILL)
 

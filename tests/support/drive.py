@@ -99,3 +99,11 @@ async def wait_idle(channel: grpc.aio.Channel, within_s: float) -> float:
             raise AssertionError(f"after {within_s} s: {'; '.join(found)}")
         await asyncio.sleep(0.02)
     return time.monotonic() - started_s
+
+
+async def wait_running(channel: grpc.aio.Channel, requests: int, within_s: float = 30.0) -> None:
+    """Wait until the conductor has so many requests running."""
+    started_s = time.monotonic()
+    while (running := (await status(channel)).requests_running) < requests:
+        assert time.monotonic() - started_s < within_s, f"only {running} of {requests} requests are running"
+        await asyncio.sleep(0.02)

@@ -1,7 +1,7 @@
 """The reference that tokens are held against: transformers, fp32, with the same dequantised weights.
 
-Checking is teacher-forced: one forward pass over prompt and answer gives the reference's choice at every position, which
-equals what its own greedy generation gives as long as all tokens before agree (induction over positions).
+Checking is teacher-forced: one forward pass over prompt and answer gives the reference's choice at every position, and
+that equals what its own greedy generation gives as long as all tokens before agree (induction over positions).
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Tiny random models in GGUF files, laid out as llama.cpp's tools lay them out, with or without a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers import pre_tokenizers
+
+CONTROL, USER_DEFINED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<think>"]
+MERGES = ["t h", "th e", "Ġ the", "1 2", "12 3", "o n"]
+TOKENS = [
+    *CONTROL,
+    *USER_DEFINED,
+    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+    *("".join(merge.split(" ")) for merge in MERGES),
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WIDTH, INNER, QUERY, KV, HEAD = 32, 64, 32, 16, 8
+
+
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    pre: str | None = None,
+    add_bos: bool = False,
+    rope_freqs: np.ndarray | None = None,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **changes: Any,
+) -> None:
+    """``pre`` names the manner of cutting words (None: no tokenizer); ``kind`` is the matrices' quantisation.
+
+    ``changes`` are of metadata below the architecture's name; None leaves a key out.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    values: dict[str, Any] = {
+        "block_count": 2,
+        "context_length": 256,
+        "embedding_length": WIDTH,
+        "feed_forward_length": INNER,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    if architecture == "qwen3":
+        values["attention.key_length"] = HEAD
+    for key, value in (values | changes).items():
+        _add(writer, f"{architecture}.{key}", value)
+    if pre is not None:
+        _add_tokenizer(writer, pre, add_bos)
+    random = np.random.default_rng(0)
+    for name, shape in _shapes(architecture).items():
+        tensor = random.standard_normal(shape, dtype=np.float32)
+        if tensor.ndim == 2 and kind is not gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    types = [gguf.TokenType.CONTROL] * len(CONTROL) + [gguf.TokenType.USER_DEFINED] * len(USER_DEFINED)
+    writer.add_token_types(types + [gguf.TokenType.NORMAL] * (len(TOKENS) - len(types)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(add_bos)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (WIDTH,),
+        "attn_q.weight": (QUERY, WIDTH),
+        "attn_k.weight": (KV, WIDTH),
+        "attn_v.weight": (KV, WIDTH),
+        "attn_output.weight": (WIDTH, QUERY),
+        "ffn_norm.weight": (WIDTH,),
+        "ffn_gate.weight": (INNER, WIDTH),
+        "ffn_up.weight": (INNER, WIDTH),
+        "ffn_down.weight": (WIDTH, INNER),
+    }
+    if architecture == "qwen2":
+        layer |= {"attn_q.bias": (QUERY,), "attn_k.bias": (KV,), "attn_v.bias": (KV,)}
+    if architecture == "qwen3":
+        layer |= {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
+    for number in range(2):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
