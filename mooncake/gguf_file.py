@@ -83,7 +83,7 @@ class GGUFFile:
         self._values: dict[str, Value | _Array] = {}
         try:
             self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._read_header())
-        except struct.error:
+        except (struct.error, OverflowError):
             raise ModelError(f"{path} is truncated: its header does not end") from None
         except (UnicodeDecodeError, ValueError) as error:
             raise ModelError(f"{path} is not a valid GGUF file: {error}") from None

@@ -62,10 +62,12 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
     start = 8 + header_len
     try:
         tree = json.loads(header)
+        if not isinstance(tree, dict):
+            raise ValueError("its header is not a JSON object")
         tree.pop("__metadata__", None)
         entries = msgspec.convert(tree, dict[str, _Entry])
         tensors = {name: _placed(name, entry, start) for name, entry in entries.items()}
-    except (ValueError, AttributeError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
+    except (ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise ModelError(f"{path} is not a valid safetensors file: {error}") from None
     end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=start)
     if end > size:

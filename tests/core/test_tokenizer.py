@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_gguf import MERGES, TOKENS, write_gguf
 from tiny_model import write_tiny_model
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from mooncake.chat_template import ChatTemplate
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
@@ -344,6 +347,70 @@ def test_a_broken_template_is_a_sentence_about_the_model(source: str) -> None:
 
 
 # Other tokenizers
+
+
+def words_as_transformers_cuts_them(pre: str, text: str) -> list[str]:
+    """Of the tokenizers that transformers builds for the models that ``pre`` is named after."""
+    from transformers import Qwen2Tokenizer
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    if pre == "qwen2":
+        backend = Qwen2Tokenizer().backend_tokenizer
+        text = backend.normalizer.normalize_str(text)
+    else:
+        backend = Backend(models.BPE())
+        pattern = Regex(inspect.signature(TikTokenConverter).parameters["pattern"].default)
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
+    return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+def test_words_are_cut_in_the_manner_that_the_file_names(tmp_path: Path, pre: str) -> None:
+    write_gguf(tmp_path / "a.gguf", pre=pre)
+    tokenizer = open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
+    for text in TEXTS + DIGITS:
+        expected = words_as_transformers_cuts_them(pre, text)
+        ids = [token_id for word in expected for token_id in merged(word)]
+        assert ids_of(tokenizer, text) == ids
+        assert tokenizer.decode(ids) == (unicodedata.normalize("NFC", text) if pre == "qwen2" else text)
+
+
+def merged(word: str) -> list[int]:
+    """One word merged by the tiny vocabulary's rules, the slow way."""
+    if word in TOKENS:
+        return [TOKENS.index(word)]
+    parts = list(word)
+    for left, right in (merge.split(" ") for merge in MERGES):
+        at = 0
+        while at + 1 < len(parts):
+            if (parts[at], parts[at + 1]) == (left, right):
+                parts[at : at + 2] = [left + right]
+            at += 1
+    return [TOKENS.index(part) for part in parts]
+
+
+def test_a_gguf_file_may_ask_for_the_begin_token(tmp_path: Path) -> None:
+    for add_bos, first in ((True, [0]), (False, [])):
+        write_gguf(tmp_path / "a.gguf", pre="gpt-2", add_bos=add_bos)
+        tokenizer = open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
+        assert ids_of(tokenizer, " the") == [*first, TOKENS.index("Ġthe")]
+        assert tokenizer.encode_chat([ChatMessage("user", "the")])[0] == 1
+
+
+def test_tokens_that_a_model_adds_for_everyone_are_not_control_tokens(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", pre="qwen2")
+    tokenizer = open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
+    assert ids_of(tokenizer, "<think>") == [TOKENS.index("<think>")]
+    assert tokenizer.decode(tokenizer.encode("a<think>b")) == "a<think>b"
+    assert TOKENS.index("<think>") not in tokenizer.special_ids
+
+
+def test_an_unknown_manner_of_cutting_words_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", pre="tekken")
+    with pytest.raises(ModelError, match="'tekken', which is not supported; supported: gpt-2"):
+        open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
 
 
 def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WIDTH, INNER, QUERY, KV, HEAD = 32, 64, 32, 16, 8
+WIDTH, INNER, HEADS, KV_HEADS = 32, 64, 4, 2
 
 
 def write_gguf(
@@ -43,12 +43,12 @@ def write_gguf(
         "context_length": 256,
         "embedding_length": WIDTH,
         "feed_forward_length": INNER,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
         "attention.layer_norm_rms_epsilon": 1e-5,
     }
     if architecture == "qwen3":
-        values["attention.key_length"] = HEAD
+        values["attention.key_length"] = head_dim(architecture)
     for key, value in (values | changes).items():
         _add(writer, f"{architecture}.{key}", value)
     if pre is not None:
@@ -90,22 +90,29 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
+def head_dim(architecture: str) -> int:
+    """Qwen3's heads are wider than their share of the hidden size, and 128 is what transformers takes them for."""
+    return 128 if architecture == "qwen3" else WIDTH // HEADS
+
+
 def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    head = head_dim(architecture)
+    query, kv = HEADS * head, KV_HEADS * head
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (WIDTH,),
-        "attn_q.weight": (QUERY, WIDTH),
-        "attn_k.weight": (KV, WIDTH),
-        "attn_v.weight": (KV, WIDTH),
-        "attn_output.weight": (WIDTH, QUERY),
+        "attn_q.weight": (query, WIDTH),
+        "attn_k.weight": (kv, WIDTH),
+        "attn_v.weight": (kv, WIDTH),
+        "attn_output.weight": (WIDTH, query),
         "ffn_norm.weight": (WIDTH,),
         "ffn_gate.weight": (INNER, WIDTH),
         "ffn_up.weight": (INNER, WIDTH),
         "ffn_down.weight": (WIDTH, INNER),
     }
     if architecture == "qwen2":
-        layer |= {"attn_q.bias": (QUERY,), "attn_k.bias": (KV,), "attn_v.bias": (KV,)}
+        layer |= {"attn_q.bias": (query,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if architecture == "qwen3":
-        layer |= {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
+        layer |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
     for number in range(2):
         shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}

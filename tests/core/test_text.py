@@ -1,0 +1,146 @@
+"""The text of an answer: whatever its tokens, it ends before the first stop string and comes as early as it may."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.errors import InvalidRequest
+from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler, TextPiece
+from mooncake.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_checkpoint("smollm2").load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def spelled(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens of this vocabulary by the text that they are."""
+    found: dict[str, int] = {}
+    for token_id in range(tokenizer.vocab_size):
+        found.setdefault(tokenizer.token_bytes(token_id).decode(errors="replace"), token_id)
+    return found
+
+
+def run(assembler: TextAssembler, ids: list[int]) -> list[TextPiece]:
+    """Every piece up to the end, by a stop string or by flush."""
+    pieces: list[TextPiece] = []
+    for token_id in ids:
+        pieces.append(assembler.push(token_id))
+        if pieces[-1].stopped:
+            return pieces
+    return [*pieces, assembler.flush()]
+
+
+def test_without_stop_strings_every_token_is_told_at_once(tokenizer: Tokenizer) -> None:
+    pieces = run(TextAssembler(tokenizer), [int(i) for i in tokenizer.encode("The quick fox")])
+    assert pieces == [TextPiece("The"), TextPiece(" quick"), TextPiece(" fox"), TextPiece("")]
+
+
+def test_a_stop_string_across_tokens_is_held_back_and_cut(tokenizer: Tokenizer, spelled: dict[str, int]) -> None:
+    assembler = TextAssembler(tokenizer, ("\nUser:",))
+    pieces = run(assembler, [spelled[text] for text in ("Yes", ".", "\n", "User", ":", " more")])
+    assert pieces == [
+        TextPiece("Yes"),
+        TextPiece("."),
+        TextPiece(""),
+        TextPiece(""),
+        TextPiece("", stopped=True),
+    ]
+    assert assembler.push(spelled[" more"]) == TextPiece("", stopped=True), "and nothing comes after it"
+    assert assembler.flush() == TextPiece("", stopped=True)
+
+
+def test_a_false_alarm_is_let_go_as_soon_as_it_is_one(tokenizer: Tokenizer, spelled: dict[str, int]) -> None:
+    pieces = run(TextAssembler(tokenizer, ("\nUser:",)), [spelled[text] for text in ("\n", "User", "s", "\n")])
+    assert pieces == [TextPiece(""), TextPiece(""), TextPiece("\nUsers"), TextPiece(""), TextPiece("\n")]
+
+
+def test_what_is_held_at_the_end_is_text(tokenizer: Tokenizer, spelled: dict[str, int]) -> None:
+    assert run(TextAssembler(tokenizer, ("ab",)), [spelled["a"]]) == [TextPiece(""), TextPiece("a")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        (("cd",), "ab"),
+        (("bcde", "cd"), "ab"),  # the one complete first, although the other begins before
+        (("bcd", "cd"), "a"),  # both complete at once: the one that begins first
+        (("e", "abcdef"), "abcd"),
+        (("x", "f"), "abcde"),
+    ],
+)
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_which_stop_string_wins_does_not_depend_on_tokens(
+    tokenizer: Tokenizer, stop: tuple[str, ...], kept: str, cut: int
+) -> None:
+    text = "abcdef"
+    ids = [int(i) for part in (text[:cut], text[cut:]) for i in tokenizer.encode(part)]
+    pieces = run(TextAssembler(tokenizer, stop), ids)
+    assert "".join(piece.text for piece in pieces) == kept
+    assert pieces[-1].stopped
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> str | None:
+    """The definition, a character at a time: the text before the stop string that is complete first."""
+    for end in range(1, len(text) + 1):
+        ending = [word for word in stop if text[:end].endswith(word)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return None
+
+
+words = st.text(alphabet="aab\né", min_size=1, max_size=5)
+
+
+@settings(max_examples=500, deadline=None)
+@given(parts=st.lists(words, max_size=12), stop=st.lists(words, max_size=4).map(tuple))
+def test_any_cut_into_tokens_gives_the_same_text(tokenizer: Tokenizer, parts: list[str], stop: tuple[str, ...]) -> None:
+    text = "".join(parts)
+    pieces = run(TextAssembler(tokenizer, stop), [int(i) for part in parts for i in tokenizer.encode(part)])
+    expected = first_stop(text, stop)
+    assert "".join(piece.text for piece in pieces) == (text if expected is None else expected)
+    assert pieces[-1].stopped == (expected is not None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(alphabet="ab", max_size=12), stop=st.lists(words, min_size=1, max_size=4).map(tuple))
+def test_no_more_is_held_back_than_may_become_a_stop_string(
+    tokenizer: Tokenizer, spelled: dict[str, int], text: str, stop: tuple[str, ...]
+) -> None:
+    assembler = TextAssembler(tokenizer, stop)
+    told = ""
+    for end, char in enumerate(text, 1):
+        piece = assembler.push(spelled[char])
+        told += piece.text
+        if piece.stopped:
+            return
+        held = text[len(told) : end]
+        assert text.startswith(told)
+        assert held == "" or any(word.startswith(held) for word in stop)
+
+
+SENSELESS = {
+    "empty": ("",),
+    "one of two empty": ("ok", ""),
+    "too long": ("x" * (MAX_STOP_CHARS + 1),),
+    "too many": tuple("abcdefghijklmnopq"),
+}
+
+
+@pytest.mark.parametrize("stop", SENSELESS.values(), ids=SENSELESS)
+def test_stop_strings_that_make_no_sense_are_refused(tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        TextAssembler(tokenizer, stop)
+    assert refused.value.param == "stop"
+
+
+def test_the_largest_stop_strings_allowed_work(tokenizer: Tokenizer, spelled: dict[str, int]) -> None:
+    stop = tuple("a" * (MAX_STOP_CHARS - 1) + chr(ord("b") + number) for number in range(MAX_STOP_STRINGS))
+    pieces = run(TextAssembler(tokenizer, stop), [spelled["a"]] * 300 + [spelled["c"], spelled["a"]])
+    assert "".join(piece.text for piece in pieces) == "a" * (300 - MAX_STOP_CHARS + 1)
+    assert pieces[-1].stopped
