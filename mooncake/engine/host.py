@@ -227,7 +227,7 @@ class EngineHost:
         seed = secrets.token_bytes(32)
         random = np.random.default_rng(0)
         hook = NodeHook(NO_HOOK, self.samples, lambda: None)
-        for index, length in enumerate((32, 32, 128, 256)):  # the first one pays for lazy initialisation
+        for index, length in enumerate((16, 64, 192)):  # the first one pays for lazy initialisation
             if length > longest:
                 continue
             tokens = random.integers(0, vocab, length, dtype=np.uint32)
@@ -235,7 +235,7 @@ class EngineHost:
                 f"warm-up-{index}",
                 tokens,
                 length,
-                SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+                SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
                 seed,
                 eos_ids=(),
                 max_model_len=self.plan.max_model_len,
