@@ -7,7 +7,9 @@ key. Values that mean "decide for me" are 0 or "auto"; each is resolved once, by
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_type_hints
 
@@ -90,7 +92,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def conductor_address(self) -> str:
-        return self.node.conductor or f"{self.conductor.host}:{self.conductor.grpc_port}"
+        host = self.conductor.host
+        host = f"[{host}]" if ":" in host else host  # IPv6
+        return self.node.conductor or f"{host}:{self.conductor.grpc_port}"
 
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
@@ -98,7 +102,7 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
     tree: dict[str, object] = {}
     if path is not None:
         try:
-            tree = tomllib.loads(path.read_text())
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -129,8 +133,8 @@ def _toml_value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    # JSON strings are TOML basic strings
-    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)
+    # JSON strings are TOML basic strings, but for DEL, which TOML wants escaped
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
 
 
 def _apply_override(tree: dict[str, object], override: str) -> None:
@@ -162,28 +166,61 @@ def _check_names(tree: dict[str, object], struct: type[msgspec.Struct], prefix: 
             _check_names(value, inner, f"{name}.")
 
 
+_POSITIVE = (
+    "conductor.heartbeat_interval_s",
+    "conductor.node_timeout_s",
+    "conductor.request_timeout_s",
+    "store.dram_gb",
+    "store.lease_s",
+    "store.reserve_timeout_s",
+    "prefill.kv_gb",
+    "decode.kv_gb",
+    "transfer.handoff_timeout_s",
+)
+_NOT_NEGATIVE = (
+    "model.max_model_len",
+    "conductor.retries",
+    "prefill.chunk_tokens",
+    "prefill.threads",
+    "decode.chunk_tokens",
+    "decode.threads",
+    "transfer.max_mb_per_s",
+)
+_AT_LEAST_ONE = (
+    "conductor.max_requests",
+    "prefill.max_sequences",
+    "decode.max_sequences",
+    "cluster.prefill",
+    "cluster.decode",
+)
+_BETWEEN = {
+    "block.tokens": range(1, 1025),
+    "transfer.streams": range(1, 17),
+    "conductor.http_port": range(65536),
+    "conductor.grpc_port": range(65536),
+    "node.port": range(65536),
+}
+
+
 def _check_values(config: Config) -> None:
-    for role, engine in (("prefill", config.prefill), ("decode", config.decode)):
-        if engine.kv_gb <= 0:
-            raise ConfigError(f"{role}.kv_gb must be positive, got {engine.kv_gb}")
-        if engine.max_sequences < 1:
-            raise ConfigError(f"{role}.max_sequences must be at least 1, got {engine.max_sequences}")
-        if engine.chunk_tokens < 0:
-            raise ConfigError(f"{role}.chunk_tokens must not be negative, got {engine.chunk_tokens}")
+    _require(config, _POSITIVE, "must be positive", lambda value: 0 < value < math.inf)
+    _require(config, _NOT_NEGATIVE, "must not be negative", lambda value: 0 <= value < math.inf)
+    _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
+    for name, allowed in _BETWEEN.items():
+        _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
     if config.model.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f'model.dtype must be "float32" or "bfloat16", got {config.model.dtype!r}')
-    if not (1 <= config.block.tokens <= 1024):
-        raise ConfigError(f"block.tokens must be between 1 and 1024, got {config.block.tokens}")
-    if config.store.dram_gb <= 0:
-        raise ConfigError(f"store.dram_gb must be positive, got {config.store.dram_gb}")
     if unknown := set(config.transfer.transports) - {"shm", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, tcp")
     if not config.transfer.transports:
         raise ConfigError("transfer.transports must name at least one of shm, tcp")
-    if not (1 <= config.transfer.streams <= 16):
-        raise ConfigError(f"transfer.streams must be between 1 and 16, got {config.transfer.streams}")
-    for name in ("prefill", "decode"):
-        if getattr(config.cluster, name) < 1:
-            raise ConfigError(f"cluster.{name} must be at least 1")
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
+
+
+def _require(config: Config, names: Iterable[str], rule: str, holds: Callable[[float], bool]) -> None:
+    for name in names:
+        section, _, key = name.partition(".")
+        value = getattr(getattr(config, section), key)
+        if not holds(value):
+            raise ConfigError(f"{name} {rule}, got {value}")

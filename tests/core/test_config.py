@@ -1,0 +1,144 @@
+"""One configuration: a file, overrides, and a sentence for each thing that can be wrong with either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.config import Config, dump_toml, load_config
+from mooncake.errors import ConfigError
+
+
+def problem(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, list(overrides))
+    return refused.value.message
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_config() == Config()
+
+
+def test_a_file_is_read_and_overrides_win(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[prefill]\nchunk_tokens = 128\nkv_gb = 2\n[model]\nname = "demo"\n')
+    config = load_config(file, ["prefill.chunk_tokens=512", "decode.kv_gb=0.5"])
+    assert (config.prefill.chunk_tokens, config.prefill.kv_gb, config.decode.kv_gb) == (512, 2.0, 0.5)
+    assert config.model.name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("model.path=/models/a b", "/models/a b"),
+        ("model.path=smollm2", "smollm2"),
+        ('model.path="quoted = #"', "quoted = #"),
+        (" model.path = spaced ", "spaced"),
+        ("model.path=a=b", "a=b"),
+        ("model.path=", ""),
+    ],
+)
+def test_bare_words_are_strings(override: str, value: str) -> None:
+    assert load_config(None, [override]).model.path == value
+
+
+def test_lists_are_given_as_toml_has_them() -> None:
+    assert load_config(None, ['transfer.transports=["tcp"]']).transfer.transports == ("tcp",)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("prefill.chunk_token=5", "unknown configuration key prefill.chunk_token; did you mean prefill.chunk_tokens?"),
+        ("prefil.chunk_tokens=5", "unknown configuration key prefil; did you mean prefill?"),
+        ("zzz.x=1", "unknown configuration key zzz; known: model, block, conductor"),
+        ("prefill.chunk_tokens", "--set takes section.key=value"),
+        ("chunk_tokens=5", "--set takes section.key=value"),
+        ("=5", "--set takes section.key=value"),
+        (".a=5", "--set takes section.key=value"),
+        ("prefill.=5", "--set takes section.key=value"),
+        ("prefill.chunk_tokens=many", "Expected `int`, got `str`"),
+        ("model.path=5", "Expected `str`, got `int`"),
+        ("prefill.chunk_tokens=-1", "prefill.chunk_tokens must not be negative"),
+        ("prefill.kv_gb=0", "prefill.kv_gb must be positive"),
+        ("decode.kv_gb=-1", "decode.kv_gb must be positive"),
+        ("decode.kv_gb=nan", "decode.kv_gb must be positive"),
+        ("decode.kv_gb=inf", "decode.kv_gb must be positive"),
+        ("store.dram_gb=nan", "store.dram_gb must be positive"),
+        ("store.dram_gb=0", "store.dram_gb must be positive"),
+        ("store.lease_s=0", "store.lease_s must be positive"),
+        ("transfer.handoff_timeout_s=-3", "transfer.handoff_timeout_s must be positive"),
+        ("transfer.max_mb_per_s=-1", "transfer.max_mb_per_s must not be negative"),
+        ("conductor.node_timeout_s=0", "conductor.node_timeout_s must be positive"),
+        ("conductor.heartbeat_interval_s=0", "conductor.heartbeat_interval_s must be positive"),
+        ("conductor.request_timeout_s=nan", "conductor.request_timeout_s must be positive"),
+        ("conductor.max_requests=0", "conductor.max_requests must be at least 1"),
+        ("conductor.retries=-1", "conductor.retries must not be negative"),
+        ("conductor.http_port=70000", "conductor.http_port must be between 0 and 65535"),
+        ("conductor.grpc_port=-1", "conductor.grpc_port must be between 0 and 65535"),
+        ("node.port=65536", "node.port must be between 0 and 65535"),
+        ("decode.max_sequences=0", "decode.max_sequences must be at least 1"),
+        ("decode.threads=-1", "decode.threads must not be negative"),
+        ("model.dtype=int4", 'model.dtype must be "float32" or "bfloat16"'),
+        ("model.max_model_len=-1", "model.max_model_len must not be negative"),
+        ("block.tokens=0", "block.tokens must be between 1 and 1024"),
+        ("transfer.transports=[]", "must name at least one"),
+        ('transfer.transports=["ib"]', "unknown transports ['ib']"),
+        ("transfer.streams=17", "transfer.streams must be between 1 and 16"),
+        ("cluster.prefill=0", "cluster.prefill must be at least 1"),
+        ("cluster.store=2", "cluster.store must be 0 or 1"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_name(override: str, sentence: str) -> None:
+    assert sentence in problem(override)
+
+
+def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    assert "cannot read the configuration" in problem(path=file)
+    assert "cannot read the configuration" in problem(path=tmp_path)
+    file.write_text("[prefill\n")
+    assert "is not valid TOML" in problem(path=file)
+    file.write_bytes(b"\xff\xfe")
+    assert "is not valid TOML" in problem(path=file)
+    file.write_text("prefill = 5\n")
+    assert "prefill must be a table, got 5" in problem(path=file)
+    assert "[prefill] must be a table" in problem("prefill.kv_gb=1", path=file)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "address"),
+    [
+        ([], "127.0.0.1:50051"),
+        (["conductor.host=::1", "conductor.grpc_port=7"], "[::1]:7"),
+        (["node.conductor=10.0.0.1:9"], "10.0.0.1:9"),
+    ],
+)
+def test_nodes_know_where_the_conductor_is(overrides: list[str], address: str) -> None:
+    assert load_config(None, overrides).conductor_address == address
+
+
+def mutated(draw: Any) -> Config:
+    """A valid configuration with other texts and numbers in it."""
+    texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
+    tree = msgspec.to_builtins(Config())
+    for section, key in (("model", "path"), ("model", "name"), ("node", "id"), ("node", "conductor")):
+        tree[section][key] = draw(texts)
+    positive = st.floats(min_value=1e-300, max_value=1e300)
+    for section, key in (("store", "dram_gb"), ("prefill", "kv_gb"), ("store", "lease_s")):
+        tree[section][key] = draw(positive)
+    tree["prefill"]["chunk_tokens"] = draw(st.integers(0, 2**40))
+    tree["transfer"]["transports"] = draw(st.sampled_from([["shm"], ["tcp", "shm"]]))
+    return msgspec.convert(tree, Config)
+
+
+@given(config=st.composite(mutated)())
+def test_what_is_written_is_read_back(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "written.toml"
+    file.write_text(dump_toml(config), encoding="utf-8", newline="")
+    assert load_config(file) == config

@@ -1,0 +1,88 @@
+"""Names of blocks: equal keys mean equal bytes, in every process, and nothing else does."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
+from mooncake.types import KVLayout
+
+LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, block_tokens=4, head_dim=64, dtype="float32")
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.array(ids, dtype=np.uint32))
+
+
+def test_the_chain_is_what_its_definition_says() -> None:
+    seed = chain_seed("fingerprint", "salt")
+    keys = extend_chain(seed, np.arange(10, dtype=np.uint32), 4)
+    first = hashlib.sha256(seed + struct.pack("<4I", 0, 1, 2, 3)).digest()
+    second = hashlib.sha256(first + struct.pack("<4I", 4, 5, 6, 7)).digest()
+    assert keys == [first, second], "the two tokens left over name nothing"
+
+
+def test_keys_are_the_same_in_every_process_and_for_ever() -> None:
+    """A pool may outlive a release: a change of these values is a change of the scheme, and needs a new name."""
+    code = """
+import numpy as np
+from mooncake.hashing import chain_seed, extend_chain
+print(extend_chain(chain_seed("f", "s"), np.arange(8, dtype=np.uint32), 4)[-1].hex())
+"""
+    ours = extend_chain(chain_seed("f", "s"), np.arange(8, dtype=np.uint32), 4)[-1].hex()
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert ours == theirs.strip() == "1b1785ea17d327d6b55053998f5252cdeebb82bed7cd81b56dd127068af32f25"
+
+
+@given(whole=tokens, cut=st.integers(0, 10), block_tokens=st.integers(1, 9))
+def test_a_chain_may_be_extended_in_parts(whole: np.ndarray, cut: int, block_tokens: int) -> None:
+    seed = chain_seed("f")
+    keys = extend_chain(seed, whole, block_tokens)
+    assert len(keys) == len(whole) // block_tokens
+    cut = min(cut, len(keys))
+    head = extend_chain(seed, whole[: cut * block_tokens], block_tokens)
+    assert head == keys[:cut]
+    assert extend_chain(head[-1] if head else seed, whole[cut * block_tokens :], block_tokens) == keys[cut:]
+
+
+@given(one=tokens, other=tokens)
+def test_a_key_names_everything_before_it(one: np.ndarray, other: np.ndarray) -> None:
+    seed = chain_seed("f")
+    for mine, yours, end in zip(
+        extend_chain(seed, one, 4), extend_chain(seed, other, 4), range(4, 99, 4), strict=False
+    ):
+        assert (mine == yours) == (one[:end].tolist() == other[:end].tolist())
+
+
+@pytest.mark.parametrize("dtype", [np.int64, ">u4", np.uint32])
+def test_the_spelling_of_the_array_does_not_matter(dtype: str | type) -> None:
+    ids = np.arange(12).astype(dtype)
+    assert extend_chain(b"s", ids, 4) == extend_chain(b"s", np.arange(12, dtype=np.uint32), 4)
+    assert extend_chain(b"s", np.repeat(ids, 2)[::2], 4) == extend_chain(b"s", ids, 4), "nor whether it is contiguous"
+
+
+def test_whatever_makes_kv_bytes_differ_makes_the_seed_differ() -> None:
+    prints = {
+        kv_fingerprint("weights", LAYOUT),
+        kv_fingerprint("other weights", LAYOUT),
+        kv_fingerprint("weights", KVLayout(31, 3, 4, 64, "float32")),
+        kv_fingerprint("weights", KVLayout(30, 4, 4, 64, "float32")),
+        kv_fingerprint("weights", KVLayout(30, 3, 8, 64, "float32")),
+        kv_fingerprint("weights", KVLayout(30, 3, 4, 32, "float32")),
+        kv_fingerprint("weights", KVLayout(30, 3, 4, 64, "bfloat16")),
+    }
+    assert len(prints) == 7
+    assert len({chain_seed(fingerprint) for fingerprint in prints}) == 7
+
+
+def test_one_tenants_salt_reaches_no_other() -> None:
+    seeds = {
+        chain_seed(fingerprint, salt)
+        for fingerprint, salt in [("f", ""), ("f", "a"), ("fa", ""), ("", "fa"), ("f", "aa")]
+    }
+    assert len(seeds) == 5, "and moving a letter from one to the other is no way around"
