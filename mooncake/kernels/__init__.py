@@ -1,4 +1,4 @@
-"""The arithmetic that torch has no good operator for: paged attention, cache writes, fused norms.
+"""The arithmetic of a model: paged attention, cache writes, linear layers, fused norms.
 
 ``reference`` is the definition; ``cpu`` has the same functions in C++, built at first use. Models call whichever
 ``choose_kernels`` returns and do not know which it is.
@@ -19,8 +19,18 @@ from mooncake.kernels.cpu_build import BuildFailed, load_library
 log = logging.getLogger(__name__)
 
 
+class Linear(Protocol):
+    """A linear layer; see ``reference.Linear``."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor: ...
+
+
 class Kernels(Protocol):
     """The functions of ``reference``, whose docstrings define them. A module is an implementation."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear: ...
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

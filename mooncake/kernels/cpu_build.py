@@ -66,22 +66,18 @@ def _cache_folder() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    parts = [SOURCE.read_bytes(), " ".join(COMPILE_FLAGS).encode(), _version(compiler), _instruction_set()]
-    parts.append(str(_openmp_runtime()).encode())
+    machine = " ".join([platform.machine(), *sorted(cpu_features()), str(_openmp_runtime()), *COMPILE_FLAGS])
+    parts = [SOURCE.read_bytes(), _run([compiler, "--version"]), machine.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _version(compiler: str) -> bytes:
-    return _run([compiler, "--version"])
-
-
-def _instruction_set() -> bytes:
+def cpu_features() -> frozenset[str]:
+    """Names of instruction-set extensions as Linux prints them; empty where it does not."""
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
-    return platform.machine().encode() + features
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[2:])
 
 
 def _openmp_runtime() -> Path | None:

@@ -12,6 +12,7 @@
 // a row's last part merges them in order. So a result does not depend on the number of threads or on the neighbours.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -182,9 +183,24 @@ struct AttentionCall {
     int64_t table_stride;
     int num_heads, group, head_dim, window;
     float scale_log2;  // scale * log2(e)
+
+    int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
+
+    // Where in its sequence the token of a query row is.
+    int position(int seq, int row) const { return context_lens[seq] - tokens(seq) + row / group; }
+
+    // Index of a query row among all [T * Hq] rows.
+    int64_t row_index(int seq, int kv_head, int row) const {
+        return (query_starts[seq] + int64_t(row / group)) * num_heads + kv_head * group + row % group;
+    }
+
+    template <class T> const T* query_row(int seq, int kv_head, int row) const {
+        return (const T*)query + (query_starts[seq] + row / group) * query_stride + (kv_head * group + row % group) * head_dim;
+    }
 };
 
-// Query tokens first .. first + count of sequence `seq` against context tokens begin .. end, for one KV head.
+// Query rows first .. first + count of sequence `seq` against context tokens begin .. end, for one KV head. Row r is query
+// head r % G of the group, of the sequence's query token r / G: so rows pack vectors fully, whatever G is.
 struct Item {
     int seq, kv_head, first, count, begin, end;
     int merge;  // index of the Merge it is a part of, or -1 when it is alone
@@ -204,19 +220,19 @@ struct WorkList {
     int64_t merge_floats = 0;
     int64_t cost = 0;  // multiply-adds / D
 
-    void add(Item item, int rows, int head_dim, int least_part, int most_parts) {
+    void add(Item item, int head_dim, int least_part, int most_parts) {
         int length = item.end - item.begin;
         int part_len = std::max(least_part, (length + most_parts - 1) / most_parts);
         part_len = (part_len + TILE - 1) / TILE * TILE;
         int parts = (length + part_len - 1) / part_len;
         item.merge = -1;
         item.part = 0;
-        cost += int64_t(rows) * length;
+        cost += int64_t(item.count) * length;
         if (parts == 1) {
             items.push_back(item);
             return;
         }
-        int64_t stride = int64_t(rows) * (head_dim + 2);
+        int64_t stride = int64_t(item.count) * (head_dim + 2);
         item.merge = int(merges.size());
         merges.push_back({merge_floats, stride, parts});
         merge_floats += stride * parts;
@@ -231,19 +247,16 @@ struct WorkList {
 };
 
 void plan(const AttentionCall& call, int num_sequences, int num_kv_heads, WorkList& list) {
-    const int block_tokens = std::max(1, BLOCK_ROWS / call.group);
     for (int seq = 0; seq < num_sequences; seq++) {
-        const int start = call.query_starts[seq], tokens = call.query_starts[seq + 1] - start;
-        const int history = call.context_lens[seq] - tokens;
-        const bool few = tokens * call.group <= FEW_ROWS;
-        for (int from = 0; from < tokens; from += block_tokens) {
-            const int count = std::min(block_tokens, tokens - from);
-            int begin = call.window ? std::max(0, history + from - call.window + 1) : 0;
-            Item item{seq, 0, start + from, count, begin, history + from + count, -1, 0};
+        const int tokens = call.tokens(seq), rows = tokens * call.group;
+        const bool few = rows <= FEW_ROWS;
+        for (int first = 0; first < rows; first += BLOCK_ROWS) {
+            const int count = std::min(BLOCK_ROWS, rows - first);
+            const int begin = call.window ? std::max(0, call.position(seq, first) - call.window + 1) : 0;
+            Item item{seq, 0, first, count, begin, call.position(seq, first + count - 1) + 1, -1, 0};
             for (int head = 0; head < num_kv_heads; head++) {
                 item.kv_head = head;
-                list.add(item, count * call.group, call.head_dim, few ? DOT_PART : LANE_PART,
-                         few ? MAX_DOT_PARTS : MAX_LANE_PARTS);
+                list.add(item, call.head_dim, few ? DOT_PART : LANE_PART, few ? MAX_DOT_PARTS : MAX_LANE_PARTS);
             }
         }
     }
@@ -262,13 +275,12 @@ template <class T> struct Results {
     std::atomic<int>* missing;  // one a merge
 
     T* output_row(const Item& item, int row) const {
-        int token = item.first + row / call.group, head = item.kv_head * call.group + row % call.group;
-        return (T*)call.output + (int64_t(token) * call.num_heads + head) * call.head_dim;
+        return (T*)call.output + call.row_index(item.seq, item.kv_head, item.first + row) * call.head_dim;
     }
 
     // `mixed` is [rows, D], not yet divided by `sums`; scores are in log2.
     void put(const Item& item, const float* mixed, const float* most, const float* sums) const {
-        const int rows = item.count * call.group, D = call.head_dim;
+        const int rows = item.count, D = call.head_dim;
         if (item.merge < 0) {
             for (int row = 0; row < rows; row++) {
                 T* out = output_row(item, row);
@@ -394,15 +406,14 @@ inline void mix(const float* scores, int64_t score_stride, const T* const* value
 
 template <class T>
 void attend_dots(const AttentionCall& call, const Pages<T>& pages, const Item& item, const Results<T>& results, Scratch& scratch) {
-    const int D = call.head_dim, rows = item.count * call.group, length = item.end - item.begin;
+    const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
     const int64_t width = (length + W - 1) / W * W;
     const int32_t* table = call.block_tables + item.seq * call.table_stride;
     scratch.start(int64_t(rows) * (2 * D + width) + 2 * rows + 64);
     float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
     float *most = scratch.take(rows), *sums = scratch.take(rows);
     for (int row = 0; row < rows; row++) {
-        const T* from = (const T*)call.query + (item.first + row / call.group) * call.query_stride +
-                        (item.kv_head * call.group + row % call.group) * D;
+        const T* from = call.query_row<T>(item.seq, item.kv_head, item.first + row);
         for (int d = 0; d < D; d += W) store(query + row * D + d, load(from + d) * call.scale_log2);
     }
 
@@ -414,9 +425,8 @@ void attend_dots(const AttentionCall& call, const Pages<T>& pages, const Item& i
         for (int row = 0; row < rows; row++) store(scores + row * width + at, dots(query + row * D, tile, D));
     }
 
-    const int last_token = call.query_starts[item.seq + 1] - 1;  // sits at position context - 1
     for (int row = 0; row < rows; row++) {
-        const int position = call.context_lens[item.seq] - 1 - (last_token - (item.first + row / call.group));
+        const int position = call.position(item.seq, item.first + row);
         const int stop = std::min(length, position + 1 - item.begin);
         const int start = call.window ? std::max(0, position + 1 - call.window - item.begin) : 0;
         float* line = scores + row * width;
@@ -533,7 +543,7 @@ inline void attend_tile(const RowBlock& rows, const float* const* keys, const fl
 
 template <class T>
 void attend_lanes(const AttentionCall& call, const Pages<T>& pages, const Item& item, const Results<T>& results, Scratch& scratch) {
-    const int D = call.head_dim, rows = item.count * call.group, num_blocks = (rows + LANES - 1) / LANES;
+    const int D = call.head_dim, rows = item.count, num_blocks = (rows + LANES - 1) / LANES;
     const int32_t* table = call.block_tables + item.seq * call.table_stride;
     scratch.start(int64_t(num_blocks) * LANES * (2 * D + 3) + TILE * (LANES + 2 * D) + int64_t(rows) * D + 64);
     float *scores = scratch.take(TILE * LANES), *wide_keys = scratch.take(TILE * D), *wide_values = scratch.take(TILE * D);
@@ -542,14 +552,13 @@ void attend_lanes(const AttentionCall& call, const Pages<T>& pages, const Item& 
     float *most = scratch.take(area), *sums = scratch.take(area);
     int32_t* positions = (int32_t*)scratch.take(area);
 
-    const int last_token = call.query_starts[item.seq + 1] - 1;
     for (int row = 0; row < area; row++) {
-        const int token = item.first + std::min(row, rows - 1) / call.group;
-        positions[row] = call.context_lens[item.seq] - 1 - (last_token - token);
+        const int real = item.first + std::min(row, rows - 1);
+        positions[row] = call.position(item.seq, real);
         most[row] = NEVER;
         sums[row] = 0;
         float* column = queries + int64_t(row / LANES) * LANES * D + row % LANES;
-        const T* from = (const T*)call.query + token * call.query_stride + (item.kv_head * call.group + row % call.group) * D;
+        const T* from = call.query_row<T>(item.seq, item.kv_head, real);
         for (int d = 0; d < D; d++) column[d * LANES] = row < rows ? to_float(from[d]) * call.scale_log2 : 0;
     }
     std::memset(mixed, 0, sizeof(float) * area * D);
@@ -599,8 +608,7 @@ template <class T> int attend(const AttentionCall& call, const Pages<T>& pages, 
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int i = 0; i < count; i++) {
         static thread_local Scratch scratch;
-        const int tokens = call.query_starts[items[i].seq + 1] - call.query_starts[items[i].seq];
-        if (tokens * call.group <= FEW_ROWS)
+        if (call.tokens(items[i].seq) * call.group <= FEW_ROWS)
             attend_dots(call, pages, items[i], results, scratch);
         else
             attend_lanes(call, pages, items[i], results, scratch);
@@ -726,6 +734,121 @@ int write_kv(const T* key, int64_t key_stride, const T* value, int64_t value_str
     return OK;
 }
 
+// ---- linear layers --------------------------------------------------------------------------------------------------
+
+constexpr int PANEL_VECS = 2;
+constexpr int PANEL = W * PANEL_VECS;         // outputs whose weights lie interleaved: weights are [N / PANEL][K][PANEL]
+constexpr int STRIP = W == 16 ? 12 : 6;       // rows of activations multiplied at once: STRIP * PANEL_VECS accumulators
+constexpr int DEEP = 256;                     // of K at a time, so that a panel's part stays in L1 for all strips
+constexpr int AHEAD = 32;                     // of K, to prefetch: the hardware's own stops at every 4 KiB
+constexpr int LINEAR_FLOATS_ALONE = 1 << 16;  // weights times rows below which threads do not pay
+
+// One packed weight matrix; mirrored in cpu.py.
+struct PackedLinear {
+    const void* panels;  // [ceil(N / PANEL)][K][PANEL], zeros behind N
+    const void* bias;    // [N] or null
+    int64_t inputs, outputs;
+    int32_t is_bf16;
+};
+
+// sums[row][PANEL] += strip[k][row] * panel[k][PANEL] over `deep` of k. Every sum runs over k in order, in one chain,
+// whatever ROWS is: so an output does not depend on which rows are computed together.
+template <int ROWS, class T> void multiply(const float* strip, const T* panel, int deep, float* sums, bool fresh) {
+    vf acc[ROWS][PANEL_VECS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = fresh ? vf{} : load(sums + r * PANEL + v * W);
+    }
+    for (int k = 0; k < deep; k++) {
+        vf weights[PANEL_VECS];
+        for (int v = 0; v < PANEL_VECS; v++) {
+            weights[v] = load(panel + int64_t(k) * PANEL + v * W);
+            __builtin_prefetch(panel + int64_t(k + AHEAD) * PANEL + v * W);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            const float x = strip[k * ROWS + r];
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) acc[r][v] += weights[v] * x;
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECS; v++) store(sums + r * PANEL + v * W, acc[r][v]);
+    }
+}
+
+template <class T> using Multiply = void (*)(const float*, const T*, int, float*, bool);
+
+template <class T, size_t... ROWS> constexpr std::array<Multiply<T>, STRIP> multiplies(std::index_sequence<ROWS...>) {
+    return {multiply<int(ROWS) + 1, T>...};
+}
+
+// Rows cut into strips of nearly equal height.
+struct Strips {
+    int64_t rows, count;
+    explicit Strips(int64_t rows) : rows(rows), count((rows + STRIP - 1) / STRIP) {}
+    int64_t first(int64_t strip) const { return strip * rows / count; }
+};
+
+// Sums of one row and panel, with their bias, to where they belong; `left` outputs are left of the row.
+template <class T> inline void finish(const float* sums, const T* bias, T* out, int64_t left) {
+    if (left >= PANEL) {
+        for (int i = 0; i < PANEL; i += W) store(out + i, bias ? load(sums + i) + load(bias + i) : load(sums + i));
+    } else {
+        for (int i = 0; i < left; i++) out[i] = from_float<T>(bias ? sums[i] + to_float(bias[i]) : sums[i]);
+    }
+}
+
+template <class T>
+void linear(const PackedLinear& layer, const T* from, int64_t from_stride, T* to, int64_t rows, int threads) {
+    static constexpr auto kernels = multiplies<T>(std::make_index_sequence<STRIP>());
+    static thread_local Scratch packed;
+    const int64_t K = layer.inputs, N = layer.outputs, panels = (N + PANEL - 1) / PANEL;
+    const Strips strips(rows);
+    const int team = rows * K * N < LINEAR_FLOATS_ALONE ? 1 : threads;
+    // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
+    const int64_t cuts = std::min(strips.count, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
+    const T* weights = (const T*)layer.panels;
+    const T* bias = (const T*)layer.bias;
+    packed.start(rows * K);
+    float* turned = packed.memory.get();  // strip by strip: [K][rows of the strip]
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t strip = 0; strip < strips.count; strip++) {
+            const int64_t first = strips.first(strip), height = strips.first(strip + 1) - first;
+            float* out = turned + first * K;
+            const T* rows = from + first * from_stride;
+            for (int64_t k = 0; k < K; k += 16)  // in pieces whose target stays in L1
+                for (int64_t r = 0; r < height; r++)
+                    for (int64_t i = k; i < std::min(k + 16, K); i++) out[i * height + r] = to_float(rows[r * from_stride + i]);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < panels * cuts; item++) {
+            static thread_local Scratch scratch;
+            const int64_t panel = item / cuts, cut = item % cuts;
+            const int64_t from_strip = cut * strips.count / cuts, to_strip = (cut + 1) * strips.count / cuts;
+            const int64_t first_row = strips.first(from_strip), num_rows = strips.first(to_strip) - first_row;
+            scratch.start(num_rows * PANEL);
+            float* sums = scratch.memory.get();
+            const int64_t step = to_strip - from_strip > 1 ? DEEP : K;
+            for (int64_t k = 0; k < K; k += step) {
+                for (int64_t strip = from_strip; strip < to_strip; strip++) {
+                    const int64_t first = strips.first(strip), height = strips.first(strip + 1) - first;
+                    kernels[height - 1](turned + first * K + k * height, weights + (panel * K + k) * PANEL,
+                                        int(std::min(step, K - k)), sums + (first - first_row) * PANEL, k == 0);
+                }
+            }
+            const int64_t column = panel * PANEL;
+            for (int64_t r = 0; r < num_rows; r++)
+                finish(sums + r * PANEL, bias ? bias + column : nullptr, to + (first_row + r) * N + column, N - column);
+        }
+    }
+}
+
 int check_tables(const AttentionCall& call, int num_sequences, int64_t num_blocks, int block_tokens) {
     for (int seq = 0; seq < num_sequences; seq++) {
         const int blocks = (call.context_lens[seq] + block_tokens - 1) / block_tokens;
@@ -798,6 +921,16 @@ int mc_silu_mul(const void* gate_up, void* out, int64_t tokens, int width, int i
         silu_mul((const bf16*)gate_up, (bf16*)out, tokens, width, threads);
     else
         silu_mul((const float*)gate_up, (float*)out, tokens, width, threads);
+    return OK;
+}
+
+int mc_panel_width() { return PANEL; }
+
+int mc_linear(const PackedLinear* layer, const void* from, int64_t from_stride, void* to, int64_t rows, int threads) {
+    if (layer->is_bf16)
+        linear(*layer, (const bf16*)from, from_stride, (bf16*)to, rows, threads);
+    else
+        linear(*layer, (const float*)from, from_stride, (float*)to, rows, threads);
     return OK;
 }
 }

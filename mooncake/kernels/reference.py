@@ -16,6 +16,28 @@ from __future__ import annotations
 import torch
 
 
+class Linear:
+    """``x @ weight.T + bias`` for ``weight`` ``[out, in]``; ``rows`` reads the same matrix as an embedding table."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.weight, self.bias)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of ``weight``, ``[T, in]``, for int64 ``indices`` ``[T]``."""
+        return torch.nn.functional.embedding(indices, self.weight)
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """A linear layer over these weights, in whatever form is fast; ``weight`` need not be kept."""
+    return Linear(weight, bias)
+
+
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last axis (Zhang and Sennrich 2019)."""
     wide = hidden.float()
@@ -73,7 +95,7 @@ def rope_write_kv(
     num_kv_heads, head_dim = cache_layer.shape[2], cache_layer.shape[4]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query, key, value = torch.tensor_split(heads, (num_heads, num_heads + num_kv_heads), dim=1)
     if query_norm is not None and key_norm is not None:
         query, key = rms_norm(query, query_norm, eps), rms_norm(key, key_norm, eps)
     write_kv(rope(key, cos, sin, positions), value, cache_layer, slots)

@@ -12,21 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.errors import ModelError
+from mooncake.kernels import Kernels, Linear
 
 Weights = Mapping[str, torch.Tensor]
-
-
-class Linear:
-    """``x @ weight.T + bias`` for ``weight`` ``[out, in]``."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +29,26 @@ class DecoderLayer:
     down: Linear  # intermediate -> hidden
 
 
-def decoder_layer(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool) -> DecoderLayer:
+def decoder_layer(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool, kernels: Kernels) -> DecoderLayer:
     """Gather and fuse the weights of one layer. Raises ModelError when one is missing."""
     prefix = f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     projections = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
     return DecoderLayer(
         attention_norm=weight(weights, prefix + "input_layernorm.weight"),
-        qkv=_fused(weights, projections, qkv_bias),
+        qkv=_fused(weights, projections, qkv_bias, kernels),
         query_norm=weight(weights, attention + "q_norm.weight") if qk_norm else None,
         key_norm=weight(weights, attention + "k_norm.weight") if qk_norm else None,
-        output=Linear(weight(weights, attention + "o_proj.weight")),
+        output=kernels.linear(weight(weights, attention + "o_proj.weight")),
         mlp_norm=weight(weights, prefix + "post_attention_layernorm.weight"),
-        gate_up=_fused(weights, [mlp + "gate_proj", mlp + "up_proj"], bias=False),
-        down=Linear(weight(weights, mlp + "down_proj.weight")),
+        gate_up=_fused(weights, [mlp + "gate_proj", mlp + "up_proj"], bias=False, kernels=kernels),
+        down=kernels.linear(weight(weights, mlp + "down_proj.weight")),
     )
 
 
-def _fused(weights: Weights, names: list[str], bias: bool) -> Linear:
+def _fused(weights: Weights, names: list[str], bias: bool, kernels: Kernels) -> Linear:
     matrix = torch.cat([weight(weights, name + ".weight") for name in names])
-    return Linear(matrix, torch.cat([weight(weights, name + ".bias") for name in names]) if bias else None)
+    return kernels.linear(matrix, torch.cat([weight(weights, name + ".bias") for name in names]) if bias else None)
 
 
 def weight(weights: Weights, name: str) -> torch.Tensor:

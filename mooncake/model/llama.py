@@ -11,7 +11,7 @@ import torch
 from mooncake.checkpoint import ModelConfig
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.layers import DecoderLayer, Linear, Weights, decoder_layer, weight
+from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, weight
 from mooncake.model.rope import rope_tables
 
 
@@ -25,17 +25,19 @@ class CausalLM:
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self._kernels = kernels or choose_kernels()
-        self._embedding = weight(weights, "model.embed_tokens.weight")
         self._layers = [
-            decoder_layer(weights, layer, config.qkv_bias, config.qk_norm) for layer in range(config.num_layers)
+            decoder_layer(weights, layer, config.qkv_bias, config.qk_norm, self._kernels)
+            for layer in range(config.num_layers)
         ]
         self._final_norm = weight(weights, "model.norm.weight")
-        self._head = Linear(self._embedding if config.tie_embeddings else weight(weights, "lm_head.weight"))
+        self._embedding = self._head = self._kernels.linear(weight(weights, "model.embed_tokens.weight"))
+        if not config.tie_embeddings:
+            self._head = self._kernels.linear(weight(weights, "lm_head.weight"))
         self._cos, self._sin = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self._final_norm.dtype
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
@@ -45,7 +47,7 @@ class CausalLM:
         afterwards. What the hook raises passes through, and the cache then holds a part of the step.
         """
         eps, kernels = self.config.rms_eps, self._kernels
-        residual = torch.nn.functional.embedding(batch.tokens, self._embedding)
+        residual = self._embedding.rows(batch.tokens)
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):

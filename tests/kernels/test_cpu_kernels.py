@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mooncake.kernels import Kernels, reference
-from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu import CpuKernels, OneDnnLinear, PanelLinear
 from mooncake.kernels.cpu_build import load_library
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -199,6 +199,40 @@ def test_write_kv_is_the_reference(cpu: CpuKernels, dtype: torch.dtype) -> None:
     cpu.write_kv(key, value, caches[1][:, 1], slots)
     assert caches[0].any()
     assert torch.equal(caches[0], caches[1])
+
+
+LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_linear_is_the_reference(cpu: CpuKernels, dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    shift = torch.randn(outputs).to(dtype) if bias else None
+    layers = [reference.linear(weight, shift), cpu.linear(weight, shift), OneDnnLinear(weight, shift)]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for num_tokens in (1, 2, 12, 13, 100):
+        hidden = torch.randn(num_tokens, inputs).to(dtype)
+        expected, *others = (layer(hidden) for layer in layers)
+        for actual in others:
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    wanted = torch.tensor([0, outputs - 1, 3])
+    assert all(torch.equal(layer.rows(wanted), weight[wanted]) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
+def test_a_token_alone_and_in_any_batch_has_the_same_bits(
+    cpu: CpuKernels, dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(0)
+    layer = PanelLinear(cpu._linear, cpu._panel_width, torch.randn(outputs, inputs).to(dtype), None)
+    hidden = torch.randn(101, inputs).to(dtype)
+    together = layer(hidden)
+    for first, last in ((0, 1), (7, 9), (40, 101), (100, 101)):
+        assert torch.equal(layer(hidden[first:last]), together[first:last])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
