@@ -42,7 +42,7 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Unset fields take the defaults of mooncake.types.SamplingParams."""
+    """Unset fields take the defaults of mooncake.types.SamplingParams. Doubles, so that a node samples with what was asked."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -29,6 +29,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[MooncakeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ABORTED: errors.StaleEpoch,
+    grpc.StatusCode.INTERNAL: errors.InternalError,
 }
 # Where a group shares its code with the leaf that is raised in fact, the leaf stands for it.
 _BY_CODE.update({_cls.code: _cls for _cls in _BY_STATUS.values()})

@@ -1,0 +1,164 @@
+"""Our values over the wire and back: nothing lost, nothing rounded, and what is out of range refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.errors import InvalidRequest
+from mooncake.rpc import common_pb2 as pb
+from mooncake.rpc.convert import (
+    event_from_wire,
+    event_to_wire,
+    report_from_wire,
+    report_to_wire,
+    sampled_from_wire,
+    sampled_to_wire,
+    sampling_from_wire,
+    sampling_to_wire,
+    segment_from_wire,
+    segment_to_wire,
+    tokens_from_wire,
+    tokens_to_wire,
+)
+from mooncake.types import (
+    BlockEvent,
+    BlockKey,
+    PrefillReport,
+    SampledToken,
+    SamplingParams,
+    SegmentAddress,
+    Timings,
+    TokenLogprob,
+)
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+
+
+def floats(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high)
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.integers(1, 1 << 20))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        temperature=draw(floats(0, 100)),
+        top_k=draw(st.integers(0, 1 << 31)),
+        top_p=draw(floats(1e-6, 1)),
+        min_p=draw(floats(0, 1)),
+        repetition_penalty=draw(floats(1e-3, 100)),
+        presence_penalty=draw(floats(-2, 2)),
+        frequency_penalty=draw(floats(-2, 2)),
+        logit_bias=tuple(draw(st.lists(st.tuples(u32, floats(-100, 100)), max_size=4))),
+        seed=draw(u64),
+        stop_token_ids=tuple(draw(st.lists(u32, max_size=4))),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.none() | st.integers(0, 20)),
+    )
+
+
+@given(sampling=samplings())
+def test_sampling_parameters_arrive_as_they_were_sent(sampling: SamplingParams) -> None:
+    assert through_bytes(sampling_to_wire(sampling)) == sampling
+
+
+def through_bytes(message: pb.SamplingParams) -> SamplingParams:
+    return sampling_from_wire(pb.SamplingParams.FromString(message.SerializeToString()))
+
+
+def test_what_a_client_leaves_out_takes_the_default_and_a_seed_of_its_own() -> None:
+    one, other = sampling_from_wire(pb.SamplingParams()), sampling_from_wire(pb.SamplingParams())
+    assert one.seed != other.seed
+    assert SamplingParams(seed=one.seed) == one
+    explicit = sampling_from_wire(pb.SamplingParams(temperature=0.0, seed=0, logprobs=0))
+    assert (explicit.temperature, explicit.seed, explicit.logprobs) == (0.0, 0, 0), "zero is not nothing"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (pb.SamplingParams(max_tokens=0), "max_tokens"),
+        (pb.SamplingParams(max_tokens=(1 << 20) + 1), "max_tokens"),
+        (pb.SamplingParams(max_tokens=3, min_tokens=4), "min_tokens"),
+        (pb.SamplingParams(temperature=-0.1), "temperature"),
+        (pb.SamplingParams(temperature=float("nan")), "temperature"),
+        (pb.SamplingParams(temperature=float("inf")), "temperature"),
+        (pb.SamplingParams(top_p=0.0), "top_p"),
+        (pb.SamplingParams(min_p=1.5), "min_p"),
+        (pb.SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
+        (pb.SamplingParams(presence_penalty=3.0), "presence_penalty"),
+        (pb.SamplingParams(logit_bias=[pb.LogitBias(token_id=1, bias=101.0)]), "logit_bias"),
+        (pb.SamplingParams(logit_bias=[pb.LogitBias()] * 1025), "logit_bias"),
+        (pb.SamplingParams(stop_token_ids=[1] * 65), "stop_token_ids"),
+        (pb.SamplingParams(logprobs=21), "logprobs"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(message: pb.SamplingParams, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        through_bytes(message)
+    assert refused.value.param == param
+
+
+@given(ids=st.lists(u32, max_size=50))
+def test_tokens_travel_as_bytes(ids: list[int]) -> None:
+    data = tokens_to_wire(np.array(ids, dtype=np.uint32))
+    assert len(data) == 4 * len(ids)
+    back = tokens_from_wire(data)
+    assert (back.dtype, back.tolist()) == (np.uint32, ids)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_a_part_of_a_token_is_refused(length: int) -> None:
+    with pytest.raises(InvalidRequest, match="multiple of 4"):
+        tokens_from_wire(b"x" * length)
+
+
+float32s = st.floats(width=32, allow_nan=False)
+
+
+@given(
+    token=st.builds(
+        SampledToken,
+        index=u32,
+        token_id=u32,
+        logprob=st.none()
+        | st.builds(TokenLogprob, float32s, st.lists(st.tuples(u32, float32s), max_size=4).map(tuple)),
+    )
+)
+def test_sampled_tokens_arrive_with_their_probabilities_or_without(token: SampledToken) -> None:
+    assert sampled_from_wire(pb.SampledToken.FromString(sampled_to_wire(token).SerializeToString())) == token
+
+
+@given(
+    event=st.builds(
+        BlockEvent, st.booleans(), st.binary(min_size=32, max_size=32).map(BlockKey), st.binary(max_size=32)
+    )
+)
+def test_events_arrive(event: BlockEvent) -> None:
+    assert event_from_wire(pb.BlockEvent.FromString(event_to_wire(event).SerializeToString())) == event
+
+
+text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(address=st.builds(SegmentAddress, text, u64, text, text, text, u32, u32))
+def test_addresses_of_segments_arrive(address: SegmentAddress) -> None:
+    assert segment_from_wire(pb.SegmentAddress.FromString(segment_to_wire(address).SerializeToString())) == address
+
+
+doubles = st.floats(allow_nan=False)
+
+
+@given(
+    report=st.builds(
+        PrefillReport, u32, u32, u32, u64, u64, text, st.builds(Timings, doubles, doubles, doubles, doubles, doubles)
+    )
+)
+def test_reports_arrive(report: PrefillReport) -> None:
+    assert report_from_wire(pb.PrefillReport.FromString(report_to_wire(report).SerializeToString())) == report

@@ -1,0 +1,270 @@
+"""gRPC as everybody here uses it: errors keep their class, health and reflection work, and calls that end, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from mooncake import errors
+from mooncake.errors import MooncakeError
+from mooncake.rpc import inference_pb2 as pb
+from mooncake.rpc import inference_pb2_grpc
+from mooncake.rpc.errors import error_from_rpc, status_of
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer, join_address, remaining_s, split_address
+
+SERVICE = "mooncake.v1.Inference"
+
+
+class Servicer(inference_pb2_grpc.InferenceServicer):
+    """Does what the test says, and remembers what became of it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.after = 0  # responses of a stream before the error
+        self.running = 0
+        self.remaining_s = 0.0
+        self.payload = "x"
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
+        self.remaining_s = remaining_s(context, 300.0)
+        if self.error is not None:
+            raise self.error
+        return pb.TokenizeResponse(ids=[len(request.text)])
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:  # noqa: N802
+        self.running += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running -= 1
+        raise AssertionError
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        self.running += 1
+        try:
+            sent = 0
+            while True:
+                if self.error is not None and sent == self.after:
+                    raise self.error
+                yield pb.GenerateResponse(text=self.payload)
+                sent += 1
+        finally:
+            self.running -= 1
+
+
+class Live:
+    def __init__(self, servicer: Servicer, port: int, channels: Channels) -> None:
+        self.servicer = servicer
+        self.port = port
+        self.channel = channels.get(f"127.0.0.1:{port}")
+        self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+
+    async def quiet(self) -> None:
+        async with asyncio.timeout(1):
+            while self.servicer.running:  # noqa: ASYNC110 - there is nothing to wait on
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def live() -> AsyncIterator[Live]:
+    server, servicer, channels = RpcServer(), Servicer(), Channels()
+    server.add(inference_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE)
+    port = await server.start("127.0.0.1", 0)
+    yield Live(servicer, port, channels)
+    await channels.close()
+    await server.stop(0)
+
+
+def tree(cls: type[MooncakeError]) -> list[type[MooncakeError]]:
+    below = [leaf for child in cls.__subclasses__() for leaf in tree(child)]
+    return [cls, *below] if cls.__module__ == errors.__name__ else below
+
+
+GROUPS = (MooncakeError, errors.CallerError, errors.RetryElsewhere, errors.TryLater)
+RAISED = [cls for cls in tree(MooncakeError) if cls not in GROUPS]
+
+
+@pytest.mark.parametrize("cls", RAISED, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("call", ["unary", "stream"])
+async def test_every_error_arrives_as_what_it_is(live: Live, cls: type[MooncakeError], call: str) -> None:
+    live.servicer.error, live.servicer.after = cls("what is wrong: é\u20ac, 100 %"), 2
+    responses = 0
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if call == "unary":
+            await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=20)
+        else:
+            async for _ in live.stub.Generate(pb.GenerateRequest(), timeout=20):
+                responses += 1
+    arrived = error_from_rpc(caught.value, "peer")
+    assert responses == (0 if call == "unary" else 2)
+    assert caught.value.code() == status_of(live.servicer.error)
+    assert (arrived.message, arrived.code) == (live.servicer.error.message, cls.code)
+    # A class without a code of its own arrives as the parent whose code it shares, never as a mere group.
+    assert issubclass(cls, type(arrived)) and type(arrived) not in GROUPS
+    if "code" in vars(cls):
+        assert type(arrived) is cls
+
+
+async def test_details_of_an_error_arrive_with_it(live: Live) -> None:
+    async def caught(error: MooncakeError) -> MooncakeError:
+        live.servicer.error = error
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=20)
+        return error_from_rpc(raised.value)
+
+    overloaded = await caught(errors.Overloaded("no room", retry_after_s=2.5))
+    assert isinstance(overloaded, errors.Overloaded) and overloaded.retry_after_s == 2.5
+    invalid = await caught(errors.InvalidRequest("too hot", "temperature"))
+    assert isinstance(invalid, errors.InvalidRequest) and invalid.param == "temperature"
+    long = await caught(errors.ContextTooLong("too long", "messages"))
+    assert isinstance(long, errors.ContextTooLong) and long.param == "messages"
+
+
+@pytest.mark.parametrize("call", ["unary", "stream"])
+async def test_a_bug_is_logged_in_full_and_told_in_a_sentence(
+    live: Live, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.servicer.error = ZeroDivisionError("secret detail")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if call == "unary":
+            await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=20)
+        else:
+            await anext(aiter(live.stub.Generate(pb.GenerateRequest(), timeout=20)))
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in (caught.value.details() or "")
+    assert "ZeroDivisionError: secret detail" in caplog.text
+
+
+async def test_a_time_out_inside_is_a_deadline_outside(live: Live) -> None:
+    live.servicer.error = TimeoutError()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=20)
+    assert isinstance(error_from_rpc(caught.value), errors.DeadlineExceeded)
+
+
+async def test_failures_of_the_transport_name_the_peer() -> None:
+    channels = Channels()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        stub = inference_pb2_grpc.InferenceStub(channels.get(address))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=20)
+    await channels.close()
+    error = error_from_rpc(caught.value, "the store")
+    assert isinstance(error, errors.NodeUnavailable)
+    assert error.message.startswith("the store: ")
+
+
+async def test_callers_deadlines_pass_through_and_end_the_work(live: Live) -> None:
+    await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=50)
+    assert 40 < live.servicer.remaining_s <= 50
+    await live.stub.Tokenize(pb.TokenizeRequest(text="a"))
+    assert live.servicer.remaining_s == 300
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live.stub.Detokenize(pb.DetokenizeRequest(), timeout=0.2)
+    assert isinstance(error_from_rpc(caught.value), errors.DeadlineExceeded)
+    await live.quiet()
+
+
+@pytest.mark.parametrize("payload", ["x", "x" * 1_000_000], ids=["between responses", "inside a full pipe"])
+async def test_a_client_that_goes_away_ends_the_stream_within_a_second(live: Live, payload: str) -> None:
+    live.servicer.payload = payload
+    call = live.stub.Generate(pb.GenerateRequest(), timeout=60)
+    await call.read()
+    assert live.servicer.running == 1
+    call.cancel()
+    await live.quiet()
+
+
+async def test_a_client_that_goes_away_ends_a_call_within_a_second(live: Live) -> None:
+    call = live.stub.Detokenize(pb.DetokenizeRequest(), timeout=60)
+    async with asyncio.timeout(5):
+        while not live.servicer.running:  # noqa: ASYNC110 - there is nothing to wait on
+            await asyncio.sleep(0.005)
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    await live.quiet()
+
+
+async def test_a_message_beyond_the_limit_is_refused_not_taken_in(live: Live) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live.stub.Tokenize(pb.TokenizeRequest(text="x" * (MAX_MESSAGE_BYTES + 1)), timeout=20)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await live.stub.Tokenize(pb.TokenizeRequest(text="x" * (MAX_MESSAGE_BYTES - 99)), timeout=20)).ids
+
+
+async def test_health_is_told_for_the_server_and_each_service(live: Live) -> None:
+    stub = health_pb2_grpc.HealthStub(live.channel)
+    for service in ("", SERVICE):
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="mooncake.v1.Nothing"), timeout=20)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_server_that_drains_says_so() -> None:
+    server, channels = RpcServer(), Channels()
+    server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Servicer(), SERVICE)
+    port = await server.start("127.0.0.1", 0)
+    await server.set_serving(False)
+    stub = health_pb2_grpc.HealthStub(channels.get(f"127.0.0.1:{port}"))
+    for service in ("", SERVICE):
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await channels.close()
+    await server.stop(0)
+
+
+async def test_reflection_lists_what_is_served(live: Live) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
+    call = stub.ServerReflectionInfo(timeout=20)
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    answer = await call.read()
+    await call.done_writing()
+    assert {service.name for service in answer.list_services_response.service} == {
+        SERVICE,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+async def test_a_port_that_is_taken_is_a_sentence(live: Live) -> None:
+    server = RpcServer()
+    with pytest.raises(errors.ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{live.port}"):
+        await server.start("127.0.0.1", live.port)
+    await server.stop(0)
+
+
+async def test_a_channel_that_was_dropped_is_opened_anew(live: Live) -> None:
+    channels, address = Channels(), f"127.0.0.1:{live.port}"
+    first = channels.get(address)
+    assert channels.get(address) is first
+    await channels.drop(address)
+    await channels.drop(address)
+    assert channels.get(address) is not first
+    answer = await inference_pb2_grpc.InferenceStub(channels.get(address)).Tokenize(
+        pb.TokenizeRequest(text="abc"), timeout=20
+    )
+    assert list(answer.ids) == [3]
+    await channels.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"), [("127.0.0.1", 80, "127.0.0.1:80"), ("::1", 80, "[::1]:80"), ("node-1", 0, "node-1:0")]
+)
+def test_addresses_are_joined_and_split(host: str, port: int, address: str) -> None:
+    assert join_address(host, port) == address
+    assert split_address(address) == (host, port)
