@@ -780,10 +780,29 @@ template <int ROWS, class T> void multiply(const float* strip, const T* panel, i
     }
 }
 
-template <class T> using Multiply = void (*)(const float*, const T*, int, float*, bool);
+// ROWS rows of activations, `stride` apart, as float32 [K][ROWS].
+template <int ROWS, class T> void turn(const T* rows, int64_t stride, int64_t K, float* out) {
+    int64_t k = 0;
+    for (; k + W <= K; k += W, out += W * ROWS) {
+        float piece[ROWS][W];
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) store(piece[r], load(rows + r * stride + k));
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++)
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) out[i * ROWS + r] = piece[r][i];
+    }
+    for (; k < K; k++)
+        for (int r = 0; r < ROWS; r++) *out++ = to_float(rows[r * stride + k]);
+}
 
-template <class T, size_t... ROWS> constexpr std::array<Multiply<T>, STRIP> multiplies(std::index_sequence<ROWS...>) {
-    return {multiply<int(ROWS) + 1, T>...};
+template <class T> struct StripKernels {
+    void (*turn)(const T*, int64_t, int64_t, float*);
+    void (*multiply)(const float*, const T*, int, float*, bool);
+};
+
+template <class T, size_t... ROWS> constexpr std::array<StripKernels<T>, STRIP> strip_kernels(std::index_sequence<ROWS...>) {
+    return {StripKernels<T>{turn<int(ROWS) + 1, T>, multiply<int(ROWS) + 1, T>}...};
 }
 
 // Rows cut into strips of nearly equal height.
@@ -804,7 +823,7 @@ template <class T> inline void finish(const float* sums, const T* bias, T* out, 
 
 template <class T>
 void linear(const PackedLinear& layer, const T* from, int64_t from_stride, T* to, int64_t rows, int threads) {
-    static constexpr auto kernels = multiplies<T>(std::make_index_sequence<STRIP>());
+    static constexpr auto kernels = strip_kernels<T>(std::make_index_sequence<STRIP>());
     static thread_local Scratch packed;
     const int64_t K = layer.inputs, N = layer.outputs, panels = (N + PANEL - 1) / PANEL;
     const Strips strips(rows);
@@ -820,11 +839,7 @@ void linear(const PackedLinear& layer, const T* from, int64_t from_stride, T* to
 #pragma omp for schedule(static)
         for (int64_t strip = 0; strip < strips.count; strip++) {
             const int64_t first = strips.first(strip), height = strips.first(strip + 1) - first;
-            float* out = turned + first * K;
-            const T* rows = from + first * from_stride;
-            for (int64_t k = 0; k < K; k += 16)  // in pieces whose target stays in L1
-                for (int64_t r = 0; r < height; r++)
-                    for (int64_t i = k; i < std::min(k + 16, K); i++) out[i * height + r] = to_float(rows[r * from_stride + i]);
+            kernels[height - 1].turn(from + first * from_stride, from_stride, K, turned + first * K);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < panels * cuts; item++) {
@@ -838,8 +853,11 @@ void linear(const PackedLinear& layer, const T* from, int64_t from_stride, T* to
             for (int64_t k = 0; k < K; k += step) {
                 for (int64_t strip = from_strip; strip < to_strip; strip++) {
                     const int64_t first = strips.first(strip), height = strips.first(strip + 1) - first;
-                    kernels[height - 1](turned + first * K + k * height, weights + (panel * K + k) * PANEL,
-                                        int(std::min(step, K - k)), sums + (first - first_row) * PANEL, k == 0);
+                    if (k + step >= K)  // the results will be written soon, far apart
+                        for (int64_t r = first; r < first + height; r++)
+                            for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(to + r * N + panel * PANEL + v * W, 1);
+                    kernels[height - 1].multiply(turned + first * K + k * height, weights + (panel * K + k) * PANEL,
+                                                 int(std::min(step, K - k)), sums + (first - first_row) * PANEL, k == 0);
                 }
             }
             const int64_t column = panel * PANEL;

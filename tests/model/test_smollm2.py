@@ -1,4 +1,4 @@
-"""The demo model itself: greedy text equals transformers', and a token's logits do not depend on how it was computed."""
+"""The demo model itself: greedy text equals transformers', and logits do not depend on how they were computed."""
 
 from __future__ import annotations
 
