@@ -67,7 +67,7 @@ async def test_one_after_the_other_hits_exactly_what_the_trace_allows() -> None:
         assert_all_finished(report)
         # the pool holds every block of these requests, so the exact count is that of an endless cache
         assert report.summary.hits == report.endless_cache
-        assert report.endless_cache.block_rate > 0.05
+        assert report.endless_cache.block > 0.05
         await wait_idle(channel, 5)
         served_by = {result.prefill_node for result in report.results} | {r.decode_node for r in report.results}
         assert len(served_by) == 4, f"only {served_by} worked"
@@ -81,7 +81,7 @@ async def test_at_the_trace_s_own_pace_all_finish_and_nothing_leaks() -> None:
         report = await replay(running.grpc_address, speed=1, concurrency=64, jitter_ms=3000)
         assert_all_finished(report)
         # requests that run at the same time cannot reuse each other's blocks yet
-        assert 0 < report.summary.hits.block_rate <= report.endless_cache.block_rate
+        assert 0 < report.summary.hits.block <= report.endless_cache.block
         await wait_idle(channel, 5)
         for node in (await status(channel)).nodes:
             load = node.load
