@@ -93,15 +93,15 @@ class PanelLinear:
             _IS_BF16[weight.dtype],
         )
         self._address = ctypes.addressof(self._layer)
-        self._function, self._outputs = function, outputs
+        self._function, self._dtype = function, weight.dtype
+        self._inputs, self._outputs = inputs, outputs
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape
-        assert hidden.dtype is self._panels.dtype and inputs == self._panels.shape[1] and hidden.stride(1) == 1
+        stride, adjacent = hidden.stride()
+        assert hidden.dtype is self._dtype and inputs == self._inputs and adjacent == 1
         output = hidden.new_empty((tokens, self._outputs))
-        self._function(
-            self._address, hidden.data_ptr(), hidden.stride(0), output.data_ptr(), tokens, torch.get_num_threads()
-        )
+        self._function(self._address, hidden.data_ptr(), stride, output.data_ptr(), tokens, torch.get_num_threads())
         return output
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

@@ -49,9 +49,10 @@ class CausalLM:
         eps, kernels = self.config.rms_eps, self._kernels
         residual = self._embedding.rows(batch.tokens)
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
+        cache_layers = cache.unbind(1)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            mixed = self._attend(index, layer, normed, batch, cache, hook)
+            mixed = self._attend(index, layer, normed, batch, cache_layers[index], hook)
             if index == last:  # behind the last attention, nobody asks for rows without logits
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
             normed = kernels.add_rms_norm(residual, layer.output(mixed), layer.mlp_norm, eps)
@@ -66,11 +67,10 @@ class CausalLM:
         layer: DecoderLayer,
         normed: torch.Tensor,
         batch: ForwardBatch,
-        cache: torch.Tensor,
+        cache_layer: torch.Tensor,
         hook: LayerHook,
     ) -> torch.Tensor:
         """Attention's output before its projection, ``[T, Hq * D]``, with the step's keys and values written."""
-        cache_layer = cache[:, index]
         qkv = layer.qkv(normed)
         hook.before_layer(index)
         query = self._kernels.rope_write_kv(

@@ -1,0 +1,59 @@
+"""Building the kernels: once for a machine, by several processes at once, and without a compiler not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+USE_KERNELS = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
+import torch
+from mooncake.kernels import choose_kernels
+kernels = choose_kernels()
+print(type(kernels).__name__, kernels.silu_mul(torch.ones(1, 64)).shape[1])
+"""
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    wanted = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen([sys.executable, "-c", USE_KERNELS], env=wanted, stdout=subprocess.PIPE, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0
+    return output
+
+
+def test_processes_that_start_together_build_one_library_and_later_ones_find_it(tmp_path: Path) -> None:
+    together = [start(tmp_path), start(tmp_path)]
+    for output in map(output_of, together):
+        assert output.endswith("CpuKernels 32\n")
+    folder = tmp_path / "mooncake" / "kernels"
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert output_of(start(tmp_path)) == "CpuKernels 32\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"PATH": "/nowhere"}, "install g++"),
+        ({"CXX": "/bin/false"}, "false failed"),
+        ({"XDG_CACHE_HOME": "/proc/nowhere"}, "set XDG_CACHE_HOME"),
+    ],
+    ids=["no compiler", "broken compiler", "no place"],
+)
+def test_without_a_build_the_reference_serves_and_one_line_says_why(
+    tmp_path: Path, environment: dict[str, str], reason: str
+) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), **environment}
+    warning, answer = output_of(start(Path(environment.pop("XDG_CACHE_HOME")), **environment)).splitlines()
+    assert warning.startswith("WARNING using the slow torch kernels") and reason in warning
+    assert answer == "module 32"
