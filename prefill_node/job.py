@@ -139,9 +139,7 @@ class PrefillJob:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         stream = self._stream
         if stream is not None:
-            self._shop.streamer.streams.pop(self._id, None)
-            if stream.load is not None:
-                await asyncio.to_thread(stream.load.cancel)
+            await self._end_loads(stream)
         for sink in (self._handoff, self._pool):
             if sink is not None:
                 await asyncio.to_thread(sink.close)
@@ -154,6 +152,16 @@ class PrefillJob:
             call = self._shop.host.thread.call
             await asyncio.wrap_future(call(lambda engine: engine.abort(self._id)))
             await asyncio.wrap_future(call(lambda engine: engine.release(self._id)))
+            del self._shop.streamer.streams[self._id]
+
+    async def _end_loads(self, stream: Stream) -> None:
+        """Return once nothing reads into this request's blocks any more, and nothing will."""
+        stream.is_closing = True
+        if stream.load is not None:  # the engine may be waiting for it
+            await asyncio.to_thread(stream.load.cancel)
+        await asyncio.wrap_future(self._shop.host.thread.call(lambda engine: None))  # an admission under way is over
+        if stream.load is not None:
+            await asyncio.to_thread(stream.load.cancel)
 
     # The prefix
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.sequence import Sequence
+from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey
 from prefill_node.loader import BlockToLoad, PrefixLoad
 from prefill_node.outbox import LayerRun, Outbox, Sink
@@ -30,7 +31,7 @@ class Stream:
     next_block: int = 0  # blocks before it have been handed to the sinks
     first_step_s: float = 0.0  # monotonic; 0 until it ran
     last_step_s: float = 0.0
-    failed_loads: int = 0
+    is_closing: bool = False  # no load may start any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,12 @@ class LayerStreamer:
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
-        if stream is not None:  # admitted again after a failed load, there is nothing to load any more
-            stream.load = stream.make_load([BlockToLoad(*block) for block in to_load]) if to_load else None
+        if stream is None or stream.is_closing:
+            if to_load:  # nobody would fill these blocks, and the engine must not take them for filled
+                raise KVLoadFailed("the request is gone", (sequence.request_id,))
+            return
+        # Admitted again after a failed load, there is nothing to load any more.
+        stream.load = stream.make_load([BlockToLoad(*block) for block in to_load]) if to_load else None
 
     def begin_step(self, plan: StepPlan) -> None:
         self._step = []
