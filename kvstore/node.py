@@ -46,6 +46,11 @@ class StoreNode:
         return self._store
 
     @property
+    def segment(self) -> Segment:
+        """The memory that it serves."""
+        return self._segment
+
+    @property
     def segment_address(self) -> SegmentAddress:
         return self._segment_server.address
 

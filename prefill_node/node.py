@@ -89,6 +89,10 @@ class PrefillNode:
         self._transfer.close()
         await self._channels.close()
 
+    async def drained(self) -> None:
+        """Return once nothing of ended requests is held any more."""
+        await self._servicer.drain()
+
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
         for peer in self._transfer.stats():
