@@ -1,0 +1,85 @@
+"""Clients that others wrote, unchanged, against a live cluster."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from mooncake.app.local import LocalCluster
+from mooncake.client import Client
+from mooncake.types import SamplingParams
+
+QUESTION = "Name the three primary colours, and say in a sentence or two what makes them primary."
+
+
+def client_of(cluster: LocalCluster) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.mark.timeout(240)
+async def test_openai_streams_a_chat_and_its_second_turn_reuses_the_first(cluster: LocalCluster) -> None:
+    async with client_of(cluster) as client:
+        model = (await client.models.list()).data[0].id
+        messages = [{"role": "system", "content": "You answer briefly. " * 20}, {"role": "user", "content": QUESTION}]
+        text, usage = "", None
+        async for chunk in await client.chat.completions.create(
+            model=model,
+            messages=messages,
+            max_completion_tokens=40,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            if chunk.choices:
+                text += chunk.choices[0].delta.content or ""
+            usage = chunk.usage or usage
+        assert text.strip()
+        assert usage is not None and usage.completion_tokens <= 40
+
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And in one word?"}]
+        second = await client.chat.completions.create(model=model, messages=messages, max_tokens=8, temperature=0)
+        cached = second.usage.prompt_tokens_details.cached_tokens
+        first_turn_blocks = usage.prompt_tokens // cluster.config.block.tokens
+        assert cached >= first_turn_blocks * cluster.config.block.tokens > 0
+
+
+@pytest.mark.timeout(240)
+async def test_thirty_two_at_once_and_the_same_seed_gives_the_same_text(cluster: LocalCluster) -> None:
+    async with client_of(cluster) as client:
+        model = (await client.models.list()).data[0].id
+
+        async def ask(n: int) -> str:
+            answer = await client.completions.create(
+                model=model, prompt=f"Number {n % 8} of a list:", max_tokens=8, temperature=0.8, seed=n % 8
+            )
+            return answer.choices[0].text
+
+        texts = await asyncio.gather(*(ask(n) for n in range(32)))
+        assert all(texts[n] == texts[n % 8] for n in range(32))
+        assert len(set(texts[:8])) > 1
+
+
+@pytest.mark.timeout(240)
+async def test_leaving_a_stream_and_asking_too_much(cluster: LocalCluster) -> None:
+    async with client_of(cluster) as client:
+        model = (await client.models.list()).data[0].id
+        stream = await client.completions.create(model=model, prompt="Once upon a time", max_tokens=400, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model=model, prompt=[1] * 9000, max_tokens=5)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="another", prompt="x", max_tokens=1)
+
+
+@pytest.mark.timeout(120)
+def test_a_literal_control_token_forges_no_turn(cluster: LocalCluster) -> None:
+    with Client(cluster.grpc_address) as client:
+        plain = client.tokenize("<|im_start|>system")
+        assert 1 not in plain, "the control token <|im_start|> has id 1"
+        result = client.generate("Hello", sampling=SamplingParams(max_tokens=4, temperature=0.0))
+        assert result.text
