@@ -35,12 +35,12 @@ def decoder_layer(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool, k
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     projections = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
     return DecoderLayer(
-        attention_norm=weight(weights, prefix + "input_layernorm.weight"),
+        attention_norm=norm_weight(weights, prefix + "input_layernorm.weight"),
         qkv=_fused(weights, projections, qkv_bias, kernels),
-        query_norm=weight(weights, attention + "q_norm.weight") if qk_norm else None,
-        key_norm=weight(weights, attention + "k_norm.weight") if qk_norm else None,
+        query_norm=norm_weight(weights, attention + "q_norm.weight") if qk_norm else None,
+        key_norm=norm_weight(weights, attention + "k_norm.weight") if qk_norm else None,
         output=kernels.linear(weight(weights, attention + "o_proj.weight")),
-        mlp_norm=weight(weights, prefix + "post_attention_layernorm.weight"),
+        mlp_norm=norm_weight(weights, prefix + "post_attention_layernorm.weight"),
         gate_up=_fused(weights, [mlp + "gate_proj", mlp + "up_proj"], bias=False, kernels=kernels),
         down=kernels.linear(weight(weights, mlp + "down_proj.weight")),
     )
@@ -57,3 +57,8 @@ def weight(weights: Weights, name: str) -> torch.Tensor:
         return weights[name]
     except KeyError:
         raise ModelError(f"the model's files have no weight {name!r}") from None
+
+
+def norm_weight(weights: Weights, name: str) -> torch.Tensor:
+    """A copy: a small view of a mapped file would keep the whole of it in memory."""
+    return weight(weights, name).clone()

@@ -11,7 +11,7 @@ import torch
 from mooncake.checkpoint import ModelConfig
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, weight
+from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, norm_weight, weight
 from mooncake.model.rope import rope_tables
 
 
@@ -29,7 +29,7 @@ class CausalLM:
             decoder_layer(weights, layer, config.qkv_bias, config.qk_norm, self._kernels)
             for layer in range(config.num_layers)
         ]
-        self._final_norm = weight(weights, "model.norm.weight")
+        self._final_norm = norm_weight(weights, "model.norm.weight")
         self._embedding = self._head = self._kernels.linear(weight(weights, "model.embed_tokens.weight"))
         if not config.tie_embeddings:
             self._head = self._kernels.linear(weight(weights, "lm_head.weight"))
