@@ -217,6 +217,21 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
         report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of one engine's tasks with one set of prompts."""
+
+    new_prompts_s: float  # one token after prompts it has not seen
+    one_token_s: float  # one token, most of the prompts cached where it can: what comes before decoding in ``full_s``
+    full_s: float  # one token and n more, after the same
+
+
+def _take_turn(subject: Subject, prompts: list[list[int]], new: int) -> Turn:
+    new_prompts_s = subject.run(prompts, 1)
+    one_token_s = subject.run(prompts, 1) if subject.has_prefix_cache else new_prompts_s
+    return Turn(new_prompts_s, one_token_s, subject.run(prompts, 1 + new))
+
+
 @dataclass(slots=True)
 class EngineBench:
     """The tasks, and whose turn it is."""
@@ -238,26 +253,22 @@ class EngineBench:
     def _measure_rates(self, draw: random.Random, batch: int) -> None:
         """Prefill from the time of one token after new prompts; decode from what n more tokens take.
 
-        For the second, the same prompts run again for 1 and for 1 + n tokens, so that a prefix cache takes most of the
-        prefill, and its noise, out of the difference. Every time of 1 + n tokens is held against the shortest of 1.
+        Each time of 1 + n tokens is held against the shortest time of 1 token: noise in that one must not make decoding
+        look fast.
         """
         options = self.options
-        cold: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
-        again: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
-        full: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
+        turns: dict[str, list[Turn]] = {subject.engine: [] for subject in self.subjects}
         for rep in range(options.reps):
             for subject in self.subjects:
                 tell(self.shown, f"{subject.engine}, batch {batch}, repetition {rep + 1} of {options.reps}")
                 prompts = self._prompts(draw, batch, options.prompt_tokens)
-                cold[subject.engine].append(subject.run(prompts, 1))
-                again[subject.engine].append(subject.run(prompts, 1))
-                full[subject.engine].append(subject.run(prompts, 1 + options.new_tokens))
+                turns[subject.engine].append(_take_turn(subject, prompts, options.new_tokens))
                 if isinstance(subject, OwnEngine):
                     self._note_steps(subject, batch, rep)
-        for engine in cold:
-            base = min(again[engine])
-            prefill = tuple(batch * options.prompt_tokens / s for s in cold[engine])
-            decode = tuple(batch * options.new_tokens / max(s - base, 1e-9) for s in full[engine])
+        for engine, taken in turns.items():
+            base_s = min(turn.one_token_s for turn in taken)
+            prefill = tuple(batch * options.prompt_tokens / turn.new_prompts_s for turn in taken)
+            decode = tuple(batch * options.new_tokens / max(turn.full_s - base_s, 1e-9) for turn in taken)
             self._add_rates(engine, batch, prefill, decode)
 
     def _add_rates(self, engine: str, batch: int, prefill: tuple[float, ...], decode: tuple[float, ...]) -> None:
