@@ -22,7 +22,7 @@ from mooncake.config import load_config
 NEW_TOKENS = 64
 MAX_TIES = 1 / 5000
 
-QUICK = prompts(6, 400, seed=1)
+QUICK = prompts(5, 300, seed=1)
 FULL = prompts(64, 2000, seed=2)
 
 

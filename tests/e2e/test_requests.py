@@ -75,6 +75,7 @@ async def test_a_seeded_answer_is_the_same_wherever_and_however_it_runs(
     assert (await ask(channel, PROMPT, 48, **{**HOT, "seed": 99})).tokens != alone.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_preemption_changes_no_token() -> None:
     prompts = [[int(i) for i in range(3000 + 50 * n, 3100 + 50 * n)] for n in range(6)]
@@ -121,6 +122,7 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
     await wait_idle(channel, 3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_hang(
