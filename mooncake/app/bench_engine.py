@@ -30,7 +30,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
 from mooncake.engine.kv_cache import TORCH_DTYPES
-from mooncake.errors import ConfigError
+from mooncake.errors import Cancelled, ConfigError
 
 OURS = "mooncake"
 PEERS = ("transformers", "vllm")
@@ -79,20 +79,21 @@ class Options:
 
 
 def main(args: list[str]) -> None:
-    """Raises ConfigError, ModelError, NodeUnavailable when a peer does not start."""
+    """Raises ConfigError, ModelError, NodeUnavailable when a peer does not start, Cancelled after Ctrl-C (what was
+    measured is reported first)."""
     options = parse(args)
     report = Report("engine", _config(options), options.seed)
-    with progress("measuring") as shown, ExitStack() as stack:
-        tell(shown, "loading the model")
-        checkpoint = open_checkpoint(options.model)
-        own = _start_own(checkpoint, options, report)
-        measure_machine(own, checkpoint, options, report, shown)
-        peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
-        for peer in peers:
-            report.config[peer.engine] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
-        EngineBench([own, *peers], checkpoint.config.vocab_size, options, report, shown).run()
+    complete = True
+    try:
+        with progress("measuring") as shown:
+            measure(options, report, shown)
+    except KeyboardInterrupt:
+        complete = False
+        report.notes.append("stopped before the end")
     compare(report, options)
     report.finish(options.json)
+    if not complete:
+        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:
@@ -170,6 +171,18 @@ def _config(options: Options) -> dict[str, object]:
         "against": list(options.against),
         "vllm_dtype": options.vllm_dtype if "vllm" in options.against else "",
     }
+
+
+def measure(options: Options, report: Report, shown: Progress) -> None:
+    tell(shown, "loading the model")
+    checkpoint = open_checkpoint(options.model)
+    own = _start_own(checkpoint, options, report)
+    measure_machine(own, checkpoint, options, report, shown)
+    with ExitStack() as stack:
+        peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
+        for peer in peers:
+            report.config[peer.engine] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+        EngineBench([own, *peers], checkpoint.config.vocab_size, options, report, shown).run()
 
 
 def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnEngine:

@@ -29,7 +29,7 @@ from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config, EngineSection, load_config
 from mooncake.engine.engine import EngineConfig
-from mooncake.errors import ConfigError
+from mooncake.errors import Cancelled, ConfigError
 from mooncake.types import PrefillReport
 
 COUPLED = ServedByEngine.name
@@ -57,14 +57,24 @@ class Options:
 
 
 def main(args: list[str]) -> None:
-    """Raises MooncakeError: a wrong option, a model that cannot be read, a cluster that does not start or fails."""
+    """Raises MooncakeError: a wrong option, a model that cannot be read, a cluster that does not start or fails.
+
+    Cancelled after Ctrl-C; what was measured is reported first.
+    """
     options = parse(args)
     report = Report("serve", _config(options), options.seed)
-    with progress("measuring") as shown:
-        run_async(unless_stopped(measure(options, report, shown)))
-        measure_vllm(options, report, shown)
+    complete = True
+    try:
+        with progress("measuring") as shown:
+            run_async(unless_stopped(measure(options, report, shown)))
+            measure_vllm(options, report, shown)
+    except (Cancelled, KeyboardInterrupt):
+        complete = False
+        report.notes.append("stopped before the end")
     compare(report, options)
     report.finish(options.json)
+    if not complete:
+        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:
