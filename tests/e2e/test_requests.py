@@ -132,16 +132,16 @@ async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_
     expected = await ask(channel, PROMPT, 200)
     victim = getattr(expected.timings, f"{role}_node")
 
-    long_prompt = [int(i) for i in range(7000, 8500)]
-    requests = [asyncio.create_task(ask(channel, PROMPT, 200, timeout=60))]
-    requests += [asyncio.create_task(ask(channel, long_prompt[n:], 60, timeout=60)) for n in range(3)]
+    long_prompt = [int(i) for i in range(7000, 7600)]
+    requests = [asyncio.create_task(ask(channel, PROMPT, 200, timeout=120))]
+    requests += [asyncio.create_task(ask(channel, long_prompt[n:], 60, timeout=120)) for n in range(3)]
     await wait_running(channel, 4)
     await asyncio.sleep(0.5)
     os.kill(cluster.pids[victim], signal.SIGKILL)
 
     started_s = time.monotonic()
     results = await asyncio.gather(*requests, return_exceptions=True)
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < 120, "a request outlived its deadline"
     for result in results:
         assert not isinstance(result, BaseException) or isinstance(result, MooncakeError), repr(result)
     if not isinstance(results[0], BaseException):
