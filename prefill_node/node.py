@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from mooncake.checkpoint import open_checkpoint
-
 from kvstore.transfer.engine import TransferEngine
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.events import CacheEventsServicer
