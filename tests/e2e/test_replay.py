@@ -69,8 +69,6 @@ async def test_one_after_the_other_hits_exactly_what_the_trace_allows() -> None:
         assert report.summary.hits == report.endless_cache
         assert report.endless_cache.block > 0.05
         await wait_idle(channel, 5)
-        served_by = {result.prefill_node for result in report.results} | {r.decode_node for r in report.results}
-        assert len(served_by) == 4, f"only {served_by} worked"
 
 
 @needs_trace
