@@ -33,7 +33,7 @@ test-all: setup
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from kvstore.client import StoreClient
 
 from kvstore.checksum import Checksums, range_checksums
+from kvstore.client import StoreClient
 from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey, KVLayout
 

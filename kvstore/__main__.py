@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mooncake.checkpoint import open_checkpoint
-
 from kvstore.node import StoreNode
 from mooncake.app.role_main import run_role
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 
 
