@@ -1,0 +1,162 @@
+"""The seam between the transfer engine and the ways bytes can travel: what a transport offers and what it is given.
+
+The engine cuts requests into slices, decides which path carries which, and counts; a transport opens paths, and a path
+moves slices. A transport must not decide what travels first, nor retry: it says what arrived, gives back what may not
+have, and fails. Shared memory, TCP, RDMA and the fake for tests all sit behind these few methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from kvstore.transfer.protocol import Operation, WireRange
+from mooncake.errors import MooncakeError
+from mooncake.types import SegmentAddress
+
+
+class PathFailed(Exception):
+    """This path cannot carry (any more); another may."""
+
+
+class Priority(IntEnum):
+    """What overtakes what. Waiting raises a slice by one class at a time, so nothing starves."""
+
+    URGENT = 0  # someone's next token waits for it: layers on their way to a decode node, a prefix being loaded
+    NORMAL = 1
+    BACKGROUND = 2  # copies into the pool, replication
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one range, no longer than a slice."""
+
+    wire: WireRange
+    local: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """Pieces that travel together: 1 to MAX_RANGES of them, about SLICE_BYTES in all, one operation."""
+
+    operation: Operation
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    deadline: float  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is speaking, for the greeting. ``name`` and ``incarnation`` make the writer id that owners know."""
+
+    name: str
+    incarnation: int
+    secret: bytes = b""  # shared by the cluster; empty where none is configured
+
+
+class Work(Protocol):
+    """Slices for one path, drawn as it has room for them. Every slice taken ends in exactly one of the three."""
+
+    def take(self) -> Slice | None:
+        """The slice that this path should carry next, or None when there is none for it now. Never blocks for work
+        to appear; may sleep to keep a rate limit. A path that has nothing on its way and gets None returns."""
+        ...
+
+    def done(self, part: Slice) -> None:
+        """A write is visible to whoever reads the segment next; a read is in its local memory, and nothing will touch
+        that memory any more."""
+        ...
+
+    def refuse(self, part: Slice, error: MooncakeError) -> None:
+        """The owner will not have it (StaleEpoch, InvalidRequest): no other path would fare better."""
+        ...
+
+    def give_back(self, parts: Iterable[Slice]) -> None:
+        """These may or may not have arrived. Nothing of this path touches their local memory any more, and of a
+        write at most the same bytes can still land, fenced by the epoch. They travel again over another path."""
+        ...
+
+
+class Path(Protocol):
+    """One connection, mapping or queue pair to one segment. Driven by one thread at a time."""
+
+    def carry(self, work: Work) -> None:
+        """Take slices, several on their way at once where that helps, until there are no more and none is on its way.
+
+        Raises PathFailed, or DeadlineExceeded when the deadline of a slice on its way passed, after having given back
+        what was on its way. The path is then closed and thrown away. A slice's fate is told through ``work`` alone.
+        """
+        ...
+
+    @property
+    def progress(self) -> int:
+        """A count that grows while bytes move, from any thread: so that a path that stands still can be told from
+        one that is slow. Bytes where they are known within a slice, whole slices otherwise."""
+        ...
+
+    def cut(self) -> None:
+        """From any thread: make a ``carry`` that is under way fail soon. Idempotent, never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Never called while ``carry`` runs. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to reach segments. Thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """As in ``transfer.transports``."""
+        ...
+
+    def paths_to(self, address: SegmentAddress) -> int:
+        """How many paths to this segment make sense; 0 when it cannot be reached this way. Never blocks."""
+        ...
+
+    def open(self, address: SegmentAddress, caller: Caller, index: int, deadline: float) -> Path:
+        """Open path ``index`` of ``paths_to``. Raises PathFailed, DeadlineExceeded, or StaleEpoch when the segment's
+        owner has restarted."""
+        ...
+
+    def register(self, memory: memoryview) -> None:
+        """A hint: slices will often lie in this memory. Raises nothing; memory that cannot be registered is copied."""
+        ...
+
+    def close(self) -> None:
+        """Every path has been closed."""
+        ...
+
+
+class Attachment(Protocol):
+    """The owner's end of a path that a peer set up over a TCP connection; it lives as long as that connection."""
+
+    @property
+    def reply(self) -> bytes:
+        """What the peer needs to go on, at most MAX_ATTACH_BYTES."""
+        ...
+
+    def close(self) -> None:
+        """After this returns nothing of the peer lands through this attachment any more. Idempotent."""
+        ...
+
+
+class Exporter(Protocol):
+    """The owner's side of a transport that needs more than a socket. ``SegmentServer`` asks it for attachments."""
+
+    @property
+    def name(self) -> str:
+        """As in ``transfer.transports``."""
+        ...
+
+    def attach(self, request: bytes) -> Attachment:
+        """``request`` comes from the peer's ``Transport.open``, unchecked. Raises InvalidRequest, or PathFailed when
+        it cannot be done. Called from the connection's thread."""
+        ...
+
+    def close(self) -> None:
+        """Every attachment has been closed."""
+        ...
