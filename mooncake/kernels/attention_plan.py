@@ -1,0 +1,195 @@
+"""How one step's attention is cut into equal pieces of work for a GPU: pure arithmetic over the host's lengths.
+
+A *tile* is a run of query tokens that read the same keys; a *piece* is a tile and a part of its context, small enough
+that all multiprocessors end together (split-K; Flash-Decoding, FlashInfer's plan). The pieces of a tile are merged
+afterwards by their log-sum-exps, and because merging is associative, a prefix shared by several sequences is one more
+tile whose rows come from all of them (cascade attention, Hydragen). A plan is made once a step and serves every layer.
+Nothing here knows about tensors or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Int32s = npt.NDArray[np.int32]
+
+PIECE_FIELDS = 8
+"""table row, first query token, query tokens, first query's position, first key, end of keys, partial slot, unused"""
+
+NO_SLOT = -1  # a piece that is alone with its tile writes the output itself
+BEHIND_ALL_KEYS = 1 << 30  # the position of queries that see a shared prefix whole
+
+PIECES_PER_PROCESSOR = 4
+"""Pieces a multiprocessor should get. More balance better and cost more merging."""
+
+MIN_PIECE_TOKENS = 256
+"""Keys below which a piece costs more to start and to merge than to read."""
+
+MIN_SHARED_TOKENS = 512
+"""Reads of shared keys, in tokens, that a cascade must save before its second pass pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """``tile_tokens`` query tokens a tile. Partial results live in rows: slot * tile_tokens + token of the tile."""
+
+    tile_tokens: int
+    pieces: Int32s  # [pieces, PIECE_FIELDS]
+    num_slots: int
+    merge_tokens: Int32s  # [tokens to merge]
+    merge_starts: Int32s  # [tokens to merge + 1], into merge_rows
+    merge_rows: Int32s  # rows of partial results
+
+    @property
+    def keys_read(self) -> int:
+        """Tokens of keys and values that one layer reads, per key and value head."""
+        return int((self.pieces[:, 5] - self.pieces[:, 4]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    table: int
+    first: int
+    count: int
+    position: int
+    begin: int  # first key
+    end: int
+
+
+def plan_attention(
+    query_starts: Int32s,
+    context_lens: Int32s,
+    *,
+    block_tokens: int,
+    num_kv_heads: int,
+    tile_tokens: int,
+    num_processors: int,
+    window: int = 0,
+    block_tables: Int32s | None = None,
+    piece_tokens: int = 0,
+) -> AttentionPlan:
+    """Cut a ragged batch (shapes as in ``reference``) into pieces of nearly equal numbers of keys.
+
+    With ``block_tables`` ``[B, M]``, leading blocks that neighbouring one-token sequences share are read once for all
+    of them. ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what else is in the
+    batch; otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it excludes sharing.
+    """
+    starts, contexts = query_starts.tolist(), context_lens.tolist()
+    shared: list[_Tile] = []
+    own_begin = [0] * len(contexts)
+    if block_tables is not None and not window:
+        shared, own_begin = _shared_tiles(starts, contexts, block_tables, block_tokens, tile_tokens)
+    own = [
+        _Tile(b, first, min(tile_tokens, end - first), contexts[b] - (end - first), begin, 0)
+        for b, ((start, end), begin) in enumerate(zip(pairwise(starts), own_begin, strict=True))
+        for first in range(start, end, tile_tokens)
+    ]
+    own = [_with_keys(tile, window, block_tokens) for tile in own]
+    tiles = [*own, *shared]
+    split = piece_tokens or _piece_tokens(tiles, block_tokens, num_kv_heads, num_processors)
+    return _cut(tiles, split, tile_tokens)
+
+
+def _with_keys(tile: _Tile, window: int, block_tokens: int) -> _Tile:
+    """The keys that the tile's queries see: to its last query, from the block where the first one's window begins."""
+    begin = tile.begin
+    if window:
+        begin = max(begin, (tile.position - window + 1) // block_tokens * block_tokens)
+    return _Tile(tile.table, tile.first, tile.count, tile.position, begin, tile.position + tile.count)
+
+
+def _piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: int, num_processors: int) -> int:
+    keys = sum(tile.end - tile.begin for tile in tiles) * num_kv_heads
+    equal = -(-keys // (num_processors * PIECES_PER_PROCESSOR))
+    return -(-max(equal, MIN_PIECE_TOKENS) // block_tokens) * block_tokens
+
+
+def _cut(tiles: list[_Tile], split: int, tile_tokens: int) -> AttentionPlan:
+    """Pieces, the longest first so that the last ones to end are short, and the order in which tokens are merged."""
+    passes: dict[int, int] = {}  # how many tiles a query token has a part in
+    for tile in tiles:
+        for token in range(tile.first, tile.first + tile.count):
+            passes[token] = passes.get(token, 0) + 1
+    pieces: list[tuple[int, ...]] = []
+    rows: dict[int, list[int]] = {}
+    slot = 0
+    for tile in tiles:
+        bounds = list(range(tile.begin, tile.end, split))
+        alone = len(bounds) == 1 and passes[tile.first] == 1
+        for begin in bounds:
+            end = min(begin + split, tile.end)
+            mine = NO_SLOT if alone else slot
+            pieces.append((tile.table, tile.first, tile.count, tile.position, begin, end, mine, 0))
+            if alone:
+                continue
+            for offset in range(tile.count):
+                rows.setdefault(tile.first + offset, []).append(slot * tile_tokens + offset)
+            slot += 1
+    pieces.sort(key=lambda piece: (piece[4] - piece[5], piece))
+    merged = sorted(rows)
+    return AttentionPlan(
+        tile_tokens=tile_tokens,
+        pieces=np.array(pieces, dtype=np.int32).reshape(-1, PIECE_FIELDS),
+        num_slots=slot,
+        merge_tokens=np.array(merged, dtype=np.int32),
+        merge_starts=np.cumsum([0, *(len(rows[token]) for token in merged)], dtype=np.int32),
+        merge_rows=np.array([row for token in merged for row in rows[token]], dtype=np.int32),
+    )
+
+
+def _shared_tiles(
+    starts: list[int], contexts: list[int], block_tables: Int32s, block_tokens: int, tile_tokens: int
+) -> tuple[list[_Tile], list[int]]:
+    """Tiles over shared prefixes, and for every sequence the first key that is left to itself.
+
+    Only neighbours in the batch are grouped, since a tile's rows are consecutive: whoever builds the batch keeps
+    siblings together. Prefixes may nest: a group shares some blocks, and parts of it share more, to any depth.
+    """
+    tiles: list[_Tile] = []
+    own_begin = [0] * len(contexts)
+    # The block that holds the step's own token differs between sequences, and so it is never shared.
+    full_blocks = [(context - 1) // block_tokens for context in contexts]
+
+    def descend(first: int, end: int, depth: int) -> None:
+        begin = first
+        while begin < end:
+            stop = _run_end(begin, end, depth)
+            if stop - begin > 1:
+                deep = _common_depth(begin, stop, depth)
+                if (stop - begin - 1) * (deep - depth) * block_tokens >= MIN_SHARED_TOKENS:
+                    span = (depth * block_tokens, deep * block_tokens)
+                    tiles.extend(
+                        _Tile(begin, token, min(tile_tokens, starts[stop] - token), BEHIND_ALL_KEYS, *span)
+                        for token in range(starts[begin], starts[stop], tile_tokens)
+                    )
+                    own_begin[begin:stop] = [span[1]] * (stop - begin)
+                    descend(begin, stop, deep)
+            begin = stop
+
+    def one_token(b: int) -> bool:
+        return starts[b + 1] - starts[b] == 1
+
+    def _run_end(begin: int, end: int, depth: int) -> int:
+        stop = begin + 1
+        if not one_token(begin) or full_blocks[begin] <= depth:
+            return stop
+        while (
+            stop < end
+            and one_token(stop)
+            and full_blocks[stop] > depth
+            and block_tables[stop, depth] == block_tables[begin, depth]
+        ):
+            stop += 1
+        return stop
+
+    def _common_depth(begin: int, stop: int, depth: int) -> int:
+        limit = min(full_blocks[begin:stop])
+        same = (block_tables[begin:stop, depth:limit] == block_tables[begin, depth:limit]).all(axis=0)
+        return depth + (int(np.argmin(same)) if not same.all() else limit - depth)
+
+    descend(0, len(contexts), 0)
+    return tiles, own_begin

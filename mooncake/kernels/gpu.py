@@ -1,0 +1,469 @@
+"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory, cuBLAS (through torch) for products.
+
+``GpuKernels`` has the signatures of every other implementation and can be called as simply. A caller that runs many
+layers of one step plans its attention once (``plan``) and hands the plan in. Without a GPU the same code runs in
+Triton's interpreter when ``TRITON_INTERPRET=1`` was set before this module was imported: slow, and how it is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from mooncake.kernels import reference
+from mooncake.kernels import triton_attention as attention
+from mooncake.kernels import triton_elementwise as elementwise
+from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan, Int32s, plan_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
+SHARED_ROWS = 64  # where sequences share a prefix
+PREFILL_ROWS = 128
+COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
+_INTERPRETED_PROCESSORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one attention kernel is compiled and started. ``keys`` a loop trip, ``per_processor`` programs on each."""
+
+    tile_rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    per_processor: int
+
+
+def attention_launch(tile_rows: int, head_dim: int, wide: bool) -> Launch:
+    """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed.
+
+    The pipeline is deep because a page's address is itself loaded: of five stages two hold keys and values on their
+    way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone.
+    """
+    if wide:
+        return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
+    if tile_rows >= PREFILL_ROWS:
+        return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 3, per_processor=1)
+    return Launch(tile_rows, keys=64, num_warps=4, num_stages=5 if head_dim <= 128 else 3, per_processor=2)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """An ``AttentionPlan`` in device memory, with room for its partial results. Reused by every layer of a step."""
+
+    tile_tokens: int
+    pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
+    num_pieces: torch.Tensor  # int32 [1]
+    merge_tokens: torch.Tensor
+    merge_starts: torch.Tensor
+    merge_rows: torch.Tensor
+    num_merged: torch.Tensor  # int32 [1]
+    partial: torch.Tensor  # float32 [slots * tile_tokens, Hq, D]
+    partial_lse: torch.Tensor  # float32 [slots * tile_tokens, Hq]
+
+    @classmethod
+    def empty(
+        cls,
+        tile_tokens: int,
+        num_pieces: int,
+        num_slots: int,
+        num_merged: int,
+        num_rows: int,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> DevicePlan:
+        """Buffers for plans of up to these sizes: what a captured graph reads from."""
+
+        def int32(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        rows = max(num_slots, 1) * tile_tokens
+        return cls(
+            tile_tokens,
+            int32(max(num_pieces, 1), PIECE_FIELDS),
+            int32(1),
+            int32(max(num_merged, 1)),
+            int32(num_merged + 1),
+            int32(max(num_rows, 1)),
+            int32(1),
+            torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
+            torch.empty((rows, num_heads), dtype=torch.float32, device=device),
+        )
+
+    def fits(self, plan: AttentionPlan) -> bool:
+        return (
+            plan.tile_tokens == self.tile_tokens
+            and len(plan.pieces) <= self.pieces.shape[0]
+            and plan.num_slots * plan.tile_tokens <= self.partial.shape[0]
+            and len(plan.merge_tokens) <= self.merge_tokens.shape[0]
+            and len(plan.merge_rows) <= self.merge_rows.shape[0]
+        )
+
+    def load(self, plan: AttentionPlan) -> None:
+        """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait."""
+        assert self.fits(plan)
+        for target, source in (
+            (self.pieces, plan.pieces),
+            (self.num_pieces, np.array([len(plan.pieces)], np.int32)),
+            (self.merge_tokens, plan.merge_tokens),
+            (self.merge_starts, plan.merge_starts),
+            (self.merge_rows, plan.merge_rows),
+            (self.num_merged, np.array([len(plan.merge_tokens)], np.int32)),
+        ):
+            if len(source):
+                target[: len(source)].copy_(torch.from_numpy(source), non_blocking=True)
+
+
+class GpuKernels:
+    """``mooncake.kernels.Kernels`` on one device. Any thread may call it; work goes to the current stream."""
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.device = torch.device(device or ("cpu" if INTERPRETED else "cuda"))
+        self.num_processors = (
+            _INTERPRETED_PROCESSORS
+            if self.device.type == "cpu"
+            else torch.cuda.get_device_properties(self.device).multi_processor_count
+        )
+
+    # Products and norms
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> reference.Linear:
+        return reference.linear(weight.to(self.device), None if bias is None else bias.to(self.device))
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(hidden, None, weight, eps)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self._norm(residual, update, weight, eps)
+
+    def _norm(
+        self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        tokens, width = residual.shape
+        output = torch.empty((tokens, width), dtype=residual.dtype, device=residual.device)
+        other = residual if update is None else update
+        if tokens:
+            elementwise.add_rms_norm[(tokens,)](
+                residual,
+                other,
+                weight,
+                output,
+                residual.stride(0),
+                other.stride(0),
+                width,
+                eps,
+                HAS_UPDATE=update is not None,
+                WIDTH_PAD=triton.next_power_of_2(width),
+                num_warps=_warps(width),
+            )
+        return output
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        output = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+        if tokens:
+            block = min(triton.next_power_of_2(width), 1024)
+            elementwise.silu_mul[(tokens, triton.cdiv(width, block))](
+                gate_up, output, width, gate_up.stride(0), BLOCK=block, num_warps=4
+            )
+        return output
+
+    # The cache
+
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
+        """Without rotation, and so without a fused kernel: models that write this way are not on a hot path."""
+        reference.write_kv(key, value, cache_layer, slots)
+
+    def rope_write_kv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache_layer: torch.Tensor,
+        slots: torch.Tensor,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``reference.rope_write_kv``. With ``scales`` ``[N, 2, Hkv, block_tokens]`` the cache holds int8 or float8.
+
+        A negative slot is skipped: a token that only fills a captured graph.
+        """
+        _, _, num_kv_heads, block_tokens, head_dim = cache_layer.shape
+        tokens, width = qkv.shape
+        num_heads = width // head_dim - 2 * num_kv_heads
+        normed = query_norm is not None and key_norm is not None
+        if tokens:
+            elementwise.rope_write_kv[(tokens,)](
+                qkv,
+                cos,
+                sin,
+                positions,
+                cache_layer,
+                cos if scales is None else scales,
+                slots,
+                query_norm if normed else cos,
+                key_norm if normed else cos,
+                eps,
+                qkv.stride(0),
+                *cache_layer.stride()[:3],
+                *((0, 0, 0) if scales is None else scales.stride()[:3]),
+                NUM_HEADS=num_heads,
+                HEADS_PAD=triton.next_power_of_2(num_heads),
+                NUM_KV_HEADS=num_kv_heads,
+                KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+                HALF=head_dim // 2,
+                HALF_PAD=triton.next_power_of_2(head_dim // 2),
+                BLOCK_TOKENS=block_tokens,
+                NORMED=normed,
+                ROTATED=True,
+                SCALED=scales is not None,
+                MAX_CODE=_max_code(cache_layer.dtype),
+                num_warps=4,
+            )
+        return qkv.as_strided((tokens, num_heads, head_dim), (qkv.stride(0), head_dim, 1))
+
+    # Attention
+
+    def plan(
+        self,
+        query_starts: Int32s,
+        context_lens: Int32s,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        window: int = 0,
+        block_tables: Int32s | None = None,
+        piece_tokens: int = 0,
+        wide: bool = False,
+        buffers: DevicePlan | None = None,
+    ) -> DevicePlan:
+        """The step's plan on the device, in ``buffers`` where it fits. Arguments as of ``plan_attention``, on the host.
+
+        ``wide``: the queries are float32.
+        """
+        group = triton.next_power_of_2(num_heads // num_kv_heads)
+        longest = int(np.diff(query_starts).max(initial=1))
+        rows = DECODE_ROWS
+        if wide:
+            pass  # float32 tiles of more rows do not fit into registers
+        elif longest * group > SHARED_ROWS:
+            rows = PREFILL_ROWS
+        elif block_tables is not None:
+            rows = SHARED_ROWS
+        plan = plan_attention(
+            query_starts,
+            context_lens,
+            block_tokens=block_tokens,
+            num_kv_heads=num_kv_heads,
+            tile_tokens=max(rows // group, 1),
+            num_processors=self.num_processors,
+            window=window,
+            block_tables=block_tables,
+            piece_tokens=piece_tokens,
+        )
+        if buffers is None or not buffers.fits(plan):
+            buffers = DevicePlan.empty(
+                plan.tile_tokens,
+                len(plan.pieces),
+                plan.num_slots,
+                len(plan.merge_tokens),
+                len(plan.merge_rows),
+                num_heads,
+                head_dim,
+                self.device,
+            )
+        buffers.load(plan)
+        return buffers
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        plan: DevicePlan | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``reference.paged_attention``. Without a ``plan`` it makes one, for which it waits for the lengths."""
+        tokens, num_heads, head_dim = query.shape
+        _, _, num_kv_heads, block_tokens, _ = cache_layer.shape
+        output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+        if not tokens:
+            return output
+        if plan is None:
+            plan = self.plan(
+                query_starts.cpu().numpy(),
+                context_lens.cpu().numpy(),
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                block_tokens=block_tokens,
+                window=window,
+                wide=query.dtype is torch.float32,
+            )
+        group = num_heads // num_kv_heads
+        group_pad = triton.next_power_of_2(group)
+        wide = INTERPRETED or query.dtype is torch.float32
+        launch = attention_launch(plan.tile_tokens * group_pad, head_dim, wide)
+        attention.attend[(self.num_processors * launch.per_processor,)](
+            query,
+            cache_layer,
+            plan.partial_lse if scales is None else scales,
+            block_tables,
+            plan.pieces,
+            plan.num_pieces,
+            output,
+            plan.partial,
+            plan.partial_lse,
+            query.stride(0),
+            *cache_layer.stride()[:3],
+            *((0, 0, 0) if scales is None else scales.stride()[:3]),
+            block_tables.stride(0),
+            scale,
+            window,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            GROUP_PAD=group_pad,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=triton.next_power_of_2(head_dim),
+            BLOCK_TOKENS=block_tokens,
+            TILE_TOKENS=plan.tile_tokens,
+            KEYS=launch.keys,
+            WINDOWED=window > 0,
+            SCALED=scales is not None,
+            WIDE=wide,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        attention.merge[(self.num_processors * 4,)](
+            plan.partial,
+            plan.partial_lse,
+            plan.merge_tokens,
+            plan.merge_starts,
+            plan.merge_rows,
+            plan.num_merged,
+            output,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=triton.next_power_of_2(head_dim),
+            num_warps=1,
+        )
+        return output
+
+
+class Int8Linear:
+    """W8A8 on a GPU: int8 weights with a scale an output, activations coded a token at a time; sums are int32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.scales = (weight.float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        self.codes = (weight.float() / self.scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self.bias = bias
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens, inputs = hidden.shape
+        outputs = self.codes.shape[0]
+        output = torch.empty((tokens, outputs), dtype=hidden.dtype, device=hidden.device)
+        if not tokens:
+            return output
+        codes = torch.empty((tokens, inputs), dtype=torch.int8, device=hidden.device)
+        scales = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        elementwise.quantise_rows[(tokens,)](
+            hidden,
+            codes,
+            scales,
+            inputs,
+            hidden.stride(0),
+            WIDTH_PAD=triton.next_power_of_2(inputs),
+            num_warps=_warps(inputs),
+        )
+        rows = 128 if tokens > 64 else 64 if tokens > 32 else 32
+        columns = 128
+        elementwise.int8_product[(triton.cdiv(tokens, rows) * triton.cdiv(outputs, columns),)](
+            codes,
+            scales,
+            self.codes,
+            self.scales,
+            scales if self.bias is None else self.bias,
+            output,
+            tokens,
+            outputs,
+            inputs,
+            HAS_BIAS=self.bias is not None,
+            ROWS=rows,
+            COLUMNS=columns,
+            DEPTH=128,
+            GROUP_ROWS=8,
+            WIDE=INTERPRETED,
+            num_warps=8 if rows == 128 else 4,
+            num_stages=3,
+        )
+        return output
+
+
+def copy_pages(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+    programs: int = COPY_PROGRAMS,
+) -> None:
+    """``target[target_pages[i]] = source[source_pages[i]]`` by a few programs, in the current stream.
+
+    ``source`` and ``target`` are ``[pages, ...]`` whose pages are runs of whole 8-byte words; each lies on the GPU or
+    in pinned host memory (also memory registered with ``cudaHostRegister``). The page lists are int64 on the GPU.
+    Raises ValueError for pages of different or odd sizes.
+    """
+    from_words, to_words = _as_words(source), _as_words(target)
+    if from_words.shape[1] != to_words.shape[1] or len(source_pages) != len(target_pages):
+        raise ValueError("source and target must have pages of the same size, and as many of them")
+    if not len(source_pages):
+        return
+    elementwise.copy_pages[(programs,)](
+        from_words,
+        to_words,
+        source_pages,
+        target_pages,
+        len(source_pages),
+        from_words.stride(0),
+        to_words.stride(0),
+        from_words.shape[1],
+        BLOCK=2048,
+        num_warps=8,
+    )
+
+
+def _as_words(pages: torch.Tensor) -> torch.Tensor:
+    """``[pages, words]`` of int64 over the same memory."""
+    page_bytes = pages[0].numel() * pages.element_size()
+    stride_bytes = pages.stride(0) * pages.element_size()
+    if page_bytes % 8 or stride_bytes % 8 or not pages[0].is_contiguous():
+        raise ValueError("pages must be contiguous runs of whole 8-byte words")
+    raw = pages.as_strided((pages.shape[0], pages[0].numel()), (pages.stride(0), 1))
+    return raw.view(torch.int64) if pages.element_size() == 8 else raw.view(torch.uint8).view(torch.int64)
+
+
+def _max_code(dtype: torch.dtype) -> float:
+    return 448.0 if dtype is torch.float8_e4m3fn else 127.0
+
+
+@functools.cache
+def _warps(width: int) -> int:
+    """Warps for a program that holds a row: some 16 elements a thread."""
+    return int(min(max(triton.next_power_of_2(width) // 512, 1), 16))

@@ -1,0 +1,222 @@
+"""Paged attention on a GPU, in Triton: one kernel for prefill chunks, decode steps and shared prefixes, and its merge.
+
+The kernel walks the pieces of an ``AttentionPlan``. A tile's rows are its query tokens times the query heads of one key
+and value head (GQA packing), so that every key and value is read once a tile. Pages are read in place through the block
+table; they may be float32, bfloat16, float16, int8 or float8 with one scale per token and head. Sums are float32.
+The launch grid does not depend on the batch: a captured CUDA graph replays it with another plan in the same buffers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mooncake.kernels.attention_plan import PIECE_FIELDS
+
+_PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _dot(a, b, WIDE: tl.constexpr):
+    """``a @ b`` in float32; ``WIDE`` multiplies in float32 too: exact mode, and the interpreter (no bfloat16)."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _visit(
+    query,
+    row_positions,
+    accumulated,
+    peak,
+    total,
+    cache,
+    scales,
+    table,
+    start,
+    end,
+    block_stride,
+    kv_stride,
+    head_offset,
+    scale_block_stride,
+    scale_kv_stride,
+    scale_head_offset,
+    softmax_scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Attend to keys ``start ≤ k < start + KEYS`` (``MASKED``: only those before ``end`` and visible to the row)."""
+    keys = start + tl.arange(0, KEYS)
+    dims = tl.arange(0, HEAD_PAD)
+    if BLOCK_TOKENS % KEYS == 0:  # all in one page: addresses are a straight run
+        pages = tl.load(table + start // BLOCK_TOKENS).to(tl.int64) + tl.zeros([KEYS], dtype=tl.int64)
+    elif MASKED:
+        pages = tl.load(table + keys // BLOCK_TOKENS, mask=keys < end, other=0).to(tl.int64)
+    else:
+        pages = tl.load(table + keys // BLOCK_TOKENS).to(tl.int64)
+    in_page = keys % BLOCK_TOKENS
+    at = pages[:, None] * block_stride + head_offset + in_page[:, None] * HEAD_DIM + dims[None, :]
+    if MASKED:  # what lies behind the last token was never written and may be anything
+        loaded = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(cache + at, mask=loaded, other=0.0)
+        value = tl.load(cache + at + kv_stride, mask=loaded, other=0.0)
+    elif HEAD_PAD != HEAD_DIM:
+        loaded = (keys >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(cache + at, mask=loaded, other=0.0)
+        value = tl.load(cache + at + kv_stride, mask=loaded, other=0.0)
+    else:
+        key = tl.load(cache + at)
+        value = tl.load(cache + at + kv_stride)
+    scores = _dot(query, tl.trans(key.to(query.dtype)), WIDE) * softmax_scale
+    if SCALED:
+        scale_at = pages * scale_block_stride + scale_head_offset + in_page
+        key_scale = tl.load(scales + scale_at, mask=keys < end, other=0.0)
+        value_scale = tl.load(scales + scale_at + scale_kv_stride, mask=keys < end, other=0.0)
+        scores = scores * key_scale[None, :]
+    if MASKED:
+        visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
+        if WINDOWED:
+            visible = visible & (keys[None, :] > row_positions[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(weights, 1)
+    if SCALED:
+        weights = weights * value_scale[None, :]
+    mixed = _dot(weights.to(query.dtype), value.to(query.dtype), WIDE)
+    return accumulated * fade[:, None] + mixed, new_peak, total
+
+
+@triton.jit
+def attend(
+    query,  # [T, Hq, D]
+    cache,  # one layer of the paged cache, [N, 2, Hkv, block_tokens, D]
+    scales,  # float32 [N, 2, Hkv, block_tokens], if SCALED
+    block_tables,  # int32 [B, M]
+    pieces,  # int32 [>= num_pieces, PIECE_FIELDS]
+    num_pieces,  # int32 [1]
+    output,  # [T, Hq, D]
+    partial,  # float32 [rows, Hq, D]
+    partial_lse,  # float32 [rows, Hq], in powers of two
+    query_stride,
+    block_stride,
+    kv_stride,
+    head_stride,
+    scale_block_stride,
+    scale_kv_stride,
+    scale_head_stride,
+    table_stride,
+    softmax_scale,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Every program takes pieces in turn, heads of one piece next to each other since they lie in the same blocks."""
+    softmax_scale = softmax_scale * _LOG2_E
+    rows = tl.arange(0, TILE_TOKENS * GROUP_PAD)
+    row_token, row_head = rows // GROUP_PAD, rows % GROUP_PAD
+    dims = tl.arange(0, HEAD_PAD)
+    for work in range(tl.program_id(0), tl.load(num_pieces) * NUM_KV_HEADS, tl.num_programs(0)):
+        piece = pieces + (work // NUM_KV_HEADS) * _PIECE_FIELDS
+        kv_head = work % NUM_KV_HEADS
+        table = block_tables + tl.load(piece).to(tl.int64) * table_stride
+        first, count = tl.load(piece + 1), tl.load(piece + 2)
+        position = tl.load(piece + 3)
+        begin, end = tl.load(piece + 4), tl.load(piece + 5)
+        slot = tl.load(piece + 6)
+
+        heads = kv_head * GROUP + row_head
+        row_ok = (row_token < count) & (row_head < GROUP)
+        row_mask = row_ok[:, None] & (dims < HEAD_DIM)[None, :]
+        at = (first + row_token).to(tl.int64)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        rows_query = tl.load(query + at, mask=row_mask, other=0.0)
+        row_positions = position + row_token
+
+        accumulated = tl.zeros([TILE_TOKENS * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+        peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([TILE_TOKENS * GROUP_PAD], dtype=tl.float32)
+        # Keys that every row sees need no mask: up to the first query's own position, in whole strides.
+        whole = tl.maximum(tl.minimum(end, position + 1) - begin, 0) // KEYS * KEYS
+        if WINDOWED:
+            whole = 0
+        for start in range(begin, begin + whole, KEYS):
+            accumulated, peak, total = _visit(
+                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
+                block_stride, kv_stride, kv_head * head_stride,
+                scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, softmax_scale, window,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, SCALED, WIDE,
+            )  # fmt: skip
+        for start in range(begin + whole, end, KEYS):
+            accumulated, peak, total = _visit(
+                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
+                block_stride, kv_stride, kv_head * head_stride,
+                scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, softmax_scale, window,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, SCALED, WIDE,
+            )  # fmt: skip
+
+        result = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
+        if slot < 0:
+            at = (first + row_token).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+            at = at + heads[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(output + at, result.to(output.dtype.element_ty), mask=row_mask)
+        else:
+            part = (slot * TILE_TOKENS + row_token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(total))
+            tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], result, mask=row_mask)
+            tl.store(partial_lse + part, lse, mask=row_ok)
+
+
+@triton.jit
+def merge(
+    partial,  # float32 [rows, Hq, D]
+    partial_lse,  # float32 [rows, Hq]
+    merge_tokens,  # int32 [tokens to merge]
+    merge_starts,  # int32 [tokens to merge + 1]
+    merge_rows,  # int32
+    num_tokens,  # int32 [1]
+    output,  # [T, Hq, D]
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+):
+    """``sum(2^lse_i · o_i) / sum(2^lse_i)`` over the parts of each token and head, in the plan's order."""
+    dims = tl.arange(0, HEAD_PAD)
+    dim_ok = dims < HEAD_DIM
+    for work in range(tl.program_id(0), tl.load(num_tokens) * NUM_HEADS, tl.num_programs(0)):
+        index, head = work // NUM_HEADS, work % NUM_HEADS
+        accumulated = tl.zeros([HEAD_PAD], dtype=tl.float32)
+        peak = tl.full([1], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([1], dtype=tl.float32)
+        for entry in range(tl.load(merge_starts + index), tl.load(merge_starts + index + 1)):
+            part = tl.load(merge_rows + entry).to(tl.int64) * NUM_HEADS + head
+            lse = tl.load(partial_lse + part)
+            values = tl.load(partial + part * HEAD_DIM + dims, mask=dim_ok, other=0.0)
+            new_peak = tl.maximum(peak, lse)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            fade, weight = tl.exp2(peak - base), tl.exp2(lse - base)
+            accumulated = accumulated * fade + values * weight
+            total = total * fade + weight
+            peak = new_peak
+        result = accumulated / tl.where(total == 0.0, 1.0, total)
+        at = (tl.load(merge_tokens + index).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+        tl.store(output + at + dims, result.to(output.dtype.element_ty), mask=dim_ok)

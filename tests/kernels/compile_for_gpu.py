@@ -1,0 +1,241 @@
+"""Compile every Triton kernel, in every configuration that is launched, for sm_80 and sm_90; needs no GPU.
+
+Run as a script (Triton's interpreter must be off in its process): prints one JSON line a kernel, configuration and
+target with what ``cuobjdump`` says of it: registers, spilled bytes, shared memory. Used by ``test_gpu_compile.py`` and
+worth running by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mooncake.kernels import triton_attention, triton_elementwise
+from mooncake.kernels.gpu import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, attention_launch
+
+POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kernel: triton.JITFunction
+    types: dict[str, str]  # of the arguments that are no constants
+    constants: dict[str, object]
+    num_warps: int = 4
+    num_stages: int = 3
+    plain: frozenset[str] = field(default_factory=frozenset)  # numbers that are not multiples of 16
+
+
+def attention_cases() -> Iterator[Case]:
+    shapes = {  # group of query heads, head size, block tokens
+        "llama8b": (4, 128, 64),
+        "llama8b-page16": (4, 128, 16),
+        "smollm2": (3, 64, 64),
+        "mqa": (16, 128, 64),
+    }
+    for shape, (group, head_dim, block_tokens) in shapes.items():
+        for rows in (DECODE_ROWS, SHARED_ROWS, PREFILL_ROWS):
+            for query, pages in (
+                ("bfloat16", "bfloat16"),
+                ("bfloat16", "int8"),
+                ("bfloat16", "float8"),
+                ("float32", "float32"),
+            ):
+                if pages not in ("bfloat16", "int8") and shape != "llama8b":
+                    continue
+                if query == "float32" and rows != DECODE_ROWS:
+                    continue  # never planned
+                if shape in ("mqa", "llama8b-page16") and (pages != "bfloat16" or rows == SHARED_ROWS):
+                    continue
+                yield _attention(shape, group, head_dim, block_tokens, rows, query, pages, windowed=False)
+    yield _attention("mistral", 4, 128, 64, DECODE_ROWS, "bfloat16", "bfloat16", windowed=True)
+    for head_dim in (64, 128):
+        yield Case(
+            f"merge-{head_dim}",
+            triton_attention.merge,
+            {
+                **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
+                **dict.fromkeys(("merge_tokens", "merge_starts", "merge_rows", "num_tokens"), "*i32"),
+                "output": "*bf16",
+            },
+            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim},
+            num_warps=1,
+        )
+
+
+def _attention(
+    shape: str, group: int, head_dim: int, block_tokens: int, rows: int, query: str, pages: str, windowed: bool
+) -> Case:
+    wide = query == "float32"
+    group_pad = triton.next_power_of_2(group)
+    launch = attention_launch(rows, head_dim, wide)
+    return Case(
+        f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}",
+        triton_attention.attend,
+        {
+            "query": POINTERS[query],
+            "cache": POINTERS[pages],
+            **dict.fromkeys(("scales", "partial", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("block_tables", "pieces", "num_pieces"), "*i32"),
+            "output": POINTERS[query],
+            **dict.fromkeys(
+                (
+                    *("query_stride", "block_stride", "kv_stride", "head_stride"),
+                    *("scale_block_stride", "scale_kv_stride", "scale_head_stride", "table_stride", "window"),
+                ),
+                "i32",
+            ),
+            "softmax_scale": "fp32",
+        },
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": group,
+            "GROUP_PAD": group_pad,
+            "HEAD_DIM": head_dim,
+            "HEAD_PAD": triton.next_power_of_2(head_dim),
+            "BLOCK_TOKENS": block_tokens,
+            "TILE_TOKENS": max(rows // group_pad, 1),
+            "KEYS": launch.keys,
+            "WINDOWED": windowed,
+            "SCALED": pages in ("int8", "float8"),
+            "WIDE": wide,
+        },
+        launch.num_warps,
+        launch.num_stages,
+        plain=frozenset({"table_stride", "window"}),
+    )
+
+
+def elementwise_cases() -> Iterator[Case]:
+    for width in (576, 4096):
+        for has_update in (False, True):
+            yield Case(
+                f"norm-{width}-{'add' if has_update else 'plain'}",
+                triton_elementwise.add_rms_norm,
+                {
+                    **dict.fromkeys(("residual", "update", "weight", "output"), "*bf16"),
+                    **dict.fromkeys(("residual_stride", "update_stride", "width"), "i32"),
+                    "eps": "fp32",
+                },
+                {"HAS_UPDATE": has_update, "WIDTH_PAD": triton.next_power_of_2(width)},
+                num_warps=max(triton.next_power_of_2(width) // 512, 1),
+            )
+    yield Case(
+        "silu-mul",
+        triton_elementwise.silu_mul,
+        {"gate_up": "*bf16", "output": "*bf16", "width": "i32", "stride": "i32"},
+        {"BLOCK": 1024},
+    )
+    for pages in ("bfloat16", "int8", "float8"):
+        yield Case(
+            f"rope-write-{pages}",
+            triton_elementwise.rope_write_kv,
+            {
+                "qkv": "*bf16",
+                **dict.fromkeys(("cos", "sin", "scales"), "*fp32"),
+                **dict.fromkeys(("positions", "slots"), "*i64"),
+                "cache": POINTERS[pages],
+                **dict.fromkeys(("query_norm", "key_norm"), "*bf16"),
+                "eps": "fp32",
+                **dict.fromkeys(
+                    (
+                        *("qkv_stride", "block_stride", "kv_stride", "head_stride"),
+                        *("scale_block_stride", "scale_kv_stride", "scale_head_stride"),
+                    ),
+                    "i32",
+                ),
+            },
+            {
+                **{"NUM_HEADS": 32, "HEADS_PAD": 32, "NUM_KV_HEADS": 8, "KV_HEADS_PAD": 8, "HALF": 64, "HALF_PAD": 64},
+                **{"BLOCK_TOKENS": 64, "NORMED": pages == "bfloat16", "ROTATED": True, "SCALED": pages != "bfloat16"},
+                "MAX_CODE": 448.0 if pages == "float8" else 127.0,
+            },
+        )
+    yield Case(
+        "copy-pages",
+        triton_elementwise.copy_pages,
+        {
+            **dict.fromkeys(("source", "target", "source_pages", "target_pages"), "*i64"),
+            **dict.fromkeys(("num_pages", "source_stride", "target_stride", "page_words"), "i32"),
+        },
+        {"BLOCK": 2048},
+        num_warps=8,
+        plain=frozenset({"num_pages"}),
+    )
+    yield Case(
+        "quantise-rows",
+        triton_elementwise.quantise_rows,
+        {"rows": "*bf16", "codes": "*i8", "scales": "*fp32", "width": "i32", "stride": "i32"},
+        {"WIDTH_PAD": 4096},
+        num_warps=8,
+    )
+    for rows in (32, 64, 128):
+        yield Case(
+            f"int8-product-{rows}",
+            triton_elementwise.int8_product,
+            {
+                **{"codes": "*i8", "code_scales": "*fp32", "weight": "*i8", "weight_scales": "*fp32"},
+                **{"bias": "*bf16", "output": "*bf16", "tokens": "i32", "outputs": "i32", "inputs": "i32"},
+            },
+            {"HAS_BIAS": False, "ROWS": rows, "COLUMNS": 128, "DEPTH": 128, "GROUP_ROWS": 8, "WIDE": False},
+            num_warps=8 if rows == 128 else 4,
+            plain=frozenset({"tokens"}),
+        )
+
+
+def build(case: Case, capability: int) -> dict[str, object]:
+    names = case.kernel.arg_names
+    signature = {name: case.types.get(name, "constexpr") for name in names}
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in case.types and name not in case.plain and case.types[name] != "fp32"
+    }
+    source = ASTSource(case.kernel, signature, case.constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    return {
+        "case": case.name,
+        "sm": capability,
+        "threads": 32 * case.num_warps,
+        "shared_bytes": compiled.metadata.shared,
+        **_resources(compiled.asm["cubin"]),
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+    }
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage.stdout)
+    assert found, usage.stdout
+    return {"registers": int(found[1]), "stack_bytes": int(found[2]), "local_bytes": int(found[4])}
+
+
+def main(patterns: list[str]) -> None:
+    for case in (*attention_cases(), *elementwise_cases()):
+        if patterns and not any(re.search(pattern, case.name) for pattern in patterns):
+            continue
+        for capability in (80, 90):
+            if capability == 80 and "float8" in case.name:
+                continue  # no such numbers on that processor
+            print(json.dumps(build(case, capability)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

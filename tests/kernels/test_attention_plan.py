@@ -1,0 +1,127 @@
+"""Plans of GPU attention: whatever the batch, every query reads every visible key once, and pieces are balanced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.kernels.attention_plan import BEHIND_ALL_KEYS, NO_SLOT, AttentionPlan, plan_attention
+
+BLOCK_TOKENS = 16
+
+
+def plan_of(
+    queries: list[int], contexts: list[int], tile_tokens: int = 4, num_processors: int = 4, **options: object
+) -> AttentionPlan:
+    starts = np.cumsum([0, *queries], dtype=np.int32)
+    return plan_attention(
+        starts,
+        np.array(contexts, np.int32),
+        block_tokens=BLOCK_TOKENS,
+        num_kv_heads=2,
+        tile_tokens=tile_tokens,
+        num_processors=num_processors,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def keys_of_tokens(plan: AttentionPlan, tables: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+    """For each query token the (block, offset) of every key that it reads, from the pieces alone."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for table, first, count, position, begin, end, _, _ in plan.pieces.tolist():
+        for offset in range(count):
+            last = end if position == BEHIND_ALL_KEYS else min(end, position + offset + 1)
+            keys = [(int(tables[table, key // BLOCK_TOKENS]), key % BLOCK_TOKENS) for key in range(begin, last)]
+            seen.setdefault(first + offset, []).extend(keys)
+    return seen
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
+    """Queries, contexts and block tables; neighbours may share leading blocks, nested."""
+    count = draw(st.integers(1, 6))
+    queries = [draw(st.sampled_from([1, 1, 1, 3, 9])) for _ in range(count)]
+    contexts = [query + draw(st.integers(0, 700)) for query in queries]
+    blocks = 48
+    tables = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
+    for b in range(1, count):
+        shared = draw(st.integers(0, 44))
+        shared = min(shared, (contexts[b] - queries[b]) // BLOCK_TOKENS, (contexts[b - 1] - 1) // BLOCK_TOKENS)
+        tables[b, :shared] = tables[b - 1, :shared]
+    return queries, contexts, tables
+
+
+@given(batches(), st.booleans(), st.sampled_from([0, 64, 256]))
+@settings(max_examples=150, deadline=None)
+def test_every_query_reads_every_visible_key_once(
+    batch: tuple[list[int], list[int], np.ndarray], share: bool, piece_tokens: int
+) -> None:
+    queries, contexts, tables = batch
+    plan = plan_of(queries, contexts, piece_tokens=piece_tokens, block_tables=tables if share else None)
+    seen = keys_of_tokens(plan, tables)
+    token = 0
+    for b, (query, context) in enumerate(zip(queries, contexts, strict=True)):
+        for offset in range(query):
+            visible = context - query + offset + 1
+            expected = [(int(tables[b, key // BLOCK_TOKENS]), key % BLOCK_TOKENS) for key in range(visible)]
+            assert sorted(seen[token]) == sorted(expected)
+            token += 1
+
+
+@given(batches(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_slots_and_merges_name_each_part_once(batch: tuple[list[int], list[int], np.ndarray], share: bool) -> None:
+    queries, contexts, tables = batch
+    plan = plan_of(queries, contexts, piece_tokens=64, block_tables=tables if share else None)
+    slots = [slot for slot in plan.pieces[:, 6].tolist() if slot != NO_SLOT]
+    assert sorted(slots) == list(range(plan.num_slots))
+    written = {
+        int(piece[6]) * plan.tile_tokens + offset: int(piece[1]) + offset
+        for piece in plan.pieces
+        if piece[6] != NO_SLOT
+        for offset in range(int(piece[2]))
+    }
+    merged = {}
+    for index, token in enumerate(plan.merge_tokens.tolist()):
+        for row in plan.merge_rows[plan.merge_starts[index] : plan.merge_starts[index + 1]].tolist():
+            assert row not in merged
+            merged[row] = token
+    assert merged == written
+    alone = {int(piece[1]) + offset for piece in plan.pieces if piece[6] == NO_SLOT for offset in range(int(piece[2]))}
+    assert alone.isdisjoint(merged.values())
+    assert alone | set(merged.values()) == set(range(sum(queries)))
+
+
+def test_a_long_context_among_short_ones_is_cut_so_that_no_processor_waits_for_it() -> None:
+    plan = plan_of([1] * 8, [32_000] + [500] * 7, num_processors=132)
+    lengths = plan.pieces[:, 5] - plan.pieces[:, 4]
+    assert lengths.max() <= 256
+    assert plan.keys_read == 32_000 + 7 * 500
+
+
+def test_a_shared_prefix_is_read_once_for_the_group_and_nested_ones_too() -> None:
+    tables = np.arange(16 * 200, dtype=np.int32).reshape(16, 200)
+    tables[:, :128] = tables[0, :128]  # 2,048 tokens of all
+    tables[8:, 128:160] = tables[8, 128:160]  # 512 more of the second half
+    contexts = [2_048 + 600] * 16
+    flat = plan_of([1] * 16, contexts, tile_tokens=16)
+    tree = plan_of([1] * 16, contexts, tile_tokens=16, block_tables=tables)
+    assert flat.keys_read == 16 * 2_648
+    assert tree.keys_read == 2_048 + 512 + 8 * 600 + 8 * 88
+
+
+@pytest.mark.parametrize("window", [1, 16, 100])
+def test_a_window_reads_only_the_blocks_it_touches(window: int) -> None:
+    plan = plan_of([1], [1_000], window=window)
+    begin = int(plan.pieces[:, 4].min())
+    assert begin % BLOCK_TOKENS == 0
+    assert 1_000 - window - BLOCK_TOKENS < begin <= 1_000 - window
+
+
+def test_a_fixed_split_makes_a_sequence_independent_of_its_batch() -> None:
+    alone = plan_of([1], [5_000], piece_tokens=1_024)
+    batched = plan_of([1] * 30, [5_000] * 30, piece_tokens=1_024)
+    own = batched.pieces[batched.pieces[:, 0] == 0]
+    assert sorted(map(tuple, own[:, 4:6].tolist())) == sorted(map(tuple, alone.pieces[:, 4:6].tolist()))

@@ -1,0 +1,60 @@
+"""Every Triton kernel compiles to machine code for A100 and H200 without a GPU, and stays inside stated limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SCRIPT = Path(__file__).with_name("compile_for_gpu.py")
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have, CUDA programming guide
+REGISTERS = 64 * 1024  # of a multiprocessor
+SPILL_BYTES = 64  # a thread; more would show in the streaming loop
+
+
+def compiled(*patterns: str) -> list[dict[str, int | str | bool]]:
+    environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, SCRIPT, *patterns], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def check_limits(builds: list[dict[str, int | str | bool]]) -> None:
+    for build in builds:
+        name, threads = str(build["case"]), int(build["threads"])
+        assert int(build["stack_bytes"]) + int(build["local_bytes"]) <= SPILL_BYTES, build
+        programs = 2 if name.startswith("attend") and "-16-" in name else 1
+        assert int(build["shared_bytes"]) * programs <= SHARED_BYTES[int(build["sm"])], build
+        assert int(build["registers"]) * threads * programs <= REGISTERS, build
+
+
+def test_the_kernels_of_an_8b_decode_step_compile_within_limits() -> None:
+    builds = compiled(
+        "^attend-llama8b-16-bfloat16-bfloat16$", "^merge-128$", "^rope-write-bfloat16$", "^norm-4096-add$"
+    )
+    assert {build["sm"] for build in builds} == {80, 90}
+    assert len(builds) == 8
+    check_limits(builds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_kernel_in_every_configuration_compiles_within_limits() -> None:
+    builds = compiled()
+    assert len({build["case"] for build in builds}) >= 35
+    check_limits(builds)
+    wide_tiles = [
+        b
+        for b in builds
+        if b["sm"] == 90 and str(b["case"]).startswith("attend") and "-128-bfloat16-bfloat16" in str(b["case"])
+    ]
+    assert wide_tiles and all(build["wgmma"] for build in wide_tiles), "prefill must use Hopper's warpgroup products"

@@ -1,0 +1,265 @@
+"""Triton kernels against the definition in ``reference``: compiled on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from mooncake.kernels import reference
+from mooncake.kernels.gpu import INTERPRETED, GpuKernels, Int8Linear, copy_pages
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="triton was imported without a GPU and without its interpreter",
+)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> GpuKernels:
+    return GpuKernels(DEVICE)
+
+
+class Batch:
+    """A ragged batch over a cache whose unwritten places hold NaN: whoever reads them is found out."""
+
+    def __init__(
+        self,
+        queries: list[int],
+        contexts: list[int],
+        dtype: torch.dtype = torch.float32,
+        num_heads: int = 6,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
+        block_tokens: int = 16,
+        seed: int = 0,
+        shared_blocks: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        per_sequence = -(-max(contexts) // block_tokens)
+        num_blocks = len(contexts) * per_sequence + 1
+        order = torch.randperm(num_blocks - 1, generator=generator) + 1
+        tables = order[: len(contexts) * per_sequence].view(len(contexts), per_sequence)
+        if shared_blocks:
+            tables = tables.clone()
+            tables[:, :shared_blocks] = tables[0, :shared_blocks]
+        cache = torch.full((num_blocks, 3, 2, num_kv_heads, block_tokens, head_dim), float("nan"))
+        for table, context in zip(tables, contexts, strict=True):
+            for at in range(context):
+                entry = cache[table[at // block_tokens], :, :, :, at % block_tokens]
+                entry.copy_(torch.randn(entry.shape, generator=generator))
+        self.cache = cache.to(dtype).to(DEVICE)
+        self.layer = self.cache[:, 1]
+        self.query = torch.randn(sum(queries), num_heads, head_dim, generator=generator).to(dtype).to(DEVICE)
+        self.tables = tables.int().contiguous().to(DEVICE)
+        self.starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32, device=DEVICE)
+        self.contexts = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+        self.scale = head_dim**-0.5
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        return self.query, self.layer, self.tables, self.starts, self.contexts, self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("queries", "contexts"),
+    [([1], [1]), ([1, 1, 1], [5, 300, 64]), ([7], [7]), ([40, 1, 3], [90, 33, 3]), ([33], [64])],
+)
+def test_attention_equals_the_reference(
+    kernels: GpuKernels, queries: list[int], contexts: list[int], dtype: torch.dtype
+) -> None:
+    batch = Batch(queries, contexts, dtype)
+    expected = reference.paged_attention(*batch.arguments)
+    torch.testing.assert_close(
+        kernels.paged_attention(*batch.arguments), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(3, 3, 24), (9, 3, 64), (8, 1, 32)])
+def test_any_page_size_and_head_shape(
+    kernels: GpuKernels, num_heads: int, num_kv_heads: int, head_dim: int, block_tokens: int
+) -> None:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
+    batch = Batch([1, 5], [70, 29], **shape)
+    expected = reference.paged_attention(*batch.arguments)
+    torch.testing.assert_close(kernels.paged_attention(*batch.arguments), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 10, 64])
+def test_a_sliding_window(kernels: GpuKernels, window: int) -> None:
+    batch = Batch([1, 20], [150, 47])
+    expected = reference.paged_attention(*batch.arguments, window)
+    torch.testing.assert_close(kernels.paged_attention(*batch.arguments, window), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_split_contexts_merge_to_the_same(kernels: GpuKernels) -> None:
+    batch = Batch([1, 1, 6], [400, 33, 260])
+    plan = kernels.plan(
+        batch.starts.cpu().numpy(),
+        batch.contexts.cpu().numpy(),
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        block_tokens=16,
+        piece_tokens=48,
+    )
+    expected = reference.paged_attention(*batch.arguments)
+    actual = kernels.paged_attention(*batch.arguments, plan=plan)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_cascade_over_a_shared_prefix_equals_the_flat_pass(kernels: GpuKernels) -> None:
+    batch = Batch([1] * 5, [560, 530, 545, 516, 529], shared_blocks=32)
+    options = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "block_tokens": 16}
+    host = (batch.starts.cpu().numpy(), batch.contexts.cpu().numpy())
+    plan = kernels.plan(*host, block_tables=batch.tables.cpu().numpy(), **options)
+    keys_read = int((plan.pieces[: int(plan.num_pieces), 5] - plan.pieces[: int(plan.num_pieces), 4]).sum())
+    assert keys_read == 512 + (560 + 530 + 545 + 516 + 529) - 5 * 512
+    expected = reference.paged_attention(*batch.arguments)
+    torch.testing.assert_close(kernels.paged_attention(*batch.arguments, plan=plan), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_where_pages_lie_changes_no_bit(kernels: GpuKernels) -> None:
+    batch = Batch([1, 4], [120, 64], torch.bfloat16)
+    before = kernels.paged_attention(*batch.arguments)
+    order = torch.randperm(batch.cache.shape[0], generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    moved = torch.empty_like(batch.cache)
+    moved[order] = batch.cache
+    batch.layer, batch.tables = moved[:, 1], order[batch.tables.long()].int()
+    assert torch.equal(before, kernels.paged_attention(*batch.arguments))
+
+
+def test_a_plan_in_old_buffers_replaces_the_plan_before(kernels: GpuKernels) -> None:
+    long, short = Batch([1, 1], [400, 380]), Batch([1, 1], [20, 31], seed=1)
+    options = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, "piece_tokens": 64}
+    buffers = kernels.plan(long.starts.cpu().numpy(), long.contexts.cpu().numpy(), **options)
+    again = kernels.plan(short.starts.cpu().numpy(), short.contexts.cpu().numpy(), buffers=buffers, **options)
+    assert again is buffers
+    expected = reference.paged_attention(*short.arguments)
+    torch.testing.assert_close(kernels.paged_attention(*short.arguments, plan=again), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_coded_pages_are_written_and_read_with_their_scales(kernels: GpuKernels, codes: torch.dtype) -> None:
+    if INTERPRETED and codes is torch.float8_e4m3fn:
+        pytest.skip("the interpreter has no float8")
+    tokens, num_heads, num_kv_heads, head_dim, block_tokens = 40, 4, 2, 32, 16
+    generator = torch.Generator().manual_seed(3)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn(tokens, width, generator=generator).to(DEVICE)
+    cos = torch.ones(64, head_dim // 2, device=DEVICE)
+    sin = torch.zeros(64, head_dim // 2, device=DEVICE)
+    cache = torch.zeros((4, 2, num_kv_heads, block_tokens, head_dim), dtype=codes, device=DEVICE)
+    scales = torch.zeros((4, 2, num_kv_heads, block_tokens), device=DEVICE)
+    slots = torch.arange(16, 16 + tokens, device=DEVICE)
+    positions = torch.arange(tokens, device=DEVICE)
+    query = kernels.rope_write_kv(qkv.clone(), cos, sin, positions, cache, slots, scales=scales)
+    heads = qkv.view(tokens, -1, head_dim)
+    written = cache.float() * scales[..., None]
+    keys = written[1:, 0].permute(0, 2, 1, 3).flatten(0, 1)[:tokens]
+    step = (
+        heads[:, num_heads : num_heads + num_kv_heads].abs().amax(-1, keepdim=True)
+        / (127 if codes is torch.int8 else 8)
+    ).cpu()
+    assert ((keys - heads[:, num_heads : num_heads + num_kv_heads]).abs().cpu() <= step * 0.5 + 1e-6).all()
+    tables = torch.tensor([[1, 2, 3]], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    contexts = torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
+    arguments = (tables, starts, contexts, head_dim**-0.5)
+    expected = reference.paged_attention(query, written, *arguments)
+    actual = kernels.paged_attention(query, cache, *arguments, scales=scales)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_and_the_cache_write(kernels: GpuKernels, dtype: torch.dtype, normed: bool) -> None:
+    tokens, num_heads, num_kv_heads, head_dim, block_tokens = 9, 3, 1, 16, 8
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype).to(DEVICE)
+    angles = torch.rand(50, head_dim // 2, generator=generator).to(DEVICE) * 6
+    norms = [torch.rand(head_dim, generator=generator).to(dtype).to(DEVICE) if normed else None for _ in range(2)]
+    positions = torch.randperm(50, generator=generator)[:tokens].to(DEVICE)
+    slots = torch.randperm(32, generator=generator)[:tokens].to(DEVICE)
+    caches = [torch.zeros((4, 2, num_kv_heads, block_tokens, head_dim), dtype=dtype, device=DEVICE) for _ in range(2)]
+    rest = (angles.cos(), angles.sin(), positions)
+    expected = reference.rope_write_kv(qkv.clone(), *rest, caches[0], slots, *norms, 1e-5)
+    actual = kernels.rope_write_kv(qkv.clone(), *rest, caches[1], slots, *norms, 1e-5)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(caches[1], caches[0], atol=tolerance, rtol=tolerance)
+
+
+def test_a_token_without_a_slot_leaves_the_cache_alone(kernels: GpuKernels) -> None:
+    cache = torch.zeros((2, 2, 1, 8, 16), device=DEVICE)
+    qkv = torch.randn(2, 3 * 16, device=DEVICE)
+    table = torch.zeros(4, 8, device=DEVICE)
+    slots = torch.tensor([-1, 9], device=DEVICE)
+    kernels.rope_write_kv(qkv, table, table, torch.zeros(2, dtype=torch.int64, device=DEVICE), cache, slots)
+    touched = cache.abs().sum((1, 2, 4)).nonzero().tolist()
+    assert touched in ([], [[1, 1]])
+    assert cache[1, 1, 0, 1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_silu(kernels: GpuKernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, update = (torch.randn(5, 72, generator=generator).to(dtype).to(DEVICE) for _ in range(2))
+    weight = torch.rand(72, generator=generator).to(dtype).to(DEVICE)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        kernels.rms_norm(hidden, weight, 1e-5), reference.rms_norm(hidden, weight, 1e-5), atol=tolerance, rtol=tolerance
+    )
+    ours, theirs = hidden.clone(), hidden.clone()
+    actual = kernels.add_rms_norm(ours, update, weight, 1e-5)
+    expected = reference.add_rms_norm(theirs, update, weight, 1e-5)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    gate_up = torch.randn(5, 2 * 72, generator=generator).to(dtype).to(DEVICE)
+    torch.testing.assert_close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 130])
+def test_int8_products_are_exact_in_the_codes(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(tokens, 160, generator=generator).to(DEVICE)
+    weight, bias = torch.randn(70, 160, generator=generator).to(DEVICE), torch.randn(70, generator=generator).to(DEVICE)
+    layer = Int8Linear(weight, bias)
+    step = hidden.abs().amax(1, keepdim=True) / 127
+    ratio = hidden / step
+    codes = torch.where(ratio < 0, (ratio - 0.5).ceil(), (ratio + 0.5).floor())
+    expected = (codes.double() @ layer.codes.double().T) * step.double() * layer.scales.double() + bias.double()
+    torch.testing.assert_close(layer(hidden).double(), expected, atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(layer(hidden), hidden @ weight.T + bias, atol=0.6, rtol=0.1)
+
+
+def test_pages_are_copied_whole_and_nothing_else() -> None:
+    source = torch.arange(6 * 2 * 3 * 700, dtype=torch.float32).view(6, 2, 3, 700).to(DEVICE)
+    target = torch.zeros((4, 2, 3, 700), device=DEVICE)
+    copy_pages(source, target, torch.tensor([5, 0], device=DEVICE), torch.tensor([1, 3], device=DEVICE))
+    assert torch.equal(target[1], source[5]) and torch.equal(target[3], source[0])
+    assert not target[0].any() and not target[2].any()
+
+
+def test_one_layer_of_a_block_is_a_page_as_well() -> None:
+    blocks = torch.arange(4 * 3 * 64, dtype=torch.float32).view(4, 3, 64).to(DEVICE)
+    target = torch.zeros_like(blocks)
+    pages = torch.tensor([2], device=DEVICE)
+    copy_pages(blocks[:, 1], target[:, 1], pages, pages)
+    assert torch.equal(target[2, 1], blocks[2, 1])
+    assert int((target != 0).sum()) == 64
+
+
+def test_pages_of_different_sizes_are_refused() -> None:
+    pages = torch.tensor([0], device=DEVICE)
+    with pytest.raises(ValueError, match="same size"):
+        copy_pages(torch.zeros(2, 8, device=DEVICE), torch.zeros(2, 10, device=DEVICE), pages, pages)
+    with pytest.raises(ValueError, match="8-byte words"):
+        copy_pages(torch.zeros(2, 3, device=DEVICE), torch.zeros(2, 3, device=DEVICE), pages, pages)
