@@ -14,7 +14,7 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingPa
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One sequence to generate. ``deadline`` is on the monotonic clock of this process (seconds).
+    """One prompt and its ``sampling.num_answers`` answers. ``deadline`` is on this process's monotonic clock (seconds).
 
     ``session`` is an affinity hint (any stable text, "" for none), never an identity.
     """
@@ -40,20 +40,26 @@ class RequestSummary:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one request. The last delta carries the finish reason and the summary, and may carry no token."""
+    """New tokens of one answer, number ``choice``. Its last delta carries the finish reason and the summary, and may
+    carry no token."""
 
     tokens: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     summary: RequestSummary | None = None
+    choice: int = 0
 
 
 class Generator(Protocol):
     """The seam between ingress and the core. Tests of ingress use a fake of a few lines."""
 
     def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
-        """Stream deltas until one has a finish reason. Closing the generator cancels the request everywhere.
+        """Stream deltas until every answer has a finish reason. Closing the generator cancels the request everywhere.
 
         Raises MooncakeError: InvalidRequest, Overloaded (before anything was spent), NodeUnavailable or HandoffFailed
         (after the retries), DeadlineExceeded.
         """
+        ...
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """Nobody needs more of one of several answers; no delta of it follows. Idempotent."""
         ...

@@ -6,8 +6,9 @@ What messages mean is decided by ``merge``; this knows nothing of other attempts
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -32,6 +33,9 @@ from mooncake.rpc.prefill_pb2_grpc import PrefillStub
 from mooncake.rpc.server import Channels
 from mooncake.types import Role, TokenIds
 
+log = logging.getLogger(__name__)
+
+END_CHOICE_TIMEOUT_S = 5.0
 INBOX_LIMIT = 256  # messages held for a client that reads slowly; beyond, gRPC's flow control holds the nodes back
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
 
@@ -183,6 +187,9 @@ class Attempt:
         self._report_timer: asyncio.TimerHandle | None = None
         prefill = PrefillStub(channels.get(placement.prefill.control_address)).Run(requests.prefill, timeout=left_s)
         self._calls: list[_PrefillCall | _DecodeCall] = [prefill]
+        self._channels = channels
+        self._handoff_id = requests.prefill.handoff_id
+        self._ending: dict[int, asyncio.Task[None]] = {}  # by choice
         self._tasks = [asyncio.create_task(self._listen(Role.PREFILL, prefill))]
         if placement.decode is not None and requests.decode is not None:
             self._nodes[Role.DECODE] = placement.decode
@@ -211,6 +218,24 @@ class Attempt:
             if info.incarnation == lost.incarnation:
                 self._inbox.post(role, _Ended(error, is_lost=True))
 
+    def end_choice(self, choice: int) -> None:
+        """Nobody needs more of it: tell the decode node, once at a time."""
+        self.merger.end_choice(choice)
+        decode = self.placement.decode
+        if decode is None or choice in self._ending or self._closed:
+            return
+        request = decode_pb2.EndChoiceRequest(handoff_id=self._handoff_id, choice=choice)
+        call = DecodeStub(self._channels.get(decode.control_address)).EndChoice(request, timeout=END_CHOICE_TIMEOUT_S)
+        self._ending[choice] = asyncio.ensure_future(self._tell_end(choice, call))
+
+    async def _tell_end(self, choice: int, call: Awaitable[decode_pb2.EndChoiceResponse]) -> None:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:  # its tokens are dropped here, and it ends by itself
+            log.debug("ending choice %d: %s", choice, error.details())
+        finally:
+            del self._ending[choice]
+
     def close(self) -> None:
         """Stop both nodes' work on this at once (cancelling frees their blocks), and end the hand-off's states."""
         if self._closed:
@@ -221,7 +246,7 @@ class Attempt:
                 timer.cancel()
         for call in self._calls:
             call.cancel()
-        for task in self._tasks:
+        for task in (*self._tasks, *self._ending.values()):
             task.cancel()
         handoff = self.merger.handoff
         if handoff is not None and not handoff.has_ended:
@@ -236,6 +261,8 @@ class Attempt:
                 case prefill_pb2.PrefillResponse():
                     return self.merger.prefill_said(said)
                 case decode_pb2.DecodeResponse():
+                    if self.merger.is_unwanted(said.choice):
+                        self.end_choice(said.choice)  # it had not begun when it was told
                     return self.merger.decode_said(said)
                 case _ReportIsLate():
                     return self.merger.report_is_late()

@@ -7,6 +7,7 @@ that the client has seen, which sampling keyed by position makes exact.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -33,6 +34,8 @@ from mooncake.types import FinishReason, PrefillReport, TokenIds
 
 log = logging.getLogger(__name__)
 
+MAX_QUEUED_DELTAS = 64  # of answers that go on by themselves, for a client that reads slowly
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -50,7 +53,10 @@ class _Journey:
     request: InferenceRequest
     started_at: float
     lifecycle: Lifecycle[RequestState]
-    emitted: list[int] = field(default_factory=list)  # token ids that the client has
+    emitted: list[list[int]] = field(default_factory=list)  # by answer: token ids that the client has
+    ended: set[int] = field(default_factory=set)  # answers that are complete, or that nobody wants any more
+    attempt: Attempt | None = None  # the one under way
+    parts: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # answers that go on by themselves
     summary: RequestSummary = field(default_factory=RequestSummary)
     has_report: bool = False
     error: MooncakeError | None = None  # of the last attempt
@@ -59,10 +65,20 @@ class _Journey:
     avoid: frozenset[int] = frozenset()  # incarnations of failed attempts: only when there is no other
 
     @property
+    def num_emitted(self) -> int:
+        """Tokens of the longest answer."""
+        return max(map(len, self.emitted))
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.ended) == len(self.emitted)
+
+    @property
     def tokens(self) -> TokenIds:
-        if not self.emitted:
+        """To go on from; several answers only begin together."""
+        if not self.num_emitted:
             return self.request.tokens
-        return np.concatenate([self.request.tokens, np.array(self.emitted, dtype=np.uint32)])
+        return np.concatenate([self.request.tokens, np.array(self.emitted[0], dtype=np.uint32)])
 
 
 class Dispatcher:
@@ -86,33 +102,120 @@ class Dispatcher:
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by incarnation of node
+        self._journeys: dict[str, _Journey] = {}  # by request id
         self.stats = DispatchStats()
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
         journey = self._admit(request)
+        self._journeys[request.request_id] = journey
         try:
-            while True:
-                attempt = self._start(journey)
-                try:
-                    while True:
-                        delta = self._note(journey, attempt, await attempt.next())
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
-                except AttemptFailed as failure:
-                    self._prepare_retry(journey, attempt, failure)
-                finally:
-                    self._end_attempt(attempt)
-                if reason := self._ended_by(journey):
-                    journey.lifecycle.move(RequestState.FINISHED)
-                    yield Delta((), reason, journey.summary)
-                    return
+            async with contextlib.aclosing(self._deltas(journey)) as deltas:
+                async for delta in deltas:
+                    yield delta
         except Exception as error:
             self._end_failed(journey, error)
             raise
         finally:
+            if self._journeys.get(request.request_id) is journey:
+                del self._journeys[request.request_id]
             self._end(journey)
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """See ``conductor.api.Generator``."""
+        journey = self._journeys.get(request_id)
+        if journey is None or choice in journey.ended:
+            return
+        journey.ended.add(choice)
+        if choice in journey.parts:
+            journey.parts[choice].cancel()
+        elif journey.attempt is not None:
+            journey.attempt.end_choice(choice)
+
+    async def _deltas(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
+        """Try until every answer is complete."""
+        while True:
+            attempt = journey.attempt = self._start(journey)
+            try:
+                while True:
+                    delta = self._note(journey, attempt, await attempt.next())
+                    yield delta
+                    if journey.is_whole:
+                        return
+            except AttemptFailed as failure:
+                self._prepare_retry(journey, attempt, failure)
+            finally:
+                journey.attempt = None
+                self._end_attempt(attempt)
+            if len(journey.emitted) > 1 and journey.num_emitted:
+                async with contextlib.aclosing(self._each_alone(journey)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            if reason := self._ended_by(journey):
+                journey.lifecycle.move(RequestState.FINISHED)
+                yield Delta((), reason, journey.summary)
+                return
+
+    async def _each_alone(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
+        """The answers of a failed attempt have become different prompts: each goes on by itself."""
+        deltas: asyncio.Queue[Delta] = asyncio.Queue(MAX_QUEUED_DELTAS)
+
+        async def go_on(choice: int) -> None:
+            part = self._part(journey, choice)
+            if reason := self._ended_by(part):
+                await deltas.put(Delta((), reason, part.summary, choice))
+                return
+            async with contextlib.aclosing(self._deltas(part)) as own:
+                async for delta in own:
+                    await deltas.put(replace(delta, choice=choice))
+
+        wanted = [choice for choice in range(len(journey.emitted)) if choice not in journey.ended]
+        journey.parts = {choice: asyncio.create_task(go_on(choice)) for choice in wanted}
+        tasks = set(journey.parts.values())
+        try:
+            while not journey.is_whole:
+                getting = asyncio.ensure_future(deltas.get())
+                await asyncio.wait({getting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in tasks if task.done()]:
+                    tasks.discard(task)
+                    if not task.cancelled():  # nobody wanted it any more
+                        task.result()
+                if not getting.done():
+                    getting.cancel()
+                    continue
+                delta = getting.result()
+                if delta.choice in journey.ended:
+                    continue
+                journey.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
+                if delta.finish_reason is not None:
+                    journey.ended.add(delta.choice)
+                yield delta
+            journey.lifecycle.move(RequestState.FINISHED)
+        finally:
+            for task in journey.parts.values():
+                task.cancel()
+            await asyncio.gather(*journey.parts.values(), return_exceptions=True)
+
+    def _part(self, journey: _Journey, choice: int) -> _Journey:
+        """One answer of several as a request of its own. Its prompt was counted and reported already."""
+        request = replace(
+            journey.request,
+            request_id=f"{journey.request.request_id}#{choice}",
+            sampling=journey.request.sampling.for_answer(choice),
+        )
+        return _Journey(
+            request,
+            journey.started_at,
+            request_lifecycle(request.request_id),
+            emitted=[list(journey.emitted[choice])],
+            summary=journey.summary,
+            has_report=True,
+            error=journey.error,
+            retries=journey.retries,
+            dead=journey.dead,
+            avoid=journey.avoid,
+        )
 
     def node_gone(self, info: NodeInfo, why: str) -> None:
         """A node is out of the cluster: whatever runs there fails now and is tried elsewhere."""
@@ -140,13 +243,14 @@ class Dispatcher:
             self.stats.failures[DeadlineExceeded.code] += 1
             raise DeadlineExceeded("the request's time was over when it arrived")
         self.stats.running += 1
-        return _Journey(request, now, request_lifecycle(request.request_id))
+        answers: list[list[int]] = [[] for _ in range(request.sampling.num_answers)]
+        return _Journey(request, now, request_lifecycle(request.request_id), answers)
 
     def _start(self, journey: _Journey) -> Attempt:
         """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
         request, now = journey.request, self._clock()
         tokens = journey.tokens
-        left = request.sampling.max_tokens - len(journey.emitted)
+        left = request.sampling.max_tokens - journey.num_emitted
         seed = chain_seed(self._model.kv_fingerprint, request.salt)
         keys = extend_chain(seed, tokens, self._model.shape.block_tokens)
         view = self._fleet.view(now)
@@ -154,7 +258,7 @@ class Dispatcher:
             num_tokens=len(tokens),
             runs=self._fleet.index.runs(index_keys(keys)),
             expected_tokens=self.stats.expected_output_tokens(left),
-            needs_decode=left > 1,
+            needs_decode=left > 1 or request.sampling.beam_search is not None,
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
             budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
         )
@@ -168,9 +272,11 @@ class Dispatcher:
             ticket=ticket,
             requests=wire_requests(request, tokens, placement, epoch),
             merger=Merger(
-                expected_index=len(journey.emitted),
+                expected_index=journey.num_emitted,
                 handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
                 stop_ids=self._stop_ids(request),
+                num_choices=len(journey.emitted),
+                tells_first=request.sampling.beam_search is None,
             ),
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,
@@ -178,6 +284,8 @@ class Dispatcher:
             on_lost=self._lost,
         )
         self._fleet.book(ticket, now)
+        for choice in journey.ended:
+            attempt.end_choice(choice)
         for info in attempt.nodes:
             self._attempts.setdefault(info.incarnation, set()).add(attempt)
         journey.summary = replace(
@@ -206,14 +314,16 @@ class Dispatcher:
         now = self._clock()
         if delta.tokens:
             self._fleet.prefill_done(attempt.ticket, now)
-            if not journey.emitted and attempt.placement.is_known and not journey.retries:
+            if not journey.num_emitted and attempt.placement.is_known and not journey.retries:
                 self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
             if journey.lifecycle.state is RequestState.PLACED:
                 journey.lifecycle.move(RequestState.STREAMING)
-            journey.emitted.extend(token.token_id for token in delta.tokens)
+            journey.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
             self.stats.output_tokens += len(delta.tokens)
         if delta.finish_reason is not None:
-            journey.lifecycle.move(RequestState.FINISHED)
+            journey.ended.add(delta.choice)
+            if journey.is_whole:
+                journey.lifecycle.move(RequestState.FINISHED)
         report = attempt.merger.report
         is_news = report is not None and not journey.has_report
         if is_news and report is not None:
@@ -236,7 +346,7 @@ class Dispatcher:
 
     def _ended_by(self, journey: _Journey) -> FinishReason | None:
         """Whether the tokens of failed attempts are the whole answer: only the word that it ended was lost."""
-        sampling, emitted = journey.request.sampling, journey.emitted
+        sampling, emitted = journey.request.sampling, journey.emitted[0]
         if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in self._stop_ids(journey.request):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None
@@ -258,7 +368,7 @@ class Dispatcher:
             raise failure.error from None
         journey.retries += 1
         self.stats.retries += 1
-        log.warning("%s is tried elsewhere after %d tokens: %s", request_id, len(journey.emitted), failure.error)
+        log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
 
     def _end_attempt(self, attempt: Attempt) -> None:
         attempt.close()
@@ -283,7 +393,7 @@ class Dispatcher:
             self.stats.cancelled += 1
         if journey.lifecycle.state in (RequestState.FINISHED, RequestState.CANCELLED):
             self.stats.recent_durations_s.append(self._clock() - journey.started_at)
-            self.stats.recent_output_tokens.append(max(len(journey.emitted), 1))
+            self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
         if journey.lifecycle.state is RequestState.FINISHED:
             self.stats.finished += 1
 

@@ -14,87 +14,119 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 
 class Merger:
-    """Two streams in, one without gap or repeat out. Pure.
+    """Two streams in, one without gap or repeat for each answer out. Pure.
 
-    ``handoff`` is None when the first token is the whole answer; then ``stop_ids`` tell why it ended.
+    ``handoff`` is None when the first tokens are the whole answers; then ``stop_ids`` tell why they ended. Without
+    ``tells_first`` the prefill node's tokens are only between the nodes (beams are chosen at the end).
     """
 
-    def __init__(self, expected_index: int, handoff: Lifecycle[HandoffState] | None, stop_ids: frozenset[int]) -> None:
-        self._expected = expected_index
+    def __init__(
+        self,
+        expected_index: int,
+        handoff: Lifecycle[HandoffState] | None,
+        stop_ids: frozenset[int],
+        num_choices: int = 1,
+        tells_first: bool = True,
+    ) -> None:
+        self._expected = [expected_index] * num_choices
         self._stop_ids = stop_ids
-        self._finish: FinishReason | None = None
+        self._tells_first = tells_first
+        self._open = set(range(num_choices))
+        self._unwanted: set[int] = set()
+        self._withheld: Delta | None = None  # the last word, while the report is awaited
         self._prefill_is_over = False
         self.handoff = handoff
         self.report: PrefillReport | None = None
 
     @property
     def waits_for_report(self) -> bool:
-        return self._finish is not None and self.report is None
+        return self._withheld is not None
 
     @property
     def waits_for_commit(self) -> bool:
         return self.handoff is not None and self.handoff.state is HandoffState.STREAMING
+
+    def end_choice(self, choice: int) -> None:
+        """Nobody wants to hear of it any more."""
+        self._open.discard(choice)
+        self._unwanted.add(choice)
+
+    def is_unwanted(self, choice: int) -> bool:
+        return choice in self._unwanted
 
     def prefill_said(self, message: prefill_pb2.PrefillResponse) -> Delta | None:
         """Raises InternalError when an index is missing."""
         if message.HasField("report"):
             self.report = report_from_wire(message.report)
             self._committed()
-            return self._last(()) if self._finish is not None else None
+            return self._say_withheld()
         if not message.HasField("first_token"):
             return None
         if self.handoff is not None and self.handoff.state is HandoffState.RESERVED:
             self.handoff.move(HandoffState.STREAMING)
-        new = self._new([sampled_from_wire(message.first_token)])
+        if not self._tells_first:
+            return None
+        new = self._new(message.choice, [sampled_from_wire(message.first_token)])
         if self.handoff is None and new:
-            self._finish = FinishReason.STOP if new[0].token_id in self._stop_ids else FinishReason.LENGTH
-            if self.report is not None:
-                return self._last(new)
-        return Delta(new) if new else None
+            reason = FinishReason.STOP if new[0].token_id in self._stop_ids else FinishReason.LENGTH
+            return self._end(message.choice, reason, new)
+        return Delta(new, choice=message.choice) if new else None
 
     def decode_said(self, message: decode_pb2.DecodeResponse) -> Delta | None:
         """Raises InternalError when an index is missing or a finish reason is unknown."""
         self._committed()
-        new = self._new([sampled_from_wire(token) for token in message.tokens])
-        if message.finish_reason:
-            self._finish = _finish_reason(message.finish_reason)
-            if self.report is not None or self._prefill_is_over:
-                return self._last(new)
-        return Delta(new) if new else None
+        new = self._new(message.choice, [sampled_from_wire(token) for token in message.tokens])
+        if message.finish_reason and not self.is_unwanted(message.choice):
+            return self._end(message.choice, _finish_reason(message.finish_reason), new)
+        return Delta(new, choice=message.choice) if new else None
 
     def prefill_ended(self, error: MooncakeError | None) -> Delta | None:
-        """The prefill node says no more. That only matters while the answer still depends on it."""
+        """The prefill node says no more. That only matters while the answers still depend on it."""
         self._prefill_is_over = True
-        if self._finish is not None:
-            return self._last(()) if self.report is None else None
+        if not self._open:
+            return self._say_withheld()
         if self.handoff is not None and self.handoff.state is HandoffState.COMMITTED:
             return None
         raise error or HandoffFailed("the prefill node ended its call without a report")
 
     def decode_ended(self, error: MooncakeError | None) -> None:
-        if self._finish is None:
+        if self._open:
             raise error or HandoffFailed("the decode node ended its call without a finish reason")
 
     def report_is_late(self) -> Delta | None:
-        return self._last(()) if self.waits_for_report else None
+        return self._say_withheld()
 
     def _committed(self) -> None:
         if self.handoff is not None and not self.handoff.has_ended:
             self.handoff.move(HandoffState.COMMITTED)
 
-    def _last(self, tokens: tuple[SampledToken, ...]) -> Delta:
-        return Delta(tokens, self._finish)
+    def _end(self, choice: int, reason: FinishReason, new: tuple[SampledToken, ...]) -> Delta | None:
+        """The last word of all waits for the prefill node's report."""
+        self._open.discard(choice)
+        if self._open or self.report is not None or self._prefill_is_over:
+            return Delta(new, reason, choice=choice)
+        self._withheld = Delta((), reason, choice=choice)
+        return Delta(new, choice=choice) if new else None
 
-    def _new(self, tokens: list[SampledToken]) -> tuple[SampledToken, ...]:
+    def _say_withheld(self) -> Delta | None:
+        delta, self._withheld = self._withheld, None
+        return delta
+
+    def _new(self, choice: int, tokens: list[SampledToken]) -> tuple[SampledToken, ...]:
         """Those not seen yet. Both nodes may tell the first token."""
+        if choice >= len(self._expected):
+            raise InternalError(f"there is no answer {choice}")
+        if self.is_unwanted(choice):
+            return ()
         new = []
         for token in tokens:
-            if token.index < self._expected:
+            expected = self._expected[choice]
+            if token.index < expected:
                 continue
-            if token.index > self._expected:
-                raise InternalError(f"token {self._expected} is missing: got {token.index}")
+            if token.index > expected:
+                raise InternalError(f"token {expected} is missing: got {token.index}")
             new.append(token)
-            self._expected += 1
+            self._expected[choice] += 1
         return tuple(new)
 
 

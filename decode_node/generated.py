@@ -7,7 +7,7 @@ written, whatever becomes of its sequence.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_node.writeback import FilledBlock, WriteBack
 from mooncake.engine.engine import StepPlan
@@ -18,8 +18,11 @@ from mooncake.types import BlockKey
 
 @dataclass(slots=True)
 class Watched:
+    """A request. Blocks before ``first_block`` are its prompt's."""
+
     pool_address: str
-    next_block: int  # blocks before it are the prompt's, or offered already
+    first_block: int
+    next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence (of several answers): blocks before are offered
 
 
 class GeneratedBlocks:
@@ -54,13 +57,15 @@ class GeneratedBlocks:
 
     def end_step(self, plan: StepPlan) -> None:
         for entry in plan.entries:
-            watched = self._watched.get(entry.sequence.request_id)
+            sequence = entry.sequence
+            watched = self._watched.get(sequence.root_id)
             if watched is None:
                 continue
-            filled = (entry.first + entry.num_tokens) // self._block_tokens
-            for index in range(watched.next_block, filled):
-                self._offer(entry.sequence, index, watched.pool_address)
-            watched.next_block = max(watched.next_block, filled)
+            filled = sequence.num_computed // self._block_tokens
+            first = watched.next_blocks.get(sequence.request_id, watched.first_block)
+            for index in range(first, filled):
+                self._offer(sequence, index, watched.pool_address)
+            watched.next_blocks[sequence.request_id] = max(first, filled)
 
     def _offer(self, sequence: Sequence, index: int, pool_address: str) -> None:
         block_id = sequence.block_table[index]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from collections.abc import Sequence as Rows
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +104,8 @@ class Receiver:
         asyncio.get_running_loop().call_later(self._timeout_s, self._expire, handoff)
         return handoff
 
-    async def commit(self, handoff_id: str, epoch: int, first_token: SampledToken, checksums: bytes) -> None:
-        """All ranges are written: verify them and let the sequence run.
+    async def commit(self, handoff_id: str, epoch: int, first_tokens: Rows[SampledToken], checksums: bytes) -> None:
+        """All ranges are written: verify them and let the sequence run, one answer for each of ``first_tokens``.
 
         Raises HandoffFailed, StaleEpoch, or ChecksumMismatch (the hand-off has failed then).
         """
@@ -128,7 +129,7 @@ class Receiver:
         del self._handoffs[handoff_id]
 
         def start(engine: Engine) -> None:
-            engine.start_reserved(handoff.request_id, first_token)
+            engine.start_reserved(handoff.request_id, first_tokens)
 
         self._thread.listen(handoff.request_id, on_output)
         await asyncio.wrap_future(self._thread.call(start))

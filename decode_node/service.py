@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from decode_node.generated import GeneratedBlocks
@@ -59,27 +59,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         await self._receiver.announce(handoff, sequence, on_output)
         self._generated.watch(sequence, [pool.control_address for pool in request.pools])
+        num_open = sequence.sampling.num_answers
+        started_s = 0.0
         try:
-            output = await self._next_output(outputs, deadline)
-            started_s = time.monotonic()
-            while True:
-                if isinstance(output, MooncakeError):
-                    raise output
-                response = pb.DecodeResponse(tokens=[sampled_to_wire(output.token)])
-                while output.finish_reason is None and not outputs.empty():
-                    following = outputs.get_nowait()
-                    if isinstance(following, MooncakeError):
-                        raise following
-                    output = following
-                    response.tokens.append(sampled_to_wire(output.token))
-                if output.finish_reason is not None:
-                    response.finish_reason = output.finish_reason
-                    response.decode_ms = (time.monotonic() - started_s) * 1e3
-                    response.preemptions = sequence.num_preemptions
+            while num_open:
+                first = await self._next_output(outputs, deadline)
+                started_s = started_s or time.monotonic()
+                ready = [first, *(outputs.get_nowait() for _ in range(outputs.qsize()))]
+                for response in _responses(ready):
+                    if response.finish_reason:
+                        num_open -= 1
+                        response.decode_ms = (time.monotonic() - started_s) * 1e3
+                        response.preemptions = sequence.num_preemptions
                     yield response
-                    return
-                yield response
-                output = await self._next_output(outputs, deadline)
         finally:
             self._later(self._end(handoff))
 
@@ -91,13 +83,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
     async def CommitHandoff(self, request: pb.CommitHandoffRequest, context: Any) -> pb.CommitHandoffResponse:  # noqa: N802
-        token = sampled_from_wire(request.first_token)
-        await self._receiver.commit(request.handoff_id, request.epoch, token, request.checksums)
+        tokens = [sampled_from_wire(token) for token in request.first_tokens]
+        await self._receiver.commit(request.handoff_id, request.epoch, tokens, request.checksums)
         return pb.CommitHandoffResponse()
 
     async def CloseHandoff(self, request: pb.CloseHandoffRequest, context: Any) -> pb.CloseHandoffResponse:  # noqa: N802
         await self._receiver.close(request.handoff_id, request.epoch, request.reason)
         return pb.CloseHandoffResponse()
+
+    async def EndChoice(self, request: pb.EndChoiceRequest, context: Any) -> pb.EndChoiceResponse:  # noqa: N802
+        call = self._host.thread.call(lambda engine: engine.end_choice(request.handoff_id, request.choice))
+        await asyncio.wrap_future(call)
+        return pb.EndChoiceResponse()
 
     async def drain(self) -> None:
         """Wait for what ended calls left to clean up."""
@@ -126,3 +123,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         task = asyncio.ensure_future(work)
         self._cleanups.add(task)
         task.add_done_callback(self._cleanups.discard)
+
+
+def _responses(outputs: list[StepOutput | MooncakeError]) -> Iterator[pb.DecodeResponse]:
+    """One message for each answer that has something new. Raises the first error, after what was said before it."""
+    by_choice: dict[int, pb.DecodeResponse] = {}
+    failure: MooncakeError | None = None
+    for output in outputs:
+        if isinstance(output, MooncakeError):
+            failure = output
+            break
+        response = by_choice.setdefault(output.choice, pb.DecodeResponse(choice=output.choice))
+        response.tokens.append(sampled_to_wire(output.token))
+        response.finish_reason = output.finish_reason or ""
+    yield from by_choice.values()
+    if failure is not None:
+        raise failure

@@ -13,7 +13,7 @@ Errors are those of ``mooncake.errors``. It knows the wire and nothing of nodes;
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import grpc
@@ -62,6 +62,7 @@ class GenerateChunk:
     finish_reason: str = ""  # "stop" or "length"
     usage: Usage | None = None
     timings: RequestTimings | None = None
+    choice: int = 0  # which of several answers it belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class GenerateResult:
     finish_reason: str
     usage: Usage
     timings: RequestTimings
+    others: tuple[GenerateResult, ...] = ()  # the further answers, when ``sampling`` asked for several
 
     @property
     def token_ids(self) -> list[int]:
@@ -126,18 +128,11 @@ class Client:
         ``session`` hints which requests belong together.
         """
         request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id)
-        chunks = list(self._chunks(request, session, timeout_s))
-        last = chunks[-1] if chunks else None
-        if last is None or last.usage is None or last.timings is None:
-            raise InternalError("the answer ended without a reason")
-        return GenerateResult(
-            request_id=last.request_id,
-            text="".join(chunk.text for chunk in chunks),
-            tokens=tuple(token for chunk in chunks for token in chunk.tokens),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timings=last.timings,
-        )
+        by_choice: dict[int, list[GenerateChunk]] = {}
+        for chunk in self._chunks(request, session, timeout_s):
+            by_choice.setdefault(chunk.choice, []).append(chunk)
+        first, *others = [_whole(by_choice[choice]) for choice in sorted(by_choice)] or [_whole([])]
+        return replace(first, others=tuple(others))
 
     def stream(
         self,
@@ -243,10 +238,24 @@ def _chat(messages: Messages) -> pb.ChatMessages:
     )
 
 
+def _whole(chunks: Sequence[GenerateChunk]) -> GenerateResult:
+    last = chunks[-1] if chunks else None
+    if last is None or last.usage is None or last.timings is None:
+        raise InternalError("the answer ended without a reason")
+    return GenerateResult(
+        request_id=last.request_id,
+        text="".join(chunk.text for chunk in chunks),
+        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        timings=last.timings,
+    )
+
+
 def _chunk(response: pb.GenerateResponse) -> GenerateChunk:
     tokens = tuple(sampled_from_wire(token) for token in response.tokens)
     if not response.finish_reason:
-        return GenerateChunk(response.request_id, tokens, response.text)
+        return GenerateChunk(response.request_id, tokens, response.text, choice=response.choice)
     usage, timings = response.usage, response.timings
     return GenerateChunk(
         response.request_id,
@@ -263,4 +272,5 @@ def _chunk(response: pb.GenerateResponse) -> GenerateChunk:
             timings.prefill_node,
             timings.decode_node,
         ),
+        response.choice,
     )

@@ -6,7 +6,7 @@ Plain frozen data. This module must not know about torch, gRPC, sockets or files
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
@@ -37,14 +37,43 @@ class FinishReason(StrEnum):
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_ANSWERS = 128  # to one prompt
+MAX_BEAMS = 32
+MAX_GUIDE_CHARS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Keep the ``n`` likeliest answers instead of drawing one; scores are divided by length ** ``length_penalty``."""
+
+    length_penalty: float = 1.0
+    early_stopping: bool = False  # end with n finished answers, whatever could still come
+
+
+class GuideKind(StrEnum):
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What an answer has to look like. ``text`` is the schema, the expression, a JSON list of choices or a grammar."""
+
+    kind: GuideKind
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next token. Greedy when ``temperature`` is 0.
 
-    ``logprobs`` is None for none, or the number of top alternatives wanted beside the chosen token (0 to 20).
-    ``seed`` is always set below ingress: ingress draws one when the client gives none.
+    ``logprobs`` is None for none, or the number of top alternatives wanted beside the chosen token (0 to 20);
+    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress: ingress draws one
+    when the client gives none. ``n`` answers are made of one prompt, answer i with the seed ``seed + i``; with
+    ``best_of`` so many are made and the ``n`` likeliest by token are kept.
     """
 
     max_tokens: int = 16
@@ -61,6 +90,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int = 0  # 0: n
+    beam_search: BeamSearch | None = None  # over n beams; nothing is drawn then
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, for any value out of range."""
@@ -76,12 +110,40 @@ class SamplingParams:
         _in_range("seed", self.seed, 0, (1 << 64) - 1)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        _in_range("n", self.n, 1, MAX_ANSWERS)
+        if self.best_of:
+            _in_range("best_of", self.best_of, self.n, MAX_ANSWERS)
+        if self.beam_search is not None:
+            self._check_beams(self.beam_search)
+        if self.guide is not None and len(self.guide.text) > MAX_GUIDE_CHARS:
+            raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries are allowed", "logit_bias")
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
+
+    def _check_beams(self, beams: BeamSearch) -> None:
+        _in_range("n", self.n, 1, MAX_BEAMS)
+        _in_range("length_penalty", beams.length_penalty, -10.0, 10.0)
+        if self.best_of not in (0, self.n):
+            raise InvalidRequest("beam search ranks its n beams itself: best_of must be n", "best_of")
+        if self.needs_history or self.logit_bias or self.min_tokens or self.guide is not None:
+            raise InvalidRequest(
+                "beam search takes no penalties, logit_bias, min_tokens or guide: it ranks what the model says", "n"
+            )
+
+    @property
+    def num_answers(self) -> int:
+        """How many are generated."""
+        return max(self.n, self.best_of)
+
+    def for_answer(self, number: int) -> SamplingParams:
+        """Of one of several answers alone. The rule of seeds: answer ``number`` draws from ``seed + number``."""
+        return replace(self, n=1, best_of=0, seed=(self.seed + number) % (1 << 64))
 
     @property
     def is_greedy(self) -> bool:

@@ -100,7 +100,7 @@ class PrefillJob:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
-        """The first token, then the report. Raises MooncakeError."""
+        """The first token of each answer, then the report. Raises MooncakeError."""
         stored_blocks = await self._count_stored()
         sequence = self._shop.host.sequence(
             self._id,
@@ -113,13 +113,14 @@ class PrefillJob:
             hold_blocks=True,
         )
         self._open_outlets(stored_blocks)
-        output = await self._compute(sequence)
+        first_tokens = await self._compute(sequence)
         computed_s = time.monotonic()
         self._sealing = asyncio.create_task(self._seal())
-        yield pb.PrefillResponse(first_token=sampled_to_wire(output.token))
+        for choice, token in enumerate(first_tokens):
+            yield pb.PrefillResponse(first_token=sampled_to_wire(token), choice=choice)
         if self._handoff is not None:
             await self._until_deadline(asyncio.wrap_future(self._handoff.done))
-            await self._commit(output.token)
+            await self._commit(first_tokens)
         committed_s = time.monotonic()
         await asyncio.wait([self._sealing], timeout=REPORT_PATIENCE_S)
         yield pb.PrefillResponse(
@@ -273,19 +274,23 @@ class PrefillJob:
 
     # The computation and what follows
 
-    async def _compute(self, sequence: Sequence) -> StepOutput:
+    async def _compute(self, sequence: Sequence) -> list[SampledToken]:
+        """The prompt once; the first token of each answer to it, in the order of the answers."""
         outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
 
         def on_output(output: StepOutput | MooncakeError) -> None:
             self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         self._shop.host.thread.add(sequence, on_output)
-        output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
-        if isinstance(output, MooncakeError):
-            raise output
-        return output
+        tokens: dict[int, SampledToken] = {}
+        while len(tokens) < sequence.sampling.num_answers:
+            output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
+            if isinstance(output, MooncakeError):
+                raise output
+            tokens[output.choice] = output.token
+        return [tokens[choice] for choice in sorted(tokens)]
 
-    async def _commit(self, token: SampledToken) -> None:
+    async def _commit(self, first_tokens: list[SampledToken]) -> None:
         assert self._handoff is not None
         checksums = self._handoff.checksums
         missing = [i for i in self._handoff_blocks if i not in checksums]
@@ -295,7 +300,7 @@ class PrefillJob:
         request = decode_pb2.CommitHandoffRequest(
             handoff_id=self._request.handoff_id,
             epoch=self._request.epoch,
-            first_token=sampled_to_wire(token),
+            first_tokens=[sampled_to_wire(token) for token in first_tokens],
             checksums=np.stack(sums).astype("<u8").tobytes() if sums else b"",
         )
         try:

@@ -131,7 +131,10 @@ def chat_from_wire(chat: pb.ChatMessages) -> list[ChatMessage]:
 
 def piece_to_wire(request_id: str, piece: Piece) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
-        request_id=request_id, tokens=[sampled_to_wire(token) for token in piece.tokens], text=piece.text
+        request_id=request_id,
+        tokens=[sampled_to_wire(token) for token in piece.tokens],
+        text=piece.text,
+        choice=piece.choice,
     )
     if piece.outcome is not None:
         response.MergeFrom(_outcome_to_wire(piece.outcome))

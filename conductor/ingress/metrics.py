@@ -84,7 +84,7 @@ class Metrics:
         self._gap.observe(gap_s)
         self._tokens.inc()
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
         usage, latency, timings = outcome.usage, outcome.latency, outcome.summary.report.timings
         self._finished.labels(self._model, _ENGINE, str(outcome.finish_reason)).inc()
         self._total.observe(latency.total_ms / 1e3)
@@ -95,11 +95,12 @@ class Metrics:
         if usage.completion_tokens > 1:
             self._mean_gap.observe(latency.mean_tbt_ms / 1e3)
             self._tail_gap.observe(latency.tail_tbt_ms / 1e3)
-        self._prompt_size.observe(usage.prompt_tokens)
         self._answer_size.observe(usage.completion_tokens)
-        self._prompt_tokens.inc(usage.prompt_tokens)
-        self._queries.inc(usage.prompt_tokens)
-        self._hits.inc(usage.cached_tokens)
+        if prompt_counts:
+            self._prompt_size.observe(usage.prompt_tokens)
+            self._prompt_tokens.inc(usage.prompt_tokens)
+            self._queries.inc(usage.prompt_tokens)
+            self._hits.inc(usage.cached_tokens)
         self._retried.inc(outcome.summary.retries)
 
     def failed(self, code: str) -> None:

@@ -92,23 +92,23 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run and how to tell it. ``writers`` are numbered as the jobs through all ``groups``."""
+    """What to run and how to tell it. ``writers`` are numbered as the answers through all ``jobs``."""
 
     call: Call
     wording: Wording
-    groups: list[list[Job]]
+    jobs: list[Job]
     writers: Sequence[ChoiceWriter]
     prompt_token_ids: list[int] | UnsetType = UNSET  # chat only; completions tell them by choice
 
     @property
     def usage(self) -> UsageBody:
         """A prompt counts once, however many choices it has. Known cached tokens are those of its first choice."""
-        prompt_tokens = sum(len(group[0].request.tokens) for group in self.groups)
+        prompt_tokens = sum(len(job.request.tokens) for job in self.jobs)
         cached_tokens, first = 0, 0
-        for group in self.groups:
+        for job in self.jobs:
             outcome = self.writers[first].outcome
             cached_tokens += outcome.usage.cached_tokens if outcome else 0
-            first += len(group)
+            first += job.request.sampling.n
         return usage_body(prompt_tokens, sum(writer.num_tokens for writer in self.writers), cached_tokens)
 
 
@@ -142,17 +142,17 @@ class OpenAIApi:
         check_completion(body)
         prompts = await self._prompts(body.prompt)
         n = _num_choices(body, len(prompts))
-        groups: list[list[Job]] = []
+        jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self._extras(body, logprobs=body.logprobs is not None)
         for tokens in prompts:
             max_tokens = self._pipeline.max_tokens(len(tokens), body.max_tokens, COMPLETION_MAX_TOKENS)
-            sampling = sampling_of(body, max_tokens, body.logprobs)
-            groups.append(self._group(call, tokens, sampling, n, len(writers)))
+            sampling = replace(sampling_of(body, max_tokens, body.logprobs), n=n, best_of=body.best_of or 0)
+            jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self._pipeline.decode(tokens) if body.echo else ""
             ids = tokens.tolist() if body.return_token_ids else []
-            writers.extend(CompletionWriter(len(writers) + i, extras, ids, echo) for i in range(n))
-        return await self._answer(Plan(call, COMPLETION, groups, writers))
+            writers += [CompletionWriter(len(writers) + i, extras, ids, echo) for i in range(n)]
+        return await self._answer(Plan(call, COMPLETION, jobs, writers))
 
     async def chat(self, request: Request) -> Response:
         call, body = await self._receive(request, ChatRequest, CHAT)
@@ -161,13 +161,13 @@ class OpenAIApi:
         n = _num_choices(body, 1)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs)
+        sampling = replace(sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs), n=n)
         extras = self._extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
             Plan(
                 call,
                 CHAT,
-                [self._group(call, tokens, sampling, n, 0)],
+                [self._job(call, tokens, sampling, 0)],
                 [ChatWriter(index, extras) for index in range(n)],
                 tokens.tolist() if body.return_token_ids else UNSET,
             )
@@ -223,21 +223,17 @@ class OpenAIApi:
             for item in prompt
         ]
 
-    def _group(self, call: Call, tokens: TokenIds, sampling: SamplingParams, n: int, first: int) -> list[Job]:
-        """Choices of one prompt. Each draws from a seed of its own."""
-        return [
-            self._pipeline.job(
-                tokens,
-                replace(sampling, seed=(sampling.seed + i) % (1 << 64)),
-                request_id=f"{call.answer_id}-{first + i}",
-                deadline=call.arrived_at + self._request_timeout_s,
-                arrived_at=call.arrived_at,
-                stop=stop_strings(call.fields.stop),
-                salt=call.fields.cache_salt or "",
-                session=call.session,
-            )
-            for i in range(n)
-        ]
+    def _job(self, call: Call, tokens: TokenIds, sampling: SamplingParams, number: int) -> Job:
+        return self._pipeline.job(
+            tokens,
+            sampling,
+            request_id=f"{call.answer_id}-{number}",
+            deadline=call.arrived_at + self._request_timeout_s,
+            arrived_at=call.arrived_at,
+            stop=stop_strings(call.fields.stop),
+            salt=call.fields.cache_salt or "",
+            session=call.session,
+        )
 
     def _extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
         tokenizer = self._pipeline.tokenizer
@@ -256,7 +252,7 @@ class OpenAIApi:
         async def take(number: int, piece: Piece) -> None:
             plan.writers[number].take(piece)
 
-        await unless_gone(plan.call.request.receive, self._pipeline.run(plan.groups, take))
+        await unless_gone(plan.call.request.receive, self._pipeline.run(plan.jobs, take))
         choices = [writer.whole() for writer in plan.writers]
         whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids)
         return json_response(whole, headers=plan.call.headers)
@@ -275,7 +271,7 @@ class OpenAIApi:
                 prompt_token_ids = UNSET  # told once
                 await stream.event(msgspec.json.encode(chunk))
 
-        await self._pipeline.run(plan.groups, tell)
+        await self._pipeline.run(plan.jobs, tell)
         if wants_usage:
             await stream.event(msgspec.json.encode(self._envelope(plan, plan.wording.chunk, [], plan.usage, UNSET)))
 
@@ -314,8 +310,12 @@ def guarded(handler: Handler) -> Handler:
 
 def check_completion(body: CompletionRequest) -> None:
     """Raises InvalidRequest for what completions can ask and we do not do."""
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of must equal n: answers are not ranked here", "best_of")
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise InvalidRequest("best_of must not be less than n", "best_of")
+    if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
+        raise InvalidRequest(
+            "best_of cannot be streamed: only the end tells which answers are best", "best_of"
+        )
     if body.suffix:
         raise InvalidRequest("suffix is not supported", "suffix")
     if body.echo and body.logprobs is not None:

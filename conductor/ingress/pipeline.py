@@ -1,6 +1,6 @@
 """What every front door shares: a checked request becomes token ids, deltas of tokens become text, counts and times.
 
-It owns tokenizing, stop strings, usage, latencies and the fan-out of several choices. It must not know HTTP, gRPC or
+It owns tokenizing, stop strings, usage, latencies and the ranking of several answers. It must not know HTTP, gRPC or
 any wire form, nor where a request runs: below it is only ``conductor.api.Generator``.
 """
 
@@ -61,7 +61,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked sequence. ``arrived_at`` is on the monotonic clock: times count from there, tokenizing included."""
+    """One checked request. ``arrived_at`` is on the monotonic clock: times count from there, tokenizing included."""
 
     request: InferenceRequest
     stop: tuple[str, ...]
@@ -95,11 +95,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new in an answer. Text may lag behind the tokens; the last piece, and only that one, has an outcome."""
+    """What is new in answer number ``choice``. Text may lag behind the tokens; its last piece, and only that one, has
+    an outcome."""
 
     tokens: tuple[SampledToken, ...]
     text: str
     outcome: Outcome | None = None
+    choice: int = 0
 
 
 Emit = Callable[[int, Piece], Awaitable[None]]
@@ -112,7 +114,8 @@ class Observer(Protocol):
 
     def token_gap(self, gap_s: float) -> None: ...
 
-    def finished(self, outcome: Outcome) -> None: ...
+    def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
+        """An answer is complete. A prompt counts with the first of its answers."""
 
     def failed(self, code: str) -> None: ...
 
@@ -145,11 +148,12 @@ class Stopwatch:
 
 
 class Answer:
-    """Deltas of one sequence in, pieces out. No I/O, no clock of its own."""
+    """Deltas of one answer in, pieces out. No I/O, no clock of its own."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, observer: Observer) -> None:
+    def __init__(self, job: Job, choice: int, tokenizer: Tokenizer, observer: Observer) -> None:
         sampling = job.request.sampling
         self._job = job
+        self._choice = choice
         self._observer = observer
         self._assembler = TextAssembler(tokenizer, job.stop)
         self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
@@ -178,13 +182,13 @@ class Answer:
                 break
         reason = FinishReason.STOP if stopped else delta.finish_reason
         if reason is None:
-            return Piece(tuple(tokens), "".join(text))
+            return Piece(tuple(tokens), "".join(text), choice=self._choice)
         if not stopped:
             last = self._assembler.flush()
             text.append(last.text)
             if last.stopped:
                 reason = FinishReason.STOP
-        return Piece(tuple(tokens), "".join(text), self._complete(reason, now))
+        return Piece(tuple(tokens), "".join(text), self._complete(reason, now), self._choice)
 
     def _count(self, token: SampledToken, now: float) -> None:
         if token.index != self._num_tokens:
@@ -200,7 +204,7 @@ class Answer:
         self.is_complete = True
         usage = Usage(len(self._job.request.tokens), self._num_tokens, self._summary.report.cached_tokens)
         outcome = Outcome(reason, usage, self._watch.read(now), self._summary)
-        self._observer.finished(outcome)
+        self._observer.finished(outcome, prompt_counts=self._choice == 0)
         return outcome
 
 
@@ -322,44 +326,70 @@ class Pipeline:
         return Job(request, tuple(stop), arrived_at)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """The answer to one job. Close it to cancel; raises what ``Generator.generate`` raises, and InternalError."""
-        answer = Answer(job, self.tokenizer, self._observer)
-        with self._register(job.request.request_id), self._count_failure(answer):
-            deltas = self._generator.generate(job.request)
+        """The answers to one job. Close it to cancel; raises what ``Generator.generate`` raises, and InternalError."""
+        sampling = job.request.sampling
+        pieces = self._best(job) if sampling.num_answers > sampling.n else self._all(job)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _all(self, job: Job) -> AsyncGenerator[Piece, None]:
+        request = job.request
+        answers = [
+            Answer(job, choice, self.tokenizer, self._observer) for choice in range(request.sampling.num_answers)
+        ]
+        unfinished = set(range(len(answers)))
+        with self._register(request.request_id), self._count_failure(answers):
+            deltas = self._generator.generate(request)
             async with contextlib.aclosing(deltas):
-                while not answer.is_complete:
-                    delta = await self._next(deltas, job.request.deadline)
-                    yield answer.take(delta, self._clock())
+                while unfinished:
+                    delta = await self._next(deltas, request.deadline)
+                    if delta.choice not in unfinished:
+                        continue
+                    piece = answers[delta.choice].take(delta, self._clock())
+                    if piece.outcome is not None:
+                        unfinished.discard(delta.choice)
+                        if delta.finish_reason is None and unfinished:  # a stop string: only here it is known
+                            self._generator.end_choice(request.request_id, delta.choice)
+                    yield piece
 
-    async def run(self, groups: Sequence[Sequence[Job]], emit: Emit) -> None:
-        """Answer several jobs at once; ``emit(number, piece)`` gets pieces, jobs numbered through all groups.
+    async def _best(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """Generate more answers than asked for, and tell the ``n`` that are likeliest by token, best first."""
+        sampling = job.request.sampling
+        ranking = replace(sampling, logprobs=sampling.logprobs or 0)
+        answers: list[list[Piece]] = [[] for _ in range(sampling.num_answers)]
+        async with contextlib.aclosing(self._all(replace(job, request=replace(job.request, sampling=ranking)))) as all_:
+            async for piece in all_:
+                answers[piece.choice].append(piece)
+        wholes = sorted(map(_whole, answers), key=_mean_logprob, reverse=True)
+        for rank, whole in enumerate(wholes[: sampling.n]):
+            tokens = whole.tokens
+            if sampling.logprobs is None:
+                tokens = tuple(replace(token, logprob=None) for token in tokens)
+            yield replace(whole, tokens=tokens, choice=rank)
 
-        The jobs of a group share their prompt: the first starts alone and the others once it has its first token, so
-        that they find the prompt's KV. The first failure cancels all others and is raised.
+    async def run(self, jobs: Sequence[Job], emit: Emit) -> None:
+        """Answer several jobs at once; ``emit(number, piece)`` gets pieces, answers numbered through all jobs.
+
+        The first failure cancels all others and is raised.
         """
-        number = 0
-        deadline = max(job.request.deadline for group in groups for job in group)
+        deadline = max(job.request.deadline for job in jobs)
+        first = 0
         try:
             # each answer ends at its deadline by itself; this ends those whose client has stopped reading
             async with asyncio.timeout(deadline + 2 * DEADLINE_GRACE_S - self._clock()), asyncio.TaskGroup() as tasks:
-                for group in groups:
-                    prompt_done = asyncio.Event()
-                    for position, job in enumerate(group):
-                        tasks.create_task(self._run_one(number, job, position == 0, prompt_done, emit))
-                        number += 1
+                for job in jobs:
+                    tasks.create_task(self._run_one(first, job, emit))
+                    first += job.request.sampling.n
         except BaseExceptionGroup as failures:
             raise _first_leaf(failures) from None
         except TimeoutError:
             raise DeadlineExceeded("the answer was not taken within the request's time") from None
 
-    async def _run_one(self, number: int, job: Job, is_first: bool, prompt_done: asyncio.Event, emit: Emit) -> None:
-        if not is_first:
-            await prompt_done.wait()
-            job = replace(job, arrived_at=self._clock())
+    async def _run_one(self, first: int, job: Job, emit: Emit) -> None:
         async with contextlib.aclosing(self.stream(job)) as pieces:
             async for piece in pieces:
-                prompt_done.set()
-                await emit(number, piece)
+                await emit(first + piece.choice, piece)
 
     async def close(self) -> None:
         """Refuse new requests, and end those that run with NodeUnavailable."""
@@ -399,11 +429,11 @@ class Pipeline:
             self._running.discard(request_id)
 
     @contextlib.contextmanager
-    def _count_failure(self, answer: Answer) -> Iterator[None]:
+    def _count_failure(self, answers: Sequence[Answer]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if not answer.is_complete:
+            if not all(answer.is_complete for answer in answers):
                 self._observer.failed(_code_of(error))
             raise
 
@@ -440,6 +470,16 @@ class UnknownModel(NotFound):
     """The name that clients of OpenAI's API look for."""
 
     code = "model_not_found"
+
+
+def _whole(pieces: Sequence[Piece]) -> Piece:
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].outcome)
+
+
+def _mean_logprob(answer: Piece) -> float:
+    """OpenAI's rank of an answer: the log-probability per token."""
+    return sum(token.logprob.logprob for token in answer.tokens if token.logprob) / max(len(answer.tokens), 1)
 
 
 def _code_of(error: BaseException) -> str:

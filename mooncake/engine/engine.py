@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from mooncake.engine.block_pool import BlockPool
@@ -86,6 +86,8 @@ class _NoStepHook(NoHook):
 
 NO_HOOK: StepHook = _NoStepHook()
 
+_UNDER_WAY = frozenset({SequenceState.WAITING, SequenceState.RUNNING})
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -99,11 +101,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """A new token. ``finish_reason`` is set on the last one of the sequence."""
+    """A new token of answer ``choice`` to a request. ``finish_reason`` is set on its last one."""
 
     request_id: str
     token: SampledToken
     finish_reason: FinishReason | None
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,10 @@ class EngineLoad:
     blocks_free: int
     blocks_cached: int
     blocks_in_use: int
-    preemptions: int  # since the start
+    preemptions: int  # since the start, as the next three
+    forks: int  # sequences that began over another one's blocks
+    shared_blocks: int  # full blocks that they did not have to hold a second time
+    copied_blocks: int  # copies on write
 
 
 class Engine:
@@ -144,6 +150,7 @@ class Engine:
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
         self._sequences: dict[str, Sequence] = {}
+        self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()
         self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
         self._ended: list[tuple[str, MooncakeError]] = []
@@ -154,16 +161,23 @@ class Engine:
         """Queue it. Raises InvalidRequest, ContextTooLong, OutOfBlocks when it can never run here, Overloaded."""
         self._check(sequence)
         self._scheduler.add(sequence)
-        self._sequences[sequence.request_id] = sequence
+        self._keep(sequence)
 
     def abort(self, request_id: str) -> None:
-        """The sequence ends now, without an answer. Idempotent.
+        """The request ends now, without (the rest of) its answers. Idempotent.
 
         A reserved one is left as it is: someone may still be writing into its blocks, so it takes ``cancel_reserved``.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.state is not SequenceState.RESERVED:
-            self._end(sequence, Cancelled(f"request {request_id} was aborted"))
+        for sequence in self._answers_to(request_id):
+            if sequence.state is not SequenceState.RESERVED:
+                self._end(sequence, Cancelled(f"request {request_id} was aborted"))
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
+        for sequence in self._answers_to(request_id):
+            if sequence.choice == choice and sequence.has_forked and sequence.state in _UNDER_WAY:
+                self._retire(sequence)
+                self._close(sequence)
 
     def release(self, request_id: str) -> None:
         """Give back what ``hold_blocks`` kept. Idempotent."""
@@ -171,20 +185,9 @@ class Engine:
         if sequence is not None and sequence.state is SequenceState.HELD:
             self._retire(sequence)
 
-    def fork(self, request_id: str, sequence: Sequence) -> None:
-        """Run ``sequence``, with whose tokens the running sequence ``request_id`` begins, over the same blocks.
-
-        For several answers to one prompt. Raises InvalidRequest when it does not fit, OutOfBlocks when too many run.
-        """
-        self._check(sequence)
-        parent = self._sequences.get(request_id)
-        if parent is None or parent.state is not SequenceState.RUNNING or parent.num_computed < sequence.num_tokens:
-            raise InvalidRequest(f"request {request_id} does not run or has not computed as much")
-        same_tokens = np.array_equal(parent.tokens[: sequence.num_tokens], sequence.tokens)
-        if not same_tokens or parent.chain_seed != sequence.chain_seed:
-            raise InvalidRequest(f"request {request_id} does not begin with the tokens of {sequence.request_id}")
-        self._scheduler.fork(parent, sequence)
-        self._sequences[sequence.request_id] = sequence
+    def is_open(self, request_id: str) -> bool:
+        """Whether some answer of the request is still to end."""
+        return request_id in self._open
 
     # The receiving side of a hand-off
 
@@ -198,26 +201,36 @@ class Engine:
         sequence.num_cached_tokens = first_block * self.config.block_tokens
         sequence.num_sealed = first_block
         sequence.admitted_s = time.monotonic()
-        self._sequences[sequence.request_id] = sequence
+        self._keep(sequence)
         return Reservation(first_block, sequence.block_table[first_block:])
 
-    def start_reserved(self, request_id: str, first_token: SampledToken) -> None:
-        """The KV of all its tokens is in place and ``first_token`` follows them; the next step gives that token out.
+    def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
+        """The KV of all its tokens is in place, and each of its answers begins with one of ``first_tokens``; the next
+        step gives those tokens out.
 
-        Raises HandoffFailed when it is not reserved (any more), InvalidRequest when the token is not its next one.
+        Raises HandoffFailed when it is not reserved (any more), InvalidRequest when a token is not its next one.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             raise HandoffFailed(f"request {request_id} is not reserved here (any more)")
-        if first_token.index != sequence.num_generated or not 0 <= first_token.token_id < self._vocab_size:
-            raise InvalidRequest(f"token {first_token.index} is not the next one of request {request_id}")
+        expected = 1 if sequence.has_forked else sequence.sampling.num_answers
+        if len(first_tokens) != expected:
+            raise InvalidRequest(f"{len(first_tokens)} first tokens came for {expected} answers to {request_id}")
+        for token in first_tokens:
+            if token.index != sequence.num_generated or not 0 <= token.token_id < self._vocab_size:
+                raise InvalidRequest(f"token {token.index} is not the next one of request {request_id}")
         sequence.num_computed = sequence.num_tokens
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
-        finish_reason = sequence.append(first_token.token_id)
-        self._outputs.append(StepOutput(request_id, first_token, finish_reason))
-        if finish_reason is not None:
-            self._complete(sequence)
+        answers = self._answers_of(sequence)
+        finished = []
+        for answer, token in zip(answers, first_tokens, strict=True):
+            self._outputs.append(_output(answer, token, answer.append(token.token_id)))
+            if self._outputs[-1].finish_reason is not None:
+                finished.append(answer)
+        self._fork(sequence, [answer for answer in answers[1:] if answer not in finished])
+        for answer in finished:
+            self._complete(answer)
 
     def cancel_reserved(self, request_id: str) -> None:
         """Nobody writes into its blocks any more, and it shall not run. Idempotent."""
@@ -267,9 +280,6 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def knows(self, request_id: str) -> bool:
-        return request_id in self._sequences
-
     def take_ended(self) -> list[tuple[str, MooncakeError]]:
         """Sequences that ended without a last token since the last call, and why."""
         ended, self._ended = self._ended, []
@@ -286,7 +296,7 @@ class Engine:
                 continue
             if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
                 self._scheduler.finish(sequence, hold=True)
-                self._ended.append((sequence.request_id, error))
+                self._tell_end(sequence, error)
             else:
                 self._end(sequence, error)
 
@@ -307,6 +317,9 @@ class Engine:
             blocks_cached=pool.num_cached,
             blocks_in_use=pool.num_in_use,
             preemptions=self._scheduler.num_preemptions,
+            forks=self._scheduler.num_forks,
+            shared_blocks=self._scheduler.num_shared_blocks,
+            copied_blocks=self._scheduler.num_copies,
         )
 
     def _settle(self, plan: StepPlan) -> None:
@@ -328,17 +341,55 @@ class Engine:
         batch, complete = self._batches.build(plan.entries)
         with torch.inference_mode():
             logits = self._model.forward(batch, self.cache.tensor, hook)
-        sampled = [plan.entries[index].sequence for index in complete]
-        tokens = self._sampler.sample(logits, sampled) if sampled else []
+        rows, answers = self._to_sample([plan.entries[index].sequence for index in complete])
+        tokens = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], answers) if answers else []
         self._advance(plan, started_s)
-        outputs = [_append(sequence, *token) for sequence, token in zip(sampled, tokens, strict=True)]
-        self._outputs += outputs
+        finished = self._take_tokens(answers, tokens)
         try:
             hook.end_step(plan)
         finally:
-            for output, sequence in zip(outputs, sampled, strict=True):
-                if output.finish_reason is not None:
-                    self._complete(sequence)
+            for sequence in finished:
+                self._complete(sequence)
+
+    def _to_sample(self, sequences: list[Sequence]) -> tuple[list[int], list[Sequence]]:
+        """Who draws a token, and from which row of the logits: all answers to a prompt draw from its last one."""
+        rows: list[int] = []
+        answers: list[Sequence] = []
+        for row, sequence in enumerate(sequences):
+            family = self._answers_of(sequence)
+            rows += [row] * len(family)
+            answers += family
+        return rows, answers
+
+    def _take_tokens(self, answers: list[Sequence], tokens: list[tuple[int, TokenLogprob | None]]) -> list[Sequence]:
+        """Returns those whose last token it was."""
+        finished: list[Sequence] = []
+        children: dict[str, list[Sequence]] = {}
+        for sequence, (token_id, logprob) in zip(answers, tokens, strict=True):
+            token = SampledToken(sequence.num_generated, token_id, logprob)
+            self._outputs.append(_output(sequence, token, sequence.append(token_id)))
+            if self._outputs[-1].finish_reason is not None:
+                finished.append(sequence)
+            elif sequence.request_id not in self._sequences:
+                children.setdefault(sequence.root_id, []).append(sequence)
+        for root_id, forks in children.items():
+            self._fork(self._sequences[root_id], forks)
+        return finished
+
+    def _answers_of(self, sequence: Sequence) -> list[Sequence]:
+        """The sequence, and when its prompt has just been computed for several answers, the others. They hold
+        nothing yet."""
+        if sequence.has_forked:
+            return [sequence]
+        sequence.has_forked = True
+        others = [sequence.spawn(choice) for choice in range(1, sequence.sampling.num_answers)]
+        self._open[sequence.root_id] += len(others)
+        return [sequence, *others]
+
+    def _fork(self, parent: Sequence, children: list[Sequence]) -> None:
+        for child in children:
+            self._scheduler.fork(parent, child)
+            self._sequences[child.request_id] = child
 
     def _announce(self, hook: StepHook) -> None:
         while self._not_announced:
@@ -370,9 +421,10 @@ class Engine:
 
     def _complete(self, sequence: Sequence) -> None:
         """It has its last token."""
+        self._close(sequence)
         if sequence.hold_blocks:
             self._scheduler.finish(sequence, hold=True)
-        else:
+        elif sequence.request_id in self._sequences:
             self._retire(sequence)
 
     def _end(self, sequence: Sequence, error: MooncakeError) -> None:
@@ -380,16 +432,32 @@ class Engine:
         was_held = sequence.state is SequenceState.HELD
         self._retire(sequence)
         if not was_held:
-            self._ended.append((sequence.request_id, error))
+            self._tell_end(sequence, error)
 
     def _forget(self, sequence: Sequence, error: MooncakeError) -> None:
         """The scheduler has finished it already."""
         del self._sequences[sequence.request_id]
-        self._ended.append((sequence.request_id, error))
+        self._tell_end(sequence, error)
+
+    def _tell_end(self, sequence: Sequence, error: MooncakeError) -> None:
+        self._close(sequence)
+        self._ended.append((sequence.root_id, error))
+
+    def _keep(self, sequence: Sequence) -> None:
+        self._sequences[sequence.request_id] = sequence
+        self._open[sequence.root_id] += 1
+
+    def _close(self, sequence: Sequence) -> None:
+        self._open[sequence.root_id] -= 1
+        if not self._open[sequence.root_id]:
+            del self._open[sequence.root_id]
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
         del self._sequences[sequence.request_id]
+
+    def _answers_to(self, request_id: str) -> list[Sequence]:
+        return [sequence for sequence in self._sequences.values() if sequence.root_id == request_id]
 
     def _check(self, sequence: Sequence) -> None:
         """Refuse what would break a step. Raises InvalidRequest, ContextTooLong."""
@@ -404,6 +472,5 @@ class Engine:
         sequence.limit_length(self.config.max_model_len)
 
 
-def _append(sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> StepOutput:
-    token = SampledToken(sequence.num_generated, token_id, logprob)
-    return StepOutput(sequence.request_id, token, sequence.append(token_id))
+def _output(sequence: Sequence, token: SampledToken, finish_reason: FinishReason | None) -> StepOutput:
+    return StepOutput(sequence.root_id, token, finish_reason, sequence.choice)

@@ -209,6 +209,11 @@ class EngineHost:
             blocks_cached=load.blocks_cached,
             blocks_in_use=load.blocks_in_use,
             preemptions=load.preemptions,
+            counters={
+                "sequences_forked": load.forks,
+                "blocks_shared_by_forks": load.shared_blocks,
+                "blocks_copied_on_write": load.copied_blocks,
+            },
         )
 
     def _publish_events(self) -> None:

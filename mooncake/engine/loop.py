@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OnOutput = Callable[[StepOutput | MooncakeError], None]
-"""Told each token of a sequence, or once the error that ended it. Called on the engine's thread: it must not block."""
+"""Told each token of a request's answers, or once the error that ended it. Called on the engine's thread: it must
+not block."""
 
 
 class EngineThread:
@@ -126,22 +127,23 @@ class EngineThread:
 
     def _publish(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
-            if output.finish_reason is not None:
-                self._finish(output.request_id, output)
-            elif listener := self._listeners.get(output.request_id):
+            if listener := self._listeners.get(output.request_id):
                 _tell(listener, output.request_id, output)
         for request_id, error in self.engine.take_ended():
             self._finish(request_id, error)
+        for output in outputs:
+            if output.finish_reason is not None and not self.engine.is_open(output.request_id):
+                self._listeners.pop(output.request_id, None)
 
     def _drop_stale_listeners(self) -> None:
         """Of sequences that someone listened for and that never started."""
         for request_id in list(self._listeners):
-            if not self.engine.knows(request_id):
+            if not self.engine.is_open(request_id):
                 self._listeners.pop(request_id, None)
 
-    def _finish(self, request_id: str, last: StepOutput | MooncakeError) -> None:
+    def _finish(self, request_id: str, error: MooncakeError) -> None:
         if listener := self._listeners.pop(request_id, None):
-            _tell(listener, request_id, last)
+            _tell(listener, request_id, error)
 
 
 def _tell(listener: OnOutput, request_id: str, output: StepOutput | MooncakeError) -> None:

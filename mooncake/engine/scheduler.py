@@ -66,6 +66,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.num_reserved = 0
         self.num_preemptions = 0
+        self.num_forks = 0  # sequences that began over blocks of another one
+        self.num_shared_blocks = 0  # full ones, which they will never copy
+        self.num_copies = 0  # of blocks, because someone else would have seen a write
         max_blocks = -(-max_model_len // pool.block_tokens)
         self.tables = np.zeros((max_sequences, max_blocks), np.int32)  # row of a sequence -> its block ids
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -94,8 +97,8 @@ class Scheduler:
         self._check_fits_at_all(sequence)
         if not self._free_rows:
             raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
-        if self.waiting and self.waiting[0].num_preemptions:
-            raise OutOfBlocks("sequences that were preempted here come first")
+        if self.waiting and (self.waiting[0].num_preemptions or self.waiting[0].choice):
+            raise OutOfBlocks("sequences that have begun here come first")
         sequence.extend_keys(self._block_tokens)
         num_cached = self._give_blocks(sequence, len(sequence.block_keys))
         if num_cached is None:
@@ -112,20 +115,22 @@ class Scheduler:
         self._run(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """``child``, whose tokens the running ``parent`` begins with, runs too and shares the blocks of those tokens.
+        """``child``, whose tokens but the last the running ``parent`` has computed, shares the blocks of those tokens.
 
-        Its last token is computed once more, for its logits; so it may still draw another first token than its parent.
-        Raises OutOfBlocks when too many run.
+        When too many run, it waits for its turn instead, and finds then what of the prompt is cached.
         """
-        if not self._free_rows:
-            raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
-        shared = parent.block_table[: self._blocks_of(child)]
-        self.pool.fork(shared)
-        self._set_table(child, shared)
-        child.num_computed = child.num_tokens - 1
-        child.block_keys = parent.block_keys[: child.num_tokens // self._block_tokens]
-        child.num_sealed = min(parent.num_sealed, child.num_computed // self._block_tokens)
         self._arrive(child)
+        if not self._free_rows:
+            self.waiting.appendleft(child)
+            return
+        child.num_computed = min(parent.num_computed, child.num_tokens - 1)
+        shared = parent.block_table[: -(-child.num_computed // self._block_tokens)]
+        self.pool.fork(shared)
+        self.num_forks += 1
+        self.num_shared_blocks += child.num_computed // self._block_tokens
+        self._set_table(child, list(shared))
+        child.block_keys = parent.block_keys[: child.num_computed // self._block_tokens]
+        child.num_sealed = min(parent.num_sealed, child.num_computed // self._block_tokens)
         child.move(SequenceState.RUNNING)
         self._run(child)
 
@@ -261,6 +266,7 @@ class Scheduler:
             table.append(block_id)
         else:
             plan.copies.append((table[index], block_id))
+            self.num_copies += 1
             self.pool.release([table[index]])
             table[index] = block_id
         self.tables[sequence.row, index] = block_id

@@ -45,8 +45,10 @@ class Sequence:
         "block_keys",
         "block_table",
         "chain_seed",
+        "choice",
         "external_blocks",
         "first_step_s",
+        "has_forked",
         "hold_blocks",
         "is_loading",
         "last_step_s",
@@ -57,6 +59,7 @@ class Sequence:
         "num_sealed",
         "num_tokens",
         "request_id",
+        "root_id",
         "row",
         "sampler_memory",
         "sampling",
@@ -94,6 +97,9 @@ class Sequence:
         if external_blocks < 0:
             raise InvalidRequest("external_blocks must not be negative", "external_blocks")
         self.request_id = request_id
+        self.root_id = request_id  # of the request that asked for several answers
+        self.choice = 0  # which of them this is
+        self.has_forked = sampling.num_answers == 1  # the others run on their own
         self.num_prompt = num_prompt
         self.sampling = sampling
         self.chain_seed = chain_seed
@@ -174,6 +180,21 @@ class Sequence:
         if self.num_tokens >= self._full_length:
             return FinishReason.LENGTH
         return None
+
+    def spawn(self, choice: int) -> Sequence:
+        """Another answer to the same prompt, from the tokens so far; it has no blocks yet."""
+        child = Sequence(
+            f"{self.root_id}#{choice}",
+            self.tokens,
+            self.num_prompt,
+            self.sampling.for_answer(choice),
+            self.chain_seed,
+            eos_ids=tuple(self.stop_ids),
+            max_model_len=self._full_length,
+        )
+        child.root_id, child.choice = self.root_id, choice
+        child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
+        return child
 
     def extend_keys(self, block_tokens: int) -> None:
         """Bring ``block_keys`` up to date with the tokens."""

@@ -9,8 +9,11 @@ import numpy as np
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2 as pb
 from mooncake.types import (
+    BeamSearch,
     BlockEvent,
     BlockKey,
+    Guide,
+    GuideKind,
     PrefillReport,
     SampledToken,
     SamplingParams,
@@ -48,7 +51,18 @@ def sampling_to_wire(sampling: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        n=sampling.n,
+        best_of=sampling.best_of,
+        beam_search=_beams_to_wire(sampling.beam_search),
+        guide=pb.Guide(kind=sampling.guide.kind, text=sampling.guide.text) if sampling.guide else None,
     )
+
+
+def _beams_to_wire(beams: BeamSearch | None) -> pb.BeamSearch | None:
+    if beams is None:
+        return None
+    return pb.BeamSearch(length_penalty=beams.length_penalty, early_stopping=beams.early_stopping)
 
 
 def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
@@ -71,7 +85,23 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        n=message.n or 1,
+        best_of=message.best_of,
+        beam_search=(
+            BeamSearch(message.beam_search.length_penalty, message.beam_search.early_stopping)
+            if message.HasField("beam_search")
+            else None
+        ),
+        guide=_guide_from_wire(message.guide) if message.HasField("guide") else None,
     )
+
+
+def _guide_from_wire(message: pb.Guide) -> Guide:
+    try:
+        return Guide(GuideKind(message.kind), message.text)
+    except ValueError:
+        raise InvalidRequest(f"a guide cannot be a {message.kind[:32]!r}", "guide") from None
 
 
 def sampled_to_wire(token: SampledToken) -> pb.SampledToken:

@@ -32,6 +32,8 @@ class DecodeRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
     epoch: _builtins.int
@@ -39,6 +41,10 @@ class DecodeRequest(_message.Message):
     """as in PrefillRequest"""
     num_prompt_tokens: _builtins.int
     cache_salt: _builtins.str
+    priority: _builtins.int
+    """lower runs first"""
+    adapter: _builtins.str
+    """of the model; empty: none"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -56,10 +62,12 @@ class DecodeRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
         pools: _abc.Iterable[_prefill_pb2.PoolTarget] | None = ...,
+        priority: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pools", b"pools", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -73,12 +81,15 @@ class DecodeResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     DECODE_MS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """on the last message: "stop", "length" """
+    """on the last message of a choice: "stop", "length" """
     decode_ms: _builtins.float
-    """on the last message"""
+    """with it"""
     preemptions: _builtins.int
-    """on the last message"""
+    """with it"""
+    choice: _builtins.int
+    """which of several answers the tokens belong to"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]: ...
     def __init__(
@@ -88,10 +99,11 @@ class DecodeResponse(_message.Message):
         finish_reason: _builtins.str = ...,
         decode_ms: _builtins.float = ...,
         preemptions: _builtins.int = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ms", b"decode_ms", "finish_reason", b"finish_reason", "preemptions", b"preemptions", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_ms", b"decode_ms", "finish_reason", b"finish_reason", "preemptions", b"preemptions", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,25 +171,27 @@ class CommitHandoffRequest(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     epoch: _builtins.int
     checksums: _builtins.bytes
     """uint64 little-endian [block][layer], xxh3-64 of each layer range written"""
     @_builtins.property
-    def first_token(self) -> _common_pb2.SampledToken: ...
+    def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]:
+        """one a choice, in order"""
+
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        first_token: _common_pb2.SampledToken | None = ...,
+        first_tokens: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
         checksums: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "epoch", b"epoch", "first_token", b"first_token", "handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "epoch", b"epoch", "first_tokens", b"first_tokens", "handoff_id", b"handoff_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,3 +251,40 @@ class CloseHandoffResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseHandoffResponse: _TypeAlias = CloseHandoffResponse  # noqa: Y015
+
+@_typing.final
+class EndChoiceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    handoff_id: _builtins.str
+    choice: _builtins.int
+    def __init__(
+        self,
+        *,
+        handoff_id: _builtins.str = ...,
+        choice: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "handoff_id", b"handoff_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndChoiceRequest: _TypeAlias = EndChoiceRequest  # noqa: Y015
+
+@_typing.final
+class EndChoiceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndChoiceResponse: _TypeAlias = EndChoiceResponse  # noqa: Y015

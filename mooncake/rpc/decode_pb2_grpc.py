@@ -54,6 +54,11 @@ class DecodeStub:
                 request_serializer=mooncake_dot_rpc_dot_decode__pb2.CloseHandoffRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_decode__pb2.CloseHandoffResponse.FromString,
                 _registered_method=True)
+        self.EndChoice = channel.unary_unary(
+                '/mooncake.v1.Decode/EndChoice',
+                request_serializer=mooncake_dot_rpc_dot_decode__pb2.EndChoiceRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_decode__pb2.EndChoiceResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -87,6 +92,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndChoice(self, request, context):
+        """Nobody needs more of one of several answers; the others go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.CloseHandoff,
                     request_deserializer=mooncake_dot_rpc_dot_decode__pb2.CloseHandoffRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_decode__pb2.CloseHandoffResponse.SerializeToString,
+            ),
+            'EndChoice': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndChoice,
+                    request_deserializer=mooncake_dot_rpc_dot_decode__pb2.EndChoiceRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_decode__pb2.EndChoiceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Decode:
             '/mooncake.v1.Decode/CloseHandoff',
             mooncake_dot_rpc_dot_decode__pb2.CloseHandoffRequest.SerializeToString,
             mooncake_dot_rpc_dot_decode__pb2.CloseHandoffResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndChoice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Decode/EndChoice',
+            mooncake_dot_rpc_dot_decode__pb2.EndChoiceRequest.SerializeToString,
+            mooncake_dot_rpc_dot_decode__pb2.EndChoiceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class DecodeStub:
     """All ranges are written. The decode node verifies them and starts."""
     CloseHandoff: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CloseHandoffRequest, _decode_pb2.CloseHandoffResponse]
     """The writer has stopped, and will write no more, without a commit. The blocks may be used again."""
+    EndChoice: _grpc.UnaryUnaryMultiCallable[_decode_pb2.EndChoiceRequest, _decode_pb2.EndChoiceResponse]
+    """Nobody needs more of one of several answers; the others go on."""
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -51,6 +53,8 @@ class DecodeAsyncStub(DecodeStub):
     """All ranges are written. The decode node verifies them and starts."""
     CloseHandoff: _aio.UnaryUnaryMultiCallable[_decode_pb2.CloseHandoffRequest, _decode_pb2.CloseHandoffResponse]  # type: ignore[assignment]
     """The writer has stopped, and will write no more, without a commit. The blocks may be used again."""
+    EndChoice: _aio.UnaryUnaryMultiCallable[_decode_pb2.EndChoiceRequest, _decode_pb2.EndChoiceResponse]  # type: ignore[assignment]
+    """Nobody needs more of one of several answers; the others go on."""
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,5 +88,13 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.CloseHandoffResponse, _abc.Awaitable[_decode_pb2.CloseHandoffResponse]]:
         """The writer has stopped, and will write no more, without a commit. The blocks may be used again."""
+
+    @_abc_1.abstractmethod
+    def EndChoice(
+        self,
+        request: _decode_pb2.EndChoiceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.EndChoiceResponse, _abc.Awaitable[_decode_pb2.EndChoiceResponse]]:
+        """Nobody needs more of one of several answers; the others go on."""
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -55,6 +55,8 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
     epoch: _builtins.int
@@ -65,6 +67,10 @@ class PrefillRequest(_message.Message):
     cache_salt: _builtins.str
     decode_address: _builtins.str
     """gRPC of the decode node; empty: no hand-off, the first token is the whole answer"""
+    priority: _builtins.int
+    """lower runs first"""
+    adapter: _builtins.str
+    """of the model; empty: none"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -83,10 +89,12 @@ class PrefillRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         decode_address: _builtins.str = ...,
         pools: _abc.Iterable[Global___PoolTarget] | None = ...,
+        priority: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pools", b"pools", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -98,21 +106,31 @@ class PrefillResponse(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """whose first token it is, when the request has several answers"""
     @_builtins.property
     def first_token(self) -> _common_pb2.SampledToken: ...
     @_builtins.property
     def report(self) -> _common_pb2.PrefillReport: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """before the first token, when asked for"""
+
     def __init__(
         self,
         *,
         first_token: _common_pb2.SampledToken | None = ...,
         report: _common_pb2.PrefillReport | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -160,7 +160,7 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             if request.decode_address:
                 stub = decode_pb2_grpc.DecodeStub(self.channels.get(request.decode_address))
                 commit = decode_pb2.CommitHandoffRequest(
-                    handoff_id=request.handoff_id, epoch=request.epoch, first_token=first
+                    handoff_id=request.handoff_id, epoch=request.epoch, first_tokens=[first]
                 )
                 try:
                     await stub.CommitHandoff(commit, timeout=5)
@@ -190,7 +190,7 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.CommitHandoffResponse:
         if self.script.hang:
             await asyncio.Event().wait()
-        self.commit_of(request.handoff_id).set_result(request.first_token)
+        self.commit_of(request.handoff_id).set_result(request.first_tokens[0])
         return decode_pb2.CommitHandoffResponse()
 
     async def Generate(  # noqa: N802

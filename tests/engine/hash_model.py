@@ -120,11 +120,12 @@ def run_all(engine: Engine, hook: StepHook = NO_HOOK, most_steps: int = 5000) ->
 
 
 def answers(outputs: list[StepOutput]) -> dict[str, list[int]]:
-    """Tokens of each request; indices must have no gap and no repeat."""
+    """Tokens of each request, "r" or "r#2" for its third answer; indices must have no gap and no repeat."""
     by_request: dict[str, list[int]] = {}
     first: dict[str, int] = {}
     for output in outputs:
-        tokens = by_request.setdefault(output.request_id, [])
-        assert output.token.index == first.setdefault(output.request_id, output.token.index) + len(tokens)
+        name = f"{output.request_id}#{output.choice}" if output.choice else output.request_id
+        tokens = by_request.setdefault(name, [])
+        assert output.token.index == first.setdefault(name, output.token.index) + len(tokens)
         tokens.append(output.token.token_id)
     return by_request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -229,39 +230,77 @@ def test_eos_and_stop_ids_end_an_answer_but_not_before_min_tokens() -> None:
 # Copy on write
 
 
-def test_answers_of_one_prompt_share_its_blocks_until_they_write() -> None:
-    model = HashModel()
-    engine = hash_engine(model=model)
-    prompt = random_prompt(10, 0)  # two full blocks and a partial one, which is the interesting one
-    sampling = [SamplingParams(max_tokens=9, temperature=1.0, seed=seed) for seed in range(4)]
-    engine.add(hash_sequence("n0", prompt, sampling[0]))
-    outputs = engine.step()
-    outputs += engine.step()  # 8 + 2 tokens: the prompt is computed
-    for i in (1, 2, 3):
-        engine.fork("n0", hash_sequence(f"n{i}", prompt, sampling[i]))
-    assert engine.block_pool.num_in_use == 3
-    outputs += engine.step()
-    assert engine.block_pool.num_in_use == 2 + 4
-    outputs += run_all(engine)
-    assert sum(tokens for _, tokens in model.batches) == 10 + 4 * 9 - 1  # the prompt once
+def answers_alone(prompt: list[int], sampling: SamplingParams) -> dict[str, list[int]]:
+    """What each answer is when it is asked for by itself, with its own seed."""
     alone = {}
-    for i in range(4):
-        other = hash_engine()
-        other.add(hash_sequence(f"n{i}", prompt, sampling[i]))
-        alone |= answers(run_all(other))
-    assert answers(outputs) == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) > 1
+    for i in range(sampling.num_answers):
+        engine = hash_engine()
+        name = f"r#{i}" if i else "r"
+        engine.add(hash_sequence(name, prompt, replace(sampling, n=1, best_of=0, seed=sampling.seed + i)))
+        [alone[name]] = answers(run_all(engine)).values()
+    return alone
+
+
+@pytest.mark.parametrize(("num_prompt", "num_answers"), [(10, 4), (8, 4), (3, 2), (13, 8)])
+def test_answers_of_one_prompt_share_its_blocks_until_they_write(num_prompt: int, num_answers: int) -> None:
+    model = HashModel()
+    engine = hash_engine(model=model, chunk_tokens=0)
+    prompt = random_prompt(num_prompt, 0)
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=num_answers)
+    engine.add(hash_sequence("r", prompt, sampling))
+    outputs = engine.step()
+    assert len(outputs) == num_answers, "every answer's first token comes from the prompt's last row"
+    assert engine.block_pool.num_in_use == -(-num_prompt // BLOCK)
+    outputs += engine.step()
+    full, partial = divmod(num_prompt, BLOCK)
+    assert engine.block_pool.num_in_use == full + num_answers
+    outputs += run_all(engine)
+    assert sum(tokens for _, tokens in model.batches) == num_prompt + num_answers * 8  # the prompt once
+    assert answers(outputs) == answers_alone(prompt, sampling)
+    load = engine.load()
+    assert (load.forks, load.shared_blocks) == (num_answers - 1, (num_answers - 1) * full)
+    assert load.copied_blocks == (num_answers - 1 if partial else 0)  # the last to write finds the block its own
     assert is_empty(engine)
 
 
-def test_a_fork_needs_a_parent_with_the_same_tokens() -> None:
+def test_answers_without_room_to_run_wait_for_it() -> None:
+    engine = hash_engine(max_sequences=2)
+    prompt = random_prompt(10, 0)
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=5)
+    engine.add(hash_sequence("r", prompt, sampling))
+    assert answers(run_all(engine)) == answers_alone(prompt, sampling)
+    assert is_empty(engine)
+
+
+def test_answers_survive_each_others_preemption() -> None:
+    engine = hash_engine(num_blocks=9)
+    prompt = random_prompt(10, 0)
+    sampling = SamplingParams(max_tokens=20, temperature=1.1, top_k=20, seed=9, n=4)
+    engine.add(hash_sequence("r", prompt, sampling))
+    assert answers(run_all(engine)) == answers_alone(prompt, sampling)
+    assert engine.load().preemptions > 0
+    assert is_empty(engine)
+
+
+def test_one_answer_of_several_ends_alone_and_all_end_together() -> None:
     engine = hash_engine()
-    engine.add(hash_sequence("parent", random_prompt(6, 0)))
-    with pytest.raises(InvalidRequest, match="does not run"):
-        engine.fork("parent", hash_sequence("child", random_prompt(6, 0)))
+    prompt = random_prompt(10, 0)
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=3)
+    engine.add(hash_sequence("r", prompt, sampling))
     engine.step()
-    with pytest.raises(InvalidRequest, match="does not begin with"):
-        engine.fork("parent", hash_sequence("child", random_prompt(6, 1)))
+    engine.step()
+    engine.end_choice("r", 1)
+    engine.end_choice("r", 1)
+    got = answers(run_all(engine))
+    alone = answers_alone(prompt, sampling)
+    assert got["r"] == alone["r"][-len(got["r"]) :] and "r#1" not in got and not engine.take_ended()
+    assert is_empty(engine)
+    engine.add(hash_sequence("again", prompt, sampling))
+    engine.step()
+    engine.step()
+    engine.abort("again")
+    assert {request_id for request_id, _ in engine.take_ended()} == {"again"}
+    assert is_empty(engine) and not engine.is_open("again")
 
 
 # Hand-offs
@@ -271,12 +310,12 @@ def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: Sampli
     """What prefill and decode nodes do between them, with the network left out."""
     there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
     source.add(there)
-    [output] = run_all(source)
+    outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = target.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
         target.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
     source.release(name)
-    target.start_reserved(name, output.token)
+    target.start_reserved(name, [output.token for output in outputs])
 
 
 def test_a_sequence_goes_on_in_another_engine_as_if_nothing_had_happened() -> None:
@@ -290,6 +329,21 @@ def test_a_sequence_goes_on_in_another_engine_as_if_nothing_had_happened() -> No
         alone = hash_engine()
         alone.add(hash_sequence(name, prompt, sampling))
         assert got[name] == answers(run_all(alone))[name]
+    assert is_empty(source) and is_empty(target)
+
+
+@pytest.mark.parametrize("max_sequences", [8, 2])
+def test_several_answers_go_on_after_one_hand_off(max_sequences: int) -> None:
+    model = HashModel()
+    source, target = hash_engine(), hash_engine(model=model, max_sequences=max_sequences)
+    prompt = random_prompt(10, 0)
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=4)
+    hand_off(source, target, prompt, sampling)
+    assert target.block_pool.num_in_use == 3
+    assert answers(run_all(target)) == answers_alone(prompt, sampling)
+    assert target.load().shared_blocks == (min(4, max_sequences) - 1) * 2
+    if max_sequences == 8:
+        assert sum(tokens for _, tokens in model.batches) == 4 * 8, "decode computed nothing of the prompt"
     assert is_empty(source) and is_empty(target)
 
 
@@ -309,7 +363,7 @@ def test_a_second_hand_off_sends_only_what_is_not_there() -> None:
 def test_a_first_token_that_ends_the_answer_ends_it() -> None:
     engine = hash_engine()
     engine.reserve(hash_sequence("r", random_prompt(5, 0), eos_ids=(9,)))
-    engine.start_reserved("r", SampledToken(0, 9))
+    engine.start_reserved("r", [SampledToken(0, 9)])
     assert engine.has_work
     [output] = engine.step()
     assert output.finish_reason is FinishReason.STOP
@@ -328,7 +382,7 @@ def test_reserved_blocks_are_given_back_by_cancelling_alone() -> None:
     engine.cancel_reserved("r")
     assert is_empty(engine)
     with pytest.raises(HandoffFailed):
-        engine.start_reserved("r", SampledToken(0, 1))
+        engine.start_reserved("r", [SampledToken(0, 1)])
 
 
 def test_a_stalled_engine_says_so_and_goes_on_once_there_is_room() -> None:

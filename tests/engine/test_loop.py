@@ -181,7 +181,7 @@ def test_a_reserved_sequence_is_listened_to_from_its_first_token(thread: EngineT
     thread.listen("r", inbox)
 
     def start(engine: Engine) -> None:
-        engine.start_reserved("r", SampledToken(0, 7))
+        engine.start_reserved("r", [SampledToken(0, 7)])
 
     thread.call(start).result(WAIT_S)
     assert inbox.answer() == [7]

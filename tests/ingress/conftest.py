@@ -77,14 +77,15 @@ class Script:
     asked: list = field(default_factory=list)
     running: set = field(default_factory=set)
     closed: list = field(default_factory=list)  # before their end
-    first_tokens: dict = field(default_factory=dict)  # request id: how many requests had begun by then
+    ended_choices: list = field(default_factory=list)  # (request id, choice) that nobody needed any more
+    late_logprob: float = 0.0  # added to the log-probabilities of each further choice
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request):
         self.asked.append(request)
         self.running.add(request.request_id)
         self.changed.set()
-        is_last = False
+        wanted = set(range(request.sampling.num_answers))
         try:
             if self.first_delay_s:
                 await asyncio.sleep(self.first_delay_s)
@@ -93,19 +94,26 @@ class Script:
                 if self.error is not None and index == self.error_after:
                     raise self.error
                 await asyncio.sleep(self.delay_s if index else 0)
-                self.first_tokens.setdefault(request.request_id, len(self.asked))
-                delta = self._delta(request, index, token_id)
-                is_last = delta.finish_reason is not None
-                yield delta
-                if is_last:
+                for choice in sorted(wanted):
+                    if (request.request_id, choice) in self.ended_choices:
+                        wanted.discard(choice)
+                        continue
+                    delta = self._delta(request, index, token_id, choice)
+                    if delta.finish_reason is not None:
+                        wanted.discard(choice)
+                    yield delta
+                if not wanted:
                     return
         except (asyncio.CancelledError, GeneratorExit):
-            if not is_last:
+            if wanted:
                 self.closed.append(request.request_id)
             raise
         finally:
             self.running.discard(request.request_id)
             self.changed.set()
+
+    def end_choice(self, request_id, choice):
+        self.ended_choices.append((request_id, choice))
 
     def forget(self):
         """Begin anew, for the next test."""
@@ -123,12 +131,12 @@ class Script:
         """Wait until ``count`` generators were closed before their end, and none runs."""
         await self.until(lambda: len(self.closed) >= count and not self.running, within_s)
 
-    def _delta(self, request, index, token_id):
+    def _delta(self, request, index, token_id, choice):
         sampling = request.sampling
         logprob = None
         if sampling.logprobs is not None:
             top = tuple((ord("a") + rank, -1.0 - rank) for rank in range(sampling.logprobs))
-            logprob = TokenLogprob(-0.5, top)
+            logprob = TokenLogprob(-0.5 + choice * self.late_logprob, top)
         reason = None
         if token_id == EOS and not sampling.ignore_eos:
             reason = FinishReason.STOP
@@ -138,7 +146,7 @@ class Script:
             prompt_tokens=len(request.tokens), pool_cached_tokens=self.cached_tokens, timings=Timings(1, 2, 3, 4, 5)
         )
         summary = RequestSummary(report, "prefill-0", "decode-0") if index == 0 or reason else None
-        return Delta((SampledToken(index, token_id, logprob),), reason, summary)
+        return Delta((SampledToken(index, token_id, logprob),), reason, summary, choice)
 
 
 def cluster_status():

@@ -64,19 +64,41 @@ async def test_a_streamed_chat_says_the_same_in_pieces(client):
     assert all(chunk.usage is None for chunk in choices)
 
 
-async def test_three_choices_have_seeds_in_a_row_and_wait_for_the_first(front, client):
-    front.script.first_delay_s = 0.05
-
-    answer = await client.chat.completions.create(model="bytes", messages=HELLO, n=3, seed=(1 << 63) - 1)
+async def test_three_choices_are_one_request(front, client):
+    answer = await client.chat.completions.create(model="bytes", messages=HELLO, n=3, seed=7)
 
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert [request.sampling.seed for request in front.script.asked] == [(1 << 63) - 1, 1 << 63, (1 << 63) + 1]
-    first, *others = front.script.asked
-    assert front.script.first_tokens[first.request_id] == 1  # alone until its first token
-    assert len({request.request_id for request in front.script.asked}) == 3
-    assert answer.usage.prompt_tokens == len(first.tokens)  # the prompt counts once
+    assert [choice.message.content for choice in answer.choices] == ["Hello, wörld!"] * 3
+    [asked] = front.script.asked
+    assert (asked.sampling.n, asked.sampling.seed) == (3, 7)
+    assert answer.usage.prompt_tokens == len(asked.tokens)  # the prompt counts once
     assert answer.usage.completion_tokens == 3 * (len("Hello, wörld!".encode()) + 1)
-    assert others
+
+
+async def test_a_choice_that_meets_a_stop_string_ends_alone(front, client):
+    """All say the same here, so the last one to meet it ends the request as a whole."""
+    front.script.ends = False
+    answer = await client.completions.create(model="bytes", prompt="x", n=3, stop="w", max_tokens=999)
+
+    assert [choice.text for choice in answer.choices] == ["Hello, "] * 3
+    [asked] = front.script.asked
+    assert front.script.ended_choices == [(asked.request_id, 0), (asked.request_id, 1)]
+    await front.script.until_closed()
+
+
+async def test_best_of_keeps_the_likeliest_answers(front, client):
+    front.script.late_logprob = 0.1
+    answer = await client.completions.create(model="bytes", prompt="x", n=2, best_of=4)
+
+    [asked] = front.script.asked
+    assert asked.sampling.num_answers == 4 and asked.sampling.logprobs == 0
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].logprobs is None
+    ranked = await client.completions.create(model="bytes", prompt="x", n=2, best_of=4, logprobs=0)
+    means = [choice.logprobs.token_logprobs[0] for choice in ranked.choices]
+    assert means == pytest.approx([-0.2, -0.3])
+    with pytest.raises(openai.BadRequestError, match="best_of cannot be streamed"):
+        await client.completions.create(model="bytes", prompt="x", n=2, best_of=4, stream=True)
 
 
 async def test_three_streamed_choices_are_told_apart_by_their_index(client):
@@ -371,13 +393,13 @@ async def test_leaving_before_the_first_token_closes_the_request_within_a_second
 async def test_leaving_an_answer_with_three_choices_closes_all(front, client):
     front.script.ends, front.script.delay_s = False, 0.01
     asking = asyncio.create_task(client.completions.create(model="bytes", prompt="x", n=3, max_tokens=4000))
-    await front.script.until(lambda: len(front.script.running) == 3)
+    await front.script.until(lambda: len(front.script.running) == 1)
 
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
 
-    await front.script.until_closed(count=3)
+    await front.script.until_closed()
 
 
 async def test_thirty_two_at_once(front, client):
