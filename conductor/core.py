@@ -41,7 +41,7 @@ class Core:
         )
         self.index = PrefixIndex()
         self.costs = CostModel()
-        self.fleet = Fleet(self.registry, self.costs, self.index)
+        self.fleet = Fleet(self.registry, self.costs, self.index, model.shape.chunk_tokens)
         self.subscriber = Subscriber(self.index, self.channels)
         self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
         self._ticker: asyncio.Task[None] | None = None

@@ -1,7 +1,8 @@
 """Predicted milliseconds, fitted online to what nodes measure: prefill, decode steps, transfers.
 
-Pure. No coefficient is written here: before the first sample of its kind a prediction is unknown and counts as 0, which
-leaves the choice to load. A new node starts from what all nodes together have shown, and soon speaks for itself.
+Pure. No coefficient is written here: before the first sample of its kind, or a start value from ``mooncake calibrate``,
+a prediction is unknown and counts as 0, which leaves the choice to load. A new node starts from what all nodes together
+have shown, and soon speaks for itself. A sample far from what was predicted counts less: one hiccup moves nothing.
 
     prefill   a + b·new + c·new·(prefix + new/2)        (FAST'25 Eq. 1: linear layers and causal attention)
     step      a + b·batch + c·context                   (decode)
@@ -10,17 +11,23 @@ leaves the choice to load. A new node starts from what all nodes together have s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 from itertools import combinations
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 FORGETTING = 0.98  # a sample's weight after one newer sample: about the last 50 count
 PRIOR_SAMPLES = 2.0  # how many samples of its own the experience of all nodes is worth to a node
 MAX_FITS = 100_000  # pairs of peers remembered
 ALL_NODES = ""
+HUBER = 2.5  # typical errors beyond which a sample counts less
+ERROR_RATE = 0.05  # of the running means of errors
+MIN_ERROR, MAX_ERROR = 0.02, 4.0  # of |ln(measured / predicted)|
+WARM_SAMPLES, REFIT_SAMPLES = (
+    16,
+    8,
+)  # at first every sample is compared with a fresh fit, later with one of few samples ago
 _PAIR = "\x00"
 _RIDGE = 1e-9
 
@@ -65,57 +72,127 @@ class TransferCost:
         return self.latency_ms + self.byte_ms * num_bytes if num_bytes else 0.0
 
 
-class LinearFit:
-    """Recursive least squares in information form, with forgetting, relative errors and non-negative coefficients.
+@dataclass(frozen=True, slots=True)
+class StartCosts:
+    """What a calibration found, to begin with. Kinds that are not known stay unknown."""
 
-    ``scales`` bring the features near 1, so that the normal equations stay well conditioned.
+    prefill: PrefillCost = PrefillCost()
+    decode: DecodeCost = DecodeCost()
+    transfer: TransferCost = TransferCost()
+
+
+class Changed(NamedTuple):
+    kind: str  # prefill, decode or transfer
+    node_id: str
+    peer: str = ""
+
+
+class LinearFit:
+    """Recursive least squares with forgetting, relative errors, Huber's weights and non-negative coefficients.
+
+    ``scales`` bring the features near 1, so that the normal equations stay well conditioned. ``error`` is the running
+    mean of |ln(measured / predicted)|, each prediction made before its sample was seen.
     """
 
+    __slots__ = ("_coefficients", "_moment", "_scales", "_target", "_weight", "error", "num_samples")
+
     def __init__(self, scales: Coefficients) -> None:
-        self._scales = np.array(scales)
         size = len(scales)
-        self._moment: npt.NDArray[np.float64] = np.zeros((size, size))
-        self._target: npt.NDArray[np.float64] = np.zeros(size)
+        self._scales = scales
+        self._moment = [[0.0] * size for _ in range(size)]
+        self._target = [0.0] * size
         self._weight = 0.0  # samples that still count
+        self._coefficients: Coefficients | None = None  # of few samples ago, to judge the next one by
         self.num_samples = 0
+        self.error = 0.0
 
     def observe(self, features: Coefficients, ms: float) -> None:
         """Values that cannot be measurements (zero, negative, NaN, huge) are ignored: they come from outside."""
-        if not (1e-6 <= ms <= 1e9) or not all(0.0 <= value < 1e18 for value in features):
+        if not 1e-6 <= ms <= 1e9:
             return
-        x = np.array(features) / self._scales / ms  # dividing by ms makes errors relative: short steps count as much
-        self._moment = FORGETTING * self._moment + np.outer(x, x)
-        self._target = FORGETTING * self._target + x
-        self._weight = FORGETTING * self._weight + 1.0
+        for value in features:
+            if not 0.0 <= value < 1e18:
+                return
+        weight = self._judge(features, ms)
+        # dividing by ms makes errors relative: short steps count as much
+        x = [value / scale / ms for value, scale in zip(features, self._scales, strict=True)]
+        target = self._target
+        for i, (row, value) in enumerate(zip(self._moment, x, strict=True)):
+            weighted = weight * value
+            target[i] = FORGETTING * target[i] + weighted
+            for j, other in enumerate(x):
+                row[j] = FORGETTING * row[j] + weighted * other
+        self._weight = FORGETTING * self._weight + weight
         self.num_samples += 1
 
     def coefficients(self, prior: LinearFit | None = None) -> Coefficients | None:
         """The best non-negative coefficients, with ``prior`` worth PRIOR_SAMPLES; None when nothing was measured."""
         moment, target = self._moment, self._target
-        if prior is not None and prior._weight:
+        if prior is not None and prior is not self and prior._weight:
             share = PRIOR_SAMPLES / prior._weight
-            moment, target = moment + share * prior._moment, target + share * prior._target
-        if not target.any():
+            moment = [
+                [a + share * b for a, b in zip(row, other, strict=True)]
+                for row, other in zip(moment, prior._moment, strict=True)
+            ]
+            target = [a + share * b for a, b in zip(target, prior._target, strict=True)]
+        if not any(target):
             return None
-        return tuple(float(value) for value in _non_negative(moment, target) / self._scales)
+        found = _non_negative(moment, target)
+        return tuple(value / scale for value, scale in zip(found, self._scales, strict=True))
+
+    def _judge(self, features: Coefficients, ms: float) -> float:
+        """How much the sample counts: less the farther it is from the prediction, in units of the usual error."""
+        count = self.num_samples
+        if count and (count < WARM_SAMPLES or count % REFIT_SAMPLES == 0):
+            self._coefficients = self.coefficients()
+        if self._coefficients is None:
+            return 1.0
+        predicted = sum(c * value for c, value in zip(self._coefficients, features, strict=True))
+        error = min(abs(math.log(ms / predicted)), MAX_ERROR) if predicted > 0 else MAX_ERROR
+        usual = max(self.error, MIN_ERROR)
+        # The usual error follows slowly, so that a few wild samples do not become usual and a lasting change does.
+        rate = max(ERROR_RATE, 1.0 / count)
+        self.error += rate * (min(error, 4.0 * usual) - self.error)
+        return min(1.0, HUBER * usual / error) if error else 1.0
 
 
-def _non_negative(moment: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _non_negative(moment: list[list[float]], target: list[float]) -> list[float]:
     """argmin θᵀMθ − 2θᵀt with θ ≥ 0, by trying every set of coefficients that are not zero (7 for three)."""
     size = len(target)
-    ridge = _RIDGE * float(np.trace(moment)) * np.eye(size)
-    best, best_cost = np.zeros(size), 0.0
+    ridge = _RIDGE * sum(moment[i][i] for i in range(size))
+    best, best_cost = [0.0] * size, 0.0
     for subset in _SUBSETS[size]:
-        rows = list(subset)
-        part = (moment + ridge)[np.ix_(rows, rows)]
-        solution = np.linalg.solve(part, target[rows])
-        if (solution < 0).any():
+        rows = [[moment[i][j] + (ridge if i == j else 0.0) for j in subset] for i in subset]
+        solution = _solve(rows, [target[i] for i in subset])
+        if solution is None or min(solution) < 0.0:
             continue
-        cost = float(solution @ part @ solution - 2 * solution @ target[rows])
+        cost = -sum(value * target[i] for value, i in zip(solution, subset, strict=True))  # at its minimum
         if cost < best_cost:
-            best, best_cost = np.zeros(size), cost
-            best[rows] = solution
+            best, best_cost = [0.0] * size, cost
+            for i, value in zip(subset, solution, strict=True):
+                best[i] = value
+        if len(subset) == size:
+            break  # nothing is better than the free minimum when it is allowed
     return best
+
+
+def _solve(rows: list[list[float]], target: list[float]) -> list[float] | None:
+    """The solution of a small symmetric positive system by elimination; None when it is singular."""
+    size = len(target)
+    rows = [[*row, value] for row, value in zip(rows, target, strict=True)]
+    for i in range(size):
+        pivot = rows[i][i]
+        if not pivot > 0.0:
+            return None
+        for k in range(i + 1, size):
+            factor = rows[k][i] / pivot
+            for j in range(i, size + 1):
+                rows[k][j] -= factor * rows[i][j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        left = rows[i][size] - sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = left / rows[i][i]
+    return solution
 
 
 _PREFILL_SCALES = (1.0, 1e3, 1e6)
@@ -124,34 +201,31 @@ _TRANSFER_SCALES = (1.0, 1e6)
 
 
 class CostModel:
-    """One owner. ``version`` changes with every sample. Answers are cached until the node itself reports again; what
-    all nodes together show is asked for under ALL_NODES."""
+    """One owner. Answers are cached until the node itself reports again; what all nodes together show is asked for
+    under ALL_NODES. ``take_changed`` names whose answers have changed since it was asked last."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, start: StartCosts | None = None) -> None:
         self._prefill = _Fits(_PREFILL_SCALES)
         self._decode = _Fits(_DECODE_SCALES)
         self._transfer = _Fits(_TRANSFER_SCALES)
+        if start is not None:
+            self._start_from(start)
 
     def observe_prefill(self, node_id: str, new_tokens: int, prefix_tokens: int, ms: float) -> None:
         self._prefill.observe(node_id, (1.0, float(new_tokens), new_tokens * (prefix_tokens + new_tokens / 2)), ms)
-        self.version += 1
 
     def observe_decode(self, node_id: str, batch: int, context_tokens: int, ms: float) -> None:
         self._decode.observe(node_id, (1.0, float(batch), float(context_tokens)), ms)
-        self.version += 1
 
     def observe_transfer(self, node_id: str, peer: str, num_bytes: int, ms: float) -> None:
         """``node_id`` moved bytes to or from ``peer``."""
         self._transfer.observe(_pair(node_id, peer), (1.0, float(num_bytes)), ms)
-        self.version += 1
 
     def forget(self, node_id: str) -> None:
         """The node is gone; another process of the same id measures anew. What all have shown stays."""
         self._prefill.forget(lambda name: name == node_id)
         self._decode.forget(lambda name: name == node_id)
         self._transfer.forget(lambda name: node_id in name.split(_PAIR))
-        self.version += 1
 
     def prefill(self, node_id: str) -> PrefillCost:
         found = self._prefill.coefficients(node_id)
@@ -165,6 +239,43 @@ class CostModel:
         found = self._transfer.coefficients(_pair(node_id, peer))
         return TransferCost(found[0], found[1], True) if found else TransferCost()
 
+    def transfer_of_all(self) -> TransferCost:
+        """What stands in for a pair that has moved nothing yet."""
+        found = self._transfer.coefficients(ALL_NODES)
+        return TransferCost(found[0], found[1], True) if found else TransferCost()
+
+    def measured_pairs(self) -> list[tuple[str, str]]:
+        return [(node_id, peer) for node_id, _, peer in (name.partition(_PAIR) for name in self._transfer.names())]
+
+    def error(self, kind: str, node_id: str = ALL_NODES) -> float:
+        """Mean |ln(measured / predicted)| of lately, for ``kind`` prefill, decode or transfer; 0 when unknown."""
+        return {"prefill": self._prefill, "decode": self._decode, "transfer": self._transfer}[kind].error(node_id)
+
+    def take_changed(self, limit: int) -> list[Changed]:
+        """Up to ``limit`` costs that have changed, each told once. ALL_NODES stands for all without samples."""
+        changed: list[Changed] = []
+        for kind, fits in (("prefill", self._prefill), ("decode", self._decode), ("transfer", self._transfer)):
+            while fits.changed and len(changed) < limit:
+                node_id, _, peer = fits.changed.popitem()[0].partition(_PAIR)
+                changed.append(Changed(kind, node_id, peer))
+        return changed
+
+    def has_measured(self, kind: str, node_id: str) -> bool:
+        return node_id in (self._prefill if kind == "prefill" else self._decode).names()
+
+    def _start_from(self, start: StartCosts) -> None:
+        for tokens in (64, 512, 4096, 32768):
+            for prefix in (0, 8192):
+                if start.prefill.is_known:
+                    self.observe_prefill(ALL_NODES, tokens, prefix, start.prefill.ms(tokens, prefix))
+        for batch in (1, 4, 16, 64):
+            for context in (512, 8192):
+                if start.decode.is_known:
+                    self.observe_decode(ALL_NODES, batch, batch * context, start.decode.ms(batch, batch * context))
+        if start.transfer.is_known:
+            for size in (10_000, 1_000_000, 100_000_000):
+                self._transfer.observe(ALL_NODES, (1.0, float(size)), start.transfer.ms(size))
+
 
 class _Fits:
     """One fit a name, and one over all of them that stands in for names without samples."""
@@ -174,18 +285,34 @@ class _Fits:
         self._all = LinearFit(scales)
         self._fits: dict[str, LinearFit] = {}
         self._cached: dict[str, Coefficients | None] = {}
+        self.changed: dict[str, None] = {}  # a set that keeps its order
 
     def observe(self, name: str, features: Coefficients, ms: float) -> None:
         self._all.observe(features, ms)
         self._cached.pop(ALL_NODES, None)
-        if name in self._fits or len(self._fits) < MAX_FITS:
-            self._fits.setdefault(name, LinearFit(self._scales)).observe(features, ms)
-            self._cached.pop(name, None)
+        self.changed[ALL_NODES] = None
+        if name == ALL_NODES:
+            return
+        fit = self._fits.get(name)
+        if fit is None:
+            if len(self._fits) >= MAX_FITS:
+                return
+            fit = self._fits[name] = LinearFit(self._scales)
+        fit.observe(features, ms)
+        self._cached.pop(name, None)
+        self.changed[name] = None
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         for name in [name for name in self._fits if is_gone(name)]:
             del self._fits[name]
             self._cached.pop(name, None)
+            self.changed.pop(name, None)
+
+    def names(self) -> KeysView[str]:
+        return self._fits.keys()
+
+    def error(self, name: str) -> float:
+        return self._fits.get(name, self._all).error
 
     def coefficients(self, name: str) -> Coefficients | None:
         name = name if name in self._fits else ALL_NODES

@@ -19,13 +19,13 @@ import numpy as np
 
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
-from conductor.fleet import Fleet, Ticket, View
+from conductor.fleet import Fleet
 from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
 from conductor.merge import Merger
-from conductor.prefix_index import index_keys
 from conductor.registry import NodeInfo
-from conductor.scheduler import Placement, RequestFacts, Shape, place
+from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
+from conductor.view import RequestFacts, Shape
 from mooncake.config import Config
 from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, MooncakeError, NodeUnavailable, Overloaded
 from mooncake.hashing import chain_seed, extend_chain
@@ -98,6 +98,7 @@ class Dispatcher:
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
         self._model = model
         self._fleet = fleet
+        self._scheduler = Scheduler(fleet, model.shape)
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
@@ -253,17 +254,18 @@ class Dispatcher:
         left = request.sampling.max_tokens - journey.num_emitted
         seed = chain_seed(self._model.kv_fingerprint, request.salt)
         keys = extend_chain(seed, tokens, self._model.shape.block_tokens)
-        view = self._fleet.view(now)
         facts = RequestFacts(
             num_tokens=len(tokens),
-            runs=self._fleet.index.runs(index_keys(keys)),
+            keys=keys,
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=left > 1 or request.sampling.beam_search is not None,
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
             budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
+            session=request.session,
+            number=self.stats.requests,
         )
-        placement = self._place(facts, view, journey, now)
-        ticket = _ticket(facts, placement)
+        placement = self._place(facts, journey, now)
+        ticket = self._scheduler.book(facts, placement, now)
         epoch = next(self._epochs)
         journey.lifecycle.move(RequestState.PLACED)
         attempt = Attempt(
@@ -283,7 +285,6 @@ class Dispatcher:
             clock=self._clock,
             on_lost=self._lost,
         )
-        self._fleet.book(ticket, now)
         for choice in journey.ended:
             attempt.end_choice(choice)
         for info in attempt.nodes:
@@ -298,14 +299,13 @@ class Dispatcher:
         log.debug("%s placed: %s", request.request_id, placement)
         return attempt
 
-    def _place(self, facts: RequestFacts, view: View, journey: _Journey, now: float) -> Placement:
+    def _place(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
         """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all there is."""
-        shape = self._model.shape
         if journey.avoid:
             with contextlib.suppress(NodeUnavailable):
-                return place(replace(facts, excluded=journey.avoid | journey.dead), view, shape, now)
+                return self._scheduler.place(facts._replace(excluded=journey.avoid | journey.dead), now)
         try:
-            return place(replace(facts, excluded=journey.dead), view, shape, now)
+            return self._scheduler.place(facts._replace(excluded=journey.dead), now)
         except NodeUnavailable as error:
             raise journey.error or error from None  # why the last attempt failed tells more
 
@@ -396,15 +396,3 @@ class Dispatcher:
             self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
         if journey.lifecycle.state is RequestState.FINISHED:
             self.stats.finished += 1
-
-
-def _ticket(facts: RequestFacts, placement: Placement) -> Ticket:
-    parts = placement.breakdown
-    return Ticket(
-        prefill_id=placement.prefill.node_id,
-        decode_id=placement.decode.node_id if placement.decode else "",
-        new_tokens=placement.new_tokens,
-        prefill_ms=parts.fetch_ms + parts.prefill_ms,
-        context_tokens=facts.num_tokens,
-        blocks=placement.sent_blocks,
-    )

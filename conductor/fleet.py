@@ -1,156 +1,146 @@
-"""What the scheduler sees of the cluster: arrays over the usable nodes, and what was placed and not yet reported.
+"""What the scheduler sees of the cluster: the view, and what was placed and not yet reported.
 
 Pure. A node's own report is always a little old, so every placement is booked here at once and taken back when its
-work ends; what a node reports beyond that was given to it by somebody else and counts as foreign.
+work ends; what a node reports beyond that was given to it by somebody else and counts as foreign. The view is built
+when a node comes or goes; everything else changes single numbers of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from conductor.cost import CostModel
+from conductor.cost import ALL_NODES, Changed, CostModel
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
+from conductor.view import NONE, DecodeSide, Ints, PrefillSide, StoreSide, View
 from mooncake.types import Role
 
-Floats = npt.NDArray[np.float64]
-Slots = npt.NDArray[np.int64]
-
-COSTS_REFRESH_S = 0.1  # new coefficients are looked at so often; placements and heartbeats count at once
-
-
-@dataclass(slots=True)
-class PrefillSide:
-    """Arrays over ``P`` usable prefill nodes. ``queued_*`` is work placed or reported and not yet done; ``head_ms`` the
-    part of it that is being computed since ``busy_since`` (0: nothing of ours is)."""
-
-    nodes: tuple[NodeInfo, ...]
-    step_ms: Floats
-    token_ms: Floats
-    pair_ms: Floats
-    known: npt.NDArray[np.bool_]
-    queued_tokens: Floats
-    queued_ms: Floats
-    queued_requests: Floats
-    head_ms: Floats
-    busy_since: Floats
+COSTS_REFRESH_S = (
+    0.01  # new coefficients are looked at so often, a few nodes each time, so that no decision waits for all
+)
+CHANGES_A_REFRESH = 8
+MAX_SESSIONS = 100_000
+TIE_REQUEST_MS, TIE_TOKEN_MS = 1e-9, 1e-10  # equal nodes are told apart by what they have
 
 
-@dataclass(slots=True)
-class DecodeSide:
-    """Arrays over ``D`` usable decode nodes. ``next_step_ms`` is a step with one sequence more, still without context;
-    ``free_blocks`` is below 0 on a node that has all the sequences it may run."""
-
-    nodes: tuple[NodeInfo, ...]
-    step_ms: Floats
-    sequence_ms: Floats
-    context_ms: Floats
-    next_step_ms: Floats
-    sequences: Floats
-    context_tokens: Floats
-    free_blocks: Floats
-
-
-@dataclass(slots=True)
-class View:
-    """The cluster at one moment; ``S`` store nodes. Matrices give latency (ms) and ms a byte between pairs."""
-
-    prefill: PrefillSide
-    decode: DecodeSide
-    stores: tuple[NodeInfo, ...]
-    prefill_at: dict[str, int]
-    decode_at: dict[str, int]
-    prefill_slots: Slots  # in the prefix index
-    decode_slots: Slots
-    store_slots: Slots
-    fetch_latency: Floats  # [S, P]
-    fetch_byte: Floats
-    send_latency: Floats  # [P, D]
-    send_byte: Floats
-
-
-@dataclass(slots=True)
-class Account:
-    """What this conductor has placed on one node and not taken back, and what the node reports beyond it."""
-
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_ms: float = 0.0
-    busy_since: float = 0.0  # when the oldest of them began, as far as we know
-    decodes: int = 0
-    decode_tokens: int = 0
-    unseen_blocks: int = 0  # placed since the last heartbeat
-    foreign_tokens: int = 0
-    foreign_decodes: int = 0
-    foreign_context: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.prefills or self.prefill_tokens or self.prefill_ms or self.decodes or self.decode_tokens)
-
-
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """One placement as booked; its parts are taken back once each."""
 
     prefill_id: str
     decode_id: str  # "": none
     new_tokens: int
-    prefill_ms: float
+    prefill_ms: float  # fetching and computing
     context_tokens: int
     blocks: int = 0  # that the decode node needs
+    source_id: str = ""  # the store that is read from; "": none
+    source_bytes: float = 0.0
     open_prefill: bool = True
     open_decode: bool = True
+
+
+@dataclass(slots=True)
+class Account:
+    """What this conductor has placed on one node and not taken back, and what the node reports beyond it."""
+
+    prefills: dict[Ticket, None] = field(default_factory=dict)  # in order of placement: the first one is being computed
+    prefill_tokens: int = 0
+    prefill_ms: float = 0.0
+    busy_since: float = 0.0  # when the first of them began, as far as we know
+    decodes: int = 0
+    decode_tokens: int = 0
+    unseen_blocks: int = 0  # placed since the last heartbeat
+    foreign_tokens: int = 0
+    foreign_decodes: int = 0
+    foreign_context: int = 0
+    sending_flows: int = 0
+    sending_bytes: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prefills or self.prefill_tokens or self.decodes or self.decode_tokens or self.sending_flows)
 
 
 class Fleet:
     """One owner: the dispatcher books, the cluster service reports. All times are given (seconds, monotonic)."""
 
-    def __init__(self, registry: Registry, costs: CostModel, index: PrefixIndex) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        costs: CostModel,
+        index: PrefixIndex,
+        chunk_tokens: int = 0,
+        ssd_mb_per_s: float = 1000.0,
+    ) -> None:
         self.registry = registry
         self.costs = costs
         self.index = index
+        self._chunk_tokens = chunk_tokens  # of a prefill step; 0: whole prompts
+        self._ssd_byte_ms = 1e-3 / ssd_mb_per_s
         self._accounts: dict[str, Account] = {}
+        self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # where the last request of each was placed
         self._view: View | None = None
-        self._built_at = 0.0
         self._built_from = (-1, -1)
+        self._refreshed_at = 0.0
 
     def account(self, node_id: str) -> Account:
-        return self._accounts.setdefault(node_id, Account())
+        account = self._accounts.get(node_id)
+        if account is None:
+            account = self._accounts[node_id] = Account()
+        return account
 
     @property
     def open_work(self) -> dict[str, Account]:
         """Nodes with something placed and not taken back. Empty when no request runs."""
         return {node_id: account for node_id, account in self._accounts.items() if not account.is_empty}
 
-    def book(self, ticket: Ticket, now: float) -> None:
-        prefill = self.account(ticket.prefill_id)
-        if not prefill.prefills:
-            prefill.busy_since = now
-        prefill.prefills += 1
-        prefill.prefill_tokens += ticket.new_tokens
-        prefill.prefill_ms += ticket.prefill_ms
-        self._sync(ticket.prefill_id)
+    def session(self, session: str) -> tuple[int, int]:
+        """Where in the current view the session's last request was placed: (prefill, decode), NONE where it is gone."""
+        prefill_id, decode_id = self._sessions.get(session, ("", ""))
+        view = self._view
+        if view is None:
+            return NONE, NONE
+        return view.prefill_at.get(prefill_id, NONE), view.decode_at.get(decode_id, NONE)
+
+    def book(self, ticket: Ticket, now: float, session: str = "") -> None:
+        account = self.account(ticket.prefill_id)
+        if not account.prefills:
+            account.busy_since = now
+        account.prefills[ticket] = None
+        account.prefill_tokens += ticket.new_tokens
+        account.prefill_ms += ticket.prefill_ms
+        self._sync_prefill(ticket.prefill_id, account)
+        if ticket.source_id:
+            self._count_flow(ticket, 1)
         if ticket.decode_id:
-            decode = self.account(ticket.decode_id)
-            decode.decodes += 1
-            decode.decode_tokens += ticket.context_tokens
-            decode.unseen_blocks += ticket.blocks
-            self._sync(ticket.decode_id)
+            account = self.account(ticket.decode_id)
+            account.decodes += 1
+            account.decode_tokens += ticket.context_tokens
+            account.unseen_blocks += ticket.blocks
+            self._sync_decode(ticket.decode_id, account)
+        if session:
+            self._sessions[session] = (ticket.prefill_id, ticket.decode_id)
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
 
     def prefill_done(self, ticket: Ticket, now: float) -> None:
         if not ticket.open_prefill:
             return
         ticket.open_prefill = False
         account = self.account(ticket.prefill_id)
-        account.prefills -= 1
+        was_first = next(iter(account.prefills)) is ticket
+        del account.prefills[ticket]
         account.prefill_tokens -= ticket.new_tokens
         account.prefill_ms = account.prefill_ms - ticket.prefill_ms if account.prefills else 0.0
-        account.busy_since = now
-        self._sync(ticket.prefill_id)
+        if was_first:
+            account.busy_since = now
+        self._sync_prefill(ticket.prefill_id, account)
+        if ticket.source_id:
+            self._count_flow(ticket, -1)
 
     def close(self, ticket: Ticket, now: float) -> None:
         """The placement's work has ended, however it did."""
@@ -159,10 +149,10 @@ class Fleet:
             account = self.account(ticket.decode_id)
             account.decodes -= 1
             account.decode_tokens -= ticket.context_tokens
-            self._sync(ticket.decode_id)
+            self._sync_decode(ticket.decode_id, account)
         ticket.open_decode = False
-        for node_id in (ticket.prefill_id, ticket.decode_id):
-            if self.registry.get(node_id) is None:
+        for node_id in (ticket.prefill_id, ticket.decode_id, ticket.source_id):
+            if node_id and self.registry.get(node_id) is None:
                 self.forget(node_id)
 
     def heard(self, node_id: str, load: NodeLoad) -> None:
@@ -173,6 +163,8 @@ class Fleet:
         account.foreign_context = max(0, load.context_tokens - account.decode_tokens)
         account.unseen_blocks = 0
         self._sync(node_id)
+        if (view := self._view) is not None and node_id in view.decode_at:
+            view.decode.least_free_blocks = float(view.decode.free_blocks.min())
 
     def forget(self, node_id: str) -> None:
         """The node is gone. What is still open on it is taken back by its tickets, which keep the account alive."""
@@ -184,63 +176,144 @@ class Fleet:
             del self._accounts[node_id]
 
     def view(self, now: float) -> View:
-        versions = (self.registry.version, self.costs.version)
-        if self._view is None or versions[0] != self._built_from[0]:
-            stale = True
-        else:
-            stale = versions[1] != self._built_from[1] and now - self._built_at >= COSTS_REFRESH_S
-        if stale or self._view is None:
+        """The cluster as it is. The object stays the same, and changes, until a node comes or goes."""
+        versions = (self.registry.version, self.index.version)
+        if self._view is None or versions != self._built_from:
             self._view = self._build()
-            self._built_at, self._built_from = now, versions
+            # slots that were given out while building are in it already
+            self._built_from = (self.registry.version, self.index.version)
+            self._refreshed_at = now
+        elif now - self._refreshed_at >= COSTS_REFRESH_S:
+            self._refreshed_at = now
+            changed = self.costs.take_changed(CHANGES_A_REFRESH)
+            if changed:
+                self._refresh(self._view, changed)
         return self._view
 
     def _build(self) -> View:
         prefill = tuple(node.info for node in self.registry.usable(Role.PREFILL))
         decode = tuple(node.info for node in self.registry.usable(Role.DECODE))
         stores = tuple(node.info for node in self.registry.usable(Role.STORE))
-        fetch = [[self.costs.transfer(p.node_id, s.node_id) for p in prefill] for s in stores]
-        send = [[self.costs.transfer(p.node_id, d.node_id) for d in decode] for p in prefill]
-        prefill_costs = [self.costs.prefill(info.node_id) for info in prefill]
-        decode_costs = [self.costs.decode(info.node_id) for info in decode]
+        for info in stores:
+            self.index.join(info.node_id, is_tiered=True)
+        num_prefill, num_decode, num_stores = len(prefill), len(decode), len(stores)
+        by_host = {info.host_id: at for at, info in enumerate(stores) if info.host_id}
+        home = np.array([by_host.get(info.host_id, NONE) for info in prefill], dtype=np.int64)
         view = self._view = View(
             prefill=PrefillSide(
                 nodes=prefill,
-                step_ms=np.array([cost.step_ms for cost in prefill_costs]),
-                token_ms=np.array([cost.token_ms for cost in prefill_costs]),
-                pair_ms=np.array([cost.pair_ms for cost in prefill_costs]),
-                known=np.array([cost.is_known for cost in prefill_costs], dtype=bool),
-                queued_tokens=np.zeros(len(prefill)),
-                queued_ms=np.zeros(len(prefill)),
-                queued_requests=np.zeros(len(prefill)),
-                head_ms=np.zeros(len(prefill)),
-                busy_since=np.zeros(len(prefill)),
+                slots=self._slots(prefill),
+                home=home,
+                home_block_tokens=np.where(home >= 0, float(self.registry.block_tokens), 0.0),
+                costs=np.zeros((3, num_prefill)),
+                known=np.zeros(num_prefill, dtype=bool),
+                **{name: np.zeros(num_prefill) for name in _PREFILL_FLOATS},
             ),
             decode=DecodeSide(
                 nodes=decode,
-                step_ms=np.array([cost.step_ms for cost in decode_costs]),
-                sequence_ms=np.array([cost.sequence_ms for cost in decode_costs]),
-                context_ms=np.array([cost.context_ms for cost in decode_costs]),
-                next_step_ms=np.zeros(len(decode)),
-                sequences=np.zeros(len(decode)),
-                context_tokens=np.zeros(len(decode)),
-                free_blocks=np.zeros(len(decode)),
+                slots=self._slots(decode),
+                least_free_blocks=0.0,
+                **{name: np.zeros(num_decode) for name in _DECODE_FLOATS},
             ),
-            stores=stores,
+            stores=StoreSide(
+                nodes=stores,
+                slots=self._slots(stores),
+                dram_slots=np.array([self.index.dram_slot(info.node_id) for info in stores], dtype=np.int64),
+                ssd_byte_ms=self._ssd_byte_ms,
+                sending_flows=np.zeros(num_stores),
+                sending_bytes=np.zeros(num_stores),
+                idleness=np.zeros(num_stores),
+            ),
             prefill_at={info.node_id: position for position, info in enumerate(prefill)},
             decode_at={info.node_id: position for position, info in enumerate(decode)},
-            prefill_slots=self._slots(prefill),
-            decode_slots=self._slots(decode),
-            store_slots=self._slots(stores),
-            fetch_latency=_matrix([[cost.latency_ms for cost in row] for row in fetch], len(prefill)),
-            fetch_byte=_matrix([[cost.byte_ms for cost in row] for row in fetch], len(prefill)),
-            send_latency=_matrix([[cost.latency_ms for cost in row] for row in send], len(decode)),
-            send_byte=_matrix([[cost.byte_ms for cost in row] for row in send], len(decode)),
+            store_at={info.node_id: position for position, info in enumerate(stores)},
+            fetch_latency=np.zeros((num_stores, num_prefill)),
+            fetch_byte=np.zeros((num_stores, num_prefill)),
+            send_latency=np.zeros((num_prefill, num_decode)),
+            send_byte=np.zeros((num_prefill, num_decode)),
+            fetch_measured=np.zeros((num_stores, num_prefill), dtype=bool),
+            send_measured=np.zeros((num_prefill, num_decode), dtype=bool),
+            least_send_latency=np.zeros(num_prefill),
+            least_send_byte=np.zeros(num_prefill),
         )
-        for info in (*prefill, *decode):
+        for info in prefill:
+            self._set_prefill_cost(view, info.node_id)
+        for info in decode:
+            self._set_decode_cost(view, info.node_id)
+        self._set_all_transfers(view)
+        for node_id, peer in self.costs.measured_pairs():
+            self._set_transfer(view, node_id, peer)
+        self._set_derived_transfers(view)
+        for info in (*prefill, *decode, *stores):
             self._sync(info.node_id)
+        if decode:
+            view.decode.least_free_blocks = float(view.decode.free_blocks.min())
         return view
 
-    def _slots(self, nodes: tuple[NodeInfo, ...]) -> Slots:
+    def _refresh(self, view: View, changed: list[Changed]) -> None:
+        """Carry new coefficients into the view."""
+        for kind, node_id, peer in changed:
+            if kind == "prefill":
+                for name in self._meant("prefill", node_id, view.prefill_at):
+                    self._set_prefill_cost(view, name)
+            elif kind == "decode":
+                for name in self._meant("decode", node_id, view.decode_at):
+                    self._set_decode_cost(view, name)
+            elif node_id == ALL_NODES:
+                self._set_all_transfers(view)
+            else:
+                self._set_transfer(view, node_id, peer)
+        if any(change.kind == "transfer" for change in changed):
+            self._set_derived_transfers(view)
+
+    def _meant(self, kind: str, node_id: str, known: dict[str, int]) -> list[str]:
+        """Whose cost changes with that of ``node_id``: with that of all, those who have shown nothing themselves."""
+        if node_id != ALL_NODES:
+            return [node_id] if node_id in known else []
+        return [name for name in known if not self.costs.has_measured(kind, name)]
+
+    def _set_prefill_cost(self, view: View, node_id: str) -> None:
+        side, at, cost = view.prefill, view.prefill_at[node_id], self.costs.prefill(node_id)
+        chunk = self._chunk_tokens
+        spread, step = (cost.step_ms / chunk, cost.step_ms / 2) if chunk else (0.0, cost.step_ms)
+        side.costs[:, at] = step, cost.token_ms + spread, cost.pair_ms / 2
+        side.known[at] = cost.is_known
+        self._sync(node_id)
+
+    def _set_decode_cost(self, view: View, node_id: str) -> None:
+        side, at, cost = view.decode, view.decode_at[node_id], self.costs.decode(node_id)
+        side.step_ms[at], side.sequence_ms[at], side.context_ms[at] = cost.step_ms, cost.sequence_ms, cost.context_ms
+        self._sync(node_id)
+
+    def _set_all_transfers(self, view: View) -> None:
+        """Pairs that have moved nothing yet are taken to be as all pairs are."""
+        usual = self.costs.transfer_of_all()
+        view.fetch_latency[~view.fetch_measured] = usual.latency_ms
+        view.fetch_byte[~view.fetch_measured] = usual.byte_ms
+        view.send_latency[~view.send_measured] = usual.latency_ms
+        view.send_byte[~view.send_measured] = usual.byte_ms
+
+    def _set_transfer(self, view: View, node_id: str, peer: str) -> None:
+        p = view.prefill_at.get(node_id)
+        if p is None:
+            return
+        cost = self.costs.transfer(node_id, peer)
+        if (d := view.decode_at.get(peer)) is not None:
+            view.send_latency[p, d], view.send_byte[p, d] = cost.latency_ms, cost.byte_ms
+            view.send_measured[p, d] = True
+        elif (s := view.store_at.get(peer)) is not None:
+            view.fetch_latency[s, p], view.fetch_byte[s, p] = cost.latency_ms, cost.byte_ms
+            view.fetch_measured[s, p] = True
+
+    def _set_derived_transfers(self, view: View) -> None:
+        if view.decode.nodes:
+            view.least_send_latency = view.send_latency.min(axis=1)
+            view.least_send_byte = view.send_byte.min(axis=1)
+        if view.stores.nodes:
+            home, everyone = view.prefill.home, np.arange(len(view.prefill.nodes))
+            view.prefill.home_byte = view.fetch_byte[home, everyone]
+
+    def _slots(self, nodes: tuple[NodeInfo, ...]) -> Ints:
         return np.array([self.index.slot(info.node_id) for info in nodes], dtype=np.int64)
 
     def _sync(self, node_id: str) -> None:
@@ -248,28 +321,86 @@ class Fleet:
         view = self._view
         if view is None:
             return
-        account = self.account(node_id)
-        if (at := view.prefill_at.get(node_id)) is not None:
-            side = view.prefill
-            side.queued_requests[at] = account.prefills
-            side.queued_tokens[at] = account.prefill_tokens + account.foreign_tokens
-            side.queued_ms[at] = account.prefill_ms + side.token_ms[at] * account.foreign_tokens
-            side.head_ms[at] = account.prefill_ms / account.prefills if account.prefills else 0.0
-            side.busy_since[at] = account.busy_since
-        elif (at := view.decode_at.get(node_id)) is not None:
-            self._sync_decode(view.decode, at, account)
+        if node_id in view.prefill_at:
+            self._sync_prefill(node_id, self.account(node_id))
+        elif node_id in view.decode_at:
+            self._sync_decode(node_id, self.account(node_id))
+        elif node_id in view.store_at:
+            self._sync_store(node_id, self.account(node_id))
 
-    def _sync_decode(self, side: DecodeSide, at: int, account: Account) -> None:
+    def _sync_prefill(self, node_id: str, account: Account) -> None:
+        view = self._view
+        if view is None or (at := view.prefill_at.get(node_id)) is None:
+            return
+        side = view.prefill
+        queued_ms = account.prefill_ms
+        if account.foreign_tokens:
+            queued_ms += float(side.costs[1, at]) * account.foreign_tokens
+        head_ms = next(iter(account.prefills)).prefill_ms if account.prefills else 0.0
+        side.queued_requests[at] = len(account.prefills)
+        side.queued_tokens[at] = account.prefill_tokens + account.foreign_tokens
+        side.queued_ms[at] = queued_ms
+        side.tail_ms[at] = max(queued_ms - head_ms, 0.0)
+        side.ready_at_ms[at] = account.busy_since * 1e3 + queued_ms
+        side.tie_ms[at] = TIE_TOKEN_MS * side.queued_tokens[at] + TIE_REQUEST_MS * len(account.prefills)
+
+    def _sync_decode(self, node_id: str, account: Account) -> None:
+        view = self._view
+        if view is None or (at := view.decode_at.get(node_id)) is None:
+            return
+        side = view.decode
         info = side.nodes[at]
-        node = self.registry.get(info.node_id)
-        load = node.load if node is not None else NodeLoad()
+        node = self.registry.get(node_id)
+        load = node.load if node is not None else _NO_LOAD
         sequences = account.decodes + account.foreign_decodes
+        context_tokens = account.decode_tokens + account.foreign_context
         side.sequences[at] = sequences
-        side.context_tokens[at] = account.decode_tokens + account.foreign_context
-        side.next_step_ms[at] = side.step_ms[at] + side.sequence_ms[at] * (sequences + 1)
+        side.context_tokens[at] = context_tokens
+        side.next_step_ms[at] = (
+            side.step_ms[at] + side.sequence_ms[at] * (sequences + 1) + side.context_ms[at] * context_tokens
+        )
         free = load.blocks_free + load.blocks_cached - account.unseen_blocks if load.blocks_total else np.inf
-        side.free_blocks[at] = -1 if info.max_sequences and sequences >= info.max_sequences else free
+        free = -1.0 if info.max_sequences and sequences >= info.max_sequences else free
+        side.free_blocks[at] = free
+        side.total_blocks[at] = load.blocks_total
+        side.tie_ms[at] = TIE_REQUEST_MS * sequences + TIE_TOKEN_MS * context_tokens
+        if free < side.least_free_blocks:
+            side.least_free_blocks = free
+
+    def _sync_store(self, node_id: str, account: Account) -> None:
+        view = self._view
+        if view is None or (at := view.store_at.get(node_id)) is None:
+            return
+        view.stores.sending_flows[at] = account.sending_flows
+        view.stores.sending_bytes[at] = account.sending_bytes
+        view.stores.idleness[at] = -min(account.sending_flows, 1000) / 1024
+
+    def _count_flow(self, ticket: Ticket, sign: int) -> None:
+        """A read from a store begins, or is over: it shares the store's way out with the others."""
+        account = self.account(ticket.source_id)
+        account.sending_flows += sign
+        account.sending_bytes = account.sending_bytes + sign * ticket.source_bytes if account.sending_flows else 0.0
+        self._sync_store(ticket.source_id, account)
 
 
-def _matrix(rows: list[list[float]], columns: int) -> Floats:
-    return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
+_NO_LOAD = NodeLoad()
+_PREFILL_FLOATS = (
+    "queued_requests",
+    "queued_tokens",
+    "queued_ms",
+    "tail_ms",
+    "ready_at_ms",
+    "home_byte",
+    "tie_ms",
+)
+_DECODE_FLOATS = (
+    "step_ms",
+    "sequence_ms",
+    "context_ms",
+    "sequences",
+    "context_tokens",
+    "next_step_ms",
+    "free_blocks",
+    "total_blocks",
+    "tie_ms",
+)

@@ -10,8 +10,8 @@ import logging
 from conductor.core import Core
 from conductor.dispatch import ModelFacts
 from conductor.ingress.app import Ingress
-from conductor.scheduler import Shape
 from conductor.service import ClusterServicer
+from conductor.view import Shape
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
 from mooncake.hashing import kv_fingerprint

@@ -1,22 +1,35 @@
-"""Which node holds which block: one bitmask of nodes a key, so that a prompt is matched against all nodes at once.
+"""Which node holds which block: one set of nodes a key, so that a prompt is matched against all nodes at once.
 
 Pure soft state, built from the events of caches, which are the truth; a wrong entry costs time and never correctness.
-Keys are cut to 16 bytes (``index_keys``): nobody makes two chains meet by accident, and the owner compares all 32.
+Caches drop leaves before their parents, so what a node holds of a chain is a run from its root, and the ends of runs
+are found by bisection: a prompt of 250 blocks takes a dozen look-ups, not 250. Where a cache has a hole after all (a
+corrupt block was dropped), the run may be told too long; the node then computes what it does not find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake.types import BlockEvent, BlockKey
 
-INDEX_KEY_BYTES = 16
-MAX_SHARED = 1 << 16  # masks kept for sharing
+INDEX_KEY_BYTES = 15  # of 32: still no two chains meet by accident, and a bytes object of 48 bytes instead of 64
+NUM_SHARDS = (
+    256  # by the first byte of a key: a table that grows stops the process for a millisecond and not for one second
+)
+MAX_SHARED = 1 << 16  # sets kept for sharing
 FEW_BITS = 8
-MAX_ENTRIES = 4_000_000  # (node, block) pairs; about 140 bytes each, 75 for a further holder of a block
+MAX_BLOCKS = 16_000_000  # about 85 bytes each, however many nodes hold it
+
+
+class Tier(IntEnum):
+    """Where in a node a block is; the lower the faster."""
+
+    DRAM = 0
+    SSD = 1
 
 
 def index_keys(keys: Iterable[BlockKey]) -> list[bytes]:
@@ -24,116 +37,184 @@ def index_keys(keys: Iterable[BlockKey]) -> list[bytes]:
 
 
 class PrefixIndex:
-    """One owner. Bit ``i`` of a mask stands for the node in slot ``i``; a node keeps its slot until ``forget``."""
+    """One owner. Bit ``i`` of a set stands for slot ``i``. A node has a slot, and a tiered node a second one for the
+    blocks that are in its DRAM. ``version`` changes whenever a node's slots do."""
 
-    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
-        self._max_entries = max_entries
-        self._masks: dict[bytes, int] = {}
-        self._shared: dict[int, int] = {}  # one object a mask: saves memory, and equal neighbours are seen by identity
-        self._held: dict[str, set[bytes]] = {}  # of each node: what clear() has to take out
-        self._slots: dict[str, int] = {}
-        self._names: list[str | None] = []  # node in each slot
-        self._num_entries = 0
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self.version = 0
         self.dropped = 0  # stored events that found the index full
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._shared: dict[
+            int, int
+        ] = {}  # one object a set: most blocks are held by the same nodes as their neighbours
+        self._slots: dict[str, tuple[int, int]] = {}  # of any tier, of DRAM; equal when the node has one tier
+        self._counts: dict[str, int] = {}  # blocks of each node
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._retired = 0  # slots that no node has any more and that still stand in some sets
+        self._sweep: Iterator[None] | None = None
 
     def __len__(self) -> int:
-        """How many blocks some node holds."""
-        return len(self._masks)
+        """How many blocks some node holds, or held until lately."""
+        return self._num_blocks
 
     def num_blocks(self, node_id: str) -> int:
-        return len(self._held.get(node_id, ()))
+        return self._counts.get(node_id, 0)
+
+    def join(self, node_id: str, is_tiered: bool = False) -> None:
+        """Give the node its slots; nothing happens when it has them."""
+        if node_id not in self._slots:
+            slot = self._take_slot()
+            self._slots[node_id] = (slot, self._take_slot() if is_tiered else slot)
+            self._counts[node_id] = 0
+            self.version += 1
 
     def slot(self, node_id: str) -> int:
-        """Where the node stands in the arrays that ``runs`` returns."""
-        if node_id not in self._slots:
-            if None in self._names:
-                slot = self._names.index(None)
-            else:
-                slot = len(self._names)
-                self._names.append(None)
-            self._names[slot] = node_id
-            self._slots[node_id] = slot
-            self._held[node_id] = set()
-        return self._slots[node_id]
+        """Where the node stands in the arrays that ``runs`` returns, whatever the tier."""
+        self.join(node_id)
+        return self._slots[node_id][0]
 
-    def apply(self, node_id: str, events: Iterable[BlockEvent]) -> None:
-        """Take over what became readable in a node's cache and what left it, in order. Repeats change nothing."""
-        bit, held = 1 << self.slot(node_id), self._held[node_id]
+    def dram_slot(self, node_id: str) -> int:
+        """As ``slot``, for blocks in its DRAM."""
+        self.join(node_id)
+        return self._slots[node_id][1]
+
+    def apply(self, node_id: str, events: Iterable[BlockEvent], tier: Tier = Tier.DRAM) -> None:
+        """Take over what became readable in a node's cache and what left it, in order. Repeats change nothing; a block
+        that is stored in another tier has moved there."""
+        self.join(node_id)
+        self.sweep()
+        slot, dram_slot = self._slots[node_id]
+        bit, dram_bit = 1 << slot, 1 << dram_slot
+        sets, clears = (bit, dram_bit) if tier is Tier.SSD and bit != dram_bit else (bit | dram_bit, 0)
+        count, shared, shards = self._counts[node_id], self._shared, self._shards
         for event in events:
             key = event.key[:INDEX_KEY_BYTES]
-            if not event.stored:
-                if key in held:
-                    held.remove(key)
-                    self._num_entries -= 1
-                    self._put(key, self._masks[key] & ~bit)
-            elif key not in held:
-                if self._num_entries >= self._max_entries:
-                    self.dropped += 1
+            shard = shards[key[0]]
+            before = shard.get(key, 0)
+            if event.stored:
+                after = (before | sets) & ~clears
+                if after == before:
                     continue
-                held.add(key)
-                self._num_entries += 1
-                self._put(key, self._masks.get(key, 0) | bit)
+                if not before:
+                    if self._num_blocks >= self._max_blocks:
+                        self.sweep(NUM_SHARDS + 1)
+                    if self._num_blocks >= self._max_blocks:
+                        self.dropped += 1
+                        continue
+                    self._num_blocks += 1
+                count += not before & bit
+                shard[key] = shared.get(after) or self._share(after)
+            elif before & bit:
+                count -= 1
+                after = before & ~(bit | dram_bit)
+                if after:
+                    shard[key] = shared.get(after) or self._share(after)
+                else:
+                    del shard[key]
+                    self._num_blocks -= 1
+        self._counts[node_id] = count
 
     def clear(self, node_id: str) -> None:
-        """Forget what a node holds: it is about to tell everything anew."""
-        held = self._held.get(node_id)
-        if not held:
+        """Forget what a node holds: it is about to tell everything anew. Costs nothing now: the node gets new slots,
+        and the old ones are swept out bit by bit."""
+        if not self._counts.get(node_id):
             return
-        bit = 1 << self._slots[node_id]
-        for key in held:
-            self._put(key, self._masks[key] & ~bit)
-        self._num_entries -= len(held)
-        held.clear()
+        slot, dram_slot = self._slots[node_id]
+        self.forget(node_id)
+        self.join(node_id, is_tiered=slot != dram_slot)
 
     def forget(self, node_id: str) -> None:
-        """The node is gone; its slot may be given to another."""
-        self.clear(node_id)
-        self._held.pop(node_id, None)
-        slot = self._slots.pop(node_id, None)
-        if slot is not None:
-            self._names[slot] = None
+        """The node is gone."""
+        slots = self._slots.pop(node_id, None)
+        if slots is None:
+            return
+        self.version += 1
+        if self._counts.pop(node_id):
+            self._retired |= 1 << slots[0] | 1 << slots[1]
+        else:
+            self._free += sorted(set(slots), reverse=True)
 
-    def runs(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        """How many leading blocks of ``keys`` (16 bytes each) every node holds, by slot."""
-        runs = np.zeros(len(self._names), dtype=np.int64)
-        alive = -1  # nodes that hold all blocks so far: at first every node
-        previous: int | None = -1
-        for position, mask in enumerate(map(self._masks.get, keys)):
-            if mask is previous:
-                continue  # a chain is mostly held by the same nodes from end to end
-            previous = mask
-            remaining = alive & (mask or 0)
-            if remaining != alive:
-                if position:
-                    _assign(alive ^ remaining, position, runs)
-                alive = remaining
-                if not alive:
-                    return runs
-        if keys:
-            _assign(alive, len(keys), runs)
+    def sweep(self, max_shards: int = 1) -> None:
+        """Take slots that nobody has any more out of a few shards' sets. ``apply`` does one each time."""
+        for _ in range(max_shards):
+            if self._sweep is None:
+                if not self._retired:
+                    return
+                self._sweep = self._sweep_all()
+            if next(self._sweep, self) is self:
+                self._sweep = None
+
+    def runs(self, keys: Sequence[bytes]) -> npt.NDArray[np.float64]:
+        """How many leading blocks of ``keys`` every node holds, by slot. Keys may be whole or cut."""
+        runs: npt.NDArray[np.float64] = np.zeros(self._num_slots)
+        if not keys:
+            return runs
+        shards, cut = self._shards, INDEX_KEY_BYTES
+        key = keys[0]
+        alive = shards[key[0]].get(key[:cut], 0)  # who holds every block up to ``low``
+        if self._retired:
+            alive &= ~self._retired
+        low, last = 0, len(keys) - 1
+        key = keys[last]
+        ahead = [(last, shards[key[0]].get(key[:cut], 0))]  # positions looked at already, the nearest last
+        while ahead and alive:
+            high, nodes = ahead[-1]
+            held = nodes & alive
+            if held != alive and high - low > 1:  # somebody has dropped out between
+                middle = (low + high) >> 1
+                key = keys[middle]
+                ahead.append((middle, shards[key[0]].get(key[:cut], 0)))
+                continue
+            if held != alive and high:
+                _assign(alive ^ held, high, runs)
+                alive = held
+            low = high
+            ahead.pop()
+        _assign(alive, len(keys), runs)
         return runs
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """As ``runs``, by node; nodes that hold none are left out."""
         runs = self.runs(keys)
-        return {name: int(run) for name, run in zip(self._names, runs, strict=True) if name is not None and run}
+        return {node_id: int(runs[slot]) for node_id, (slot, _) in self._slots.items() if runs[slot]}
 
-    def _put(self, key: bytes, mask: int) -> None:
-        if not mask:
-            del self._masks[key]
-            return
+    def _share(self, nodes: int) -> int:
         if len(self._shared) >= MAX_SHARED:
             self._shared.clear()
-        self._masks[key] = self._shared.setdefault(mask, mask)
+        return self._shared.setdefault(nodes, nodes)
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _sweep_all(self) -> Iterator[None]:
+        """One shard at each step; slots are given out again when all are done."""
+        gone = self._retired
+        for shard in self._shards:
+            for key in [key for key, nodes in shard.items() if nodes & gone]:
+                left = shard[key] & ~gone
+                if left:
+                    shard[key] = self._share(left)
+                else:
+                    del shard[key]
+                    self._num_blocks -= 1
+            yield
+        self._retired &= ~gone
+        self._free += [slot for slot in range(self._num_slots) if gone >> slot & 1]
 
 
-def _assign(mask: int, run: int, runs: npt.NDArray[np.int64]) -> None:
-    """Set ``run`` for every node of ``mask``: bit by bit when there are few."""
-    if mask.bit_count() > FEW_BITS:
-        packed = np.frombuffer(mask.to_bytes((len(runs) + 7) // 8, "little"), dtype=np.uint8)
+def _assign(nodes: int, run: int, runs: npt.NDArray[np.float64]) -> None:
+    """Set ``run`` for every slot of ``nodes``: bit by bit when there are few."""
+    if nodes.bit_count() > FEW_BITS:
+        packed = np.frombuffer(nodes.to_bytes((len(runs) + 7) // 8, "little"), dtype=np.uint8)
         runs[np.unpackbits(packed, count=len(runs), bitorder="little").view(np.bool_)] = run
         return
-    while mask:
-        low = mask & -mask
+    while nodes:
+        low = nodes & -nodes
         runs[low.bit_length() - 1] = run
-        mask ^= low
+        nodes ^= low

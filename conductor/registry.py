@@ -103,7 +103,7 @@ class Registry:
 
     def __init__(self, kv_fingerprint: str, block_tokens: int, interval_s: float, timeout_s: float) -> None:
         self._fingerprint = kv_fingerprint
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._late_s = min(MISSED_HEARTBEATS * interval_s, timeout_s)
         self._timeout_s = timeout_s
         self._suspect_s = 2 * interval_s
@@ -197,9 +197,9 @@ class Registry:
             raise ConfigError("a node must register with an id and a control address")
         if info.role is Role.STORE:
             return
-        if info.block_tokens != self._block_tokens:
+        if info.block_tokens != self.block_tokens:
             raise ConfigError(
-                f"node {info.node_id!r} uses blocks of {info.block_tokens} tokens, this cluster {self._block_tokens}: "
+                f"node {info.node_id!r} uses blocks of {info.block_tokens} tokens, this cluster {self.block_tokens}: "
                 "give every node the same configuration"
             )
         if info.kv_fingerprint != self._fingerprint:

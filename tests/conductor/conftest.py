@@ -18,8 +18,8 @@ import pytest
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
 from conductor.dispatch import ModelFacts
-from conductor.scheduler import Shape
 from conductor.service import ClusterServicer
+from conductor.view import Shape
 from mooncake.config import Config, load_config
 from mooncake.errors import HandoffFailed, MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog

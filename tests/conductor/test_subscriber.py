@@ -25,9 +25,9 @@ def stored(*numbers: int) -> list[BlockEvent]:
 
 async def holds(index: PrefixIndex, *numbers: int) -> None:
     """Wait until the index knows exactly these blocks of the node."""
-    wanted = {KEYS[number][:16] for number in numbers}
+    wanted = {KEYS[number] for number in numbers}
     async with asyncio.timeout(5):
-        while index._held.get("n0", set()) != wanted:  # noqa: ASYNC110
+        while {key for key in KEYS if index.match([key])} != wanted:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 

@@ -1,0 +1,1 @@
+"""Placement policies: each one pure function ``(question, rng) -> Choice`` in a file of its own."""

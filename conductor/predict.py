@@ -1,0 +1,207 @@
+"""Predicted milliseconds of every way to serve one request, as arrays over nodes, and of one way in full.
+
+Pure. The arrays are what the default policy searches; ``explain`` says what any policy's choice is expected to cost.
+
+    TTFT(p)    = queue(p) + min over sources of [fetch(source → p, what p lacks) + prefill(p, the rest)]
+    handoff    = what is left of sending the blocks that d lacks when prefill ends; the last layer is always left
+    total(p,d) = TTFT(p) + handoff(p → d) + expected tokens · step(d, one sequence more)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from conductor.view import FASTEST, MAX_SOURCES, NONE, Choice, Floats, Question
+
+
+class FirstToken(NamedTuple):
+    """Arrays over P. ``most_prefill_ms`` is that without fetching, which hides the most of a hand-off."""
+
+    ttft_ms: Floats
+    most_prefill_ms: Floats
+
+
+class Breakdown(NamedTuple):
+    """Predicted milliseconds of each part; 0 where nothing was measured yet."""
+
+    queue_ms: float = 0.0
+    fetch_ms: float = 0.0
+    prefill_ms: float = 0.0
+    handoff_ms: float = 0.0
+    step_ms: float = 0.0
+
+
+class Prediction(NamedTuple):
+    """One choice in full. ``source`` is the store that is really read from, which may be the one on the same host."""
+
+    breakdown: Breakdown
+    source: int
+    local_tokens: int
+    fetched_tokens: int
+    sent_blocks: int
+
+
+def first_token(question: Question) -> FirstToken:
+    """Every prefill node with what it and its host's store hold, or with the best other store, whatever is faster.
+
+    The hot loop of the conductor: one-dimensional arrays of one type only, everything else costs numpy a microsecond.
+    """
+    view, shape, num_tokens = question.view, question.shape, question.facts.num_tokens
+    side, stores, usable = view.prefill, view.stores, question.usable_tokens
+    own = question.prefill_runs * shape.block_tokens
+    np.minimum(own, usable, out=own)
+    ready = side.ready_at_ms - question.now_ms
+    np.maximum(ready, side.tail_ms, out=ready)
+    sources = question.sources(1)
+    if not sources:
+        compute = _prefill_array(question, own)
+        ready += compute
+        ready += side.tie_ms
+        return FirstToken(ready, compute)
+    byte_of_token = shape.block_bytes / shape.block_tokens
+    with_home = question.store_runs[side.home]
+    with_home *= side.home_block_tokens
+    np.maximum(with_home, own, out=with_home)
+    own -= with_home  # what is read from the host's own store, negative
+    own *= side.home_byte
+    own *= byte_of_token
+    ready -= own
+    compute = _prefill_array(question, with_home)
+    source = sources[0]
+    cached = min(question.store_runs.item(source) * shape.block_tokens, usable)
+    # Not better than ``compute`` where ``with_home`` is more than that; then the other is taken.
+    fetch = np.array((1.0, num_tokens - cached, num_tokens**2 - cached**2)) @ side.costs
+    missing = cached - with_home
+    np.maximum(missing, 0.0, out=missing)
+    missing *= view.fetch_byte[source]
+    missing *= byte_of_token * (stores.sending_flows.item(source) + 1.0)
+    fetch += missing
+    fetch += view.fetch_latency[source]
+    slow = question.store_runs.item(source) - question.dram_runs.item(source)
+    if slow:
+        fetch += slow * shape.block_bytes * stores.ssd_byte_ms
+    np.minimum(fetch, compute, out=fetch)
+    fetch += ready
+    fetch += side.tie_ms
+    return FirstToken(fetch, compute)
+
+
+def _prefill_array(question: Question, cached: Floats) -> Floats:
+    """[P] ms of computing what is not ``cached``: new·(cached + new/2) is half the difference of the squares."""
+    side, num_tokens = question.view.prefill, question.facts.num_tokens
+    result: Floats = np.array((1.0, num_tokens, num_tokens**2)) @ side.costs
+    _, token, half_pair = side.costs
+    saved = cached * half_pair
+    saved += token
+    saved *= cached
+    result -= saved
+    return result
+
+
+def sent_bytes(question: Question) -> Floats:
+    """[D]: of the prompt's blocks that each decode node lacks."""
+    total = -(-question.facts.num_tokens // question.shape.block_tokens)
+    result: Floats = total - question.decode_runs
+    result *= question.shape.block_bytes
+    return result
+
+
+def decode_work_ms(question: Question) -> Floats:
+    """[D]: the expected answer, one step a token, beside what the node runs already."""
+    side, facts = question.view.decode, question.facts
+    result: Floats = side.context_ms * facts.num_tokens
+    result += side.next_step_ms
+    result *= facts.expected_tokens
+    result += side.tie_ms
+    return result
+
+
+def keep_room(question: Question, num_bytes: Floats, work: Floats) -> Floats:
+    """``work`` [D] with inf where the request and its expected answer do not fit, unless they fit nowhere."""
+    facts, shape, side = question.facts, question.shape, question.view.decode
+    blocks = (facts.num_tokens + facts.expected_tokens) / shape.block_tokens + 1.0
+    if side.least_free_blocks >= blocks and question.decode_ok is None:
+        return work
+    ok = np.ones(len(work), dtype=bool) if question.decode_ok is None else question.decode_ok
+    wanted = num_bytes * (1.0 / shape.block_bytes) + facts.expected_tokens / shape.block_tokens
+    room = ok & (side.free_blocks >= wanted)
+    return np.where(room if room.any() else ok, work, np.inf)
+
+
+def explain(question: Question, choice: Choice) -> Prediction:
+    """What one choice costs, part by part."""
+    view, shape, num_tokens = question.view, question.shape, question.facts.num_tokens
+    p, d, source = choice
+    side, block_tokens = view.prefill, shape.block_tokens
+    local = min(int(question.prefill_runs[p]) * block_tokens, num_tokens - 1)
+    if source == FASTEST:
+        found = _fastest(question, p, local, [home_of(question, p), *question.sources(MAX_SOURCES)])
+    elif source == NONE:
+        found = _fastest(question, p, local, [home_of(question, p)])
+    else:
+        found = _way(question, p, local, source)
+    source, cached, fetch_ms, computing = found
+    queue = max(float(side.ready_at_ms[p]) - question.now_ms, float(side.tail_ms[p]))
+    if d == NONE:
+        return Prediction(Breakdown(queue, fetch_ms, computing), source, local, cached - local, 0)
+    blocks = -(-num_tokens // block_tokens) - int(question.decode_runs[d])
+    sending = 0.0
+    if blocks:
+        sending = view.send_latency.item(p, d) + view.send_byte.item(p, d) * (blocks * shape.block_bytes)
+    handoff = max(sending - computing, sending / shape.num_layers)
+    step = view.decode.next_step_ms.item(d) + view.decode.context_ms.item(d) * num_tokens
+    return Prediction(Breakdown(queue, fetch_ms, computing, handoff, step), source, local, cached - local, blocks)
+
+
+def home_of(question: Question, p: int) -> int:
+    """The store on the host of prefill node ``p``, or NONE."""
+    return int(question.view.prefill.home[p])
+
+
+_Way = tuple[int, int, float, float]  # source, cached tokens, ms to fetch, ms to compute
+
+
+def _fastest(question: Question, p: int, local: int, sources: Iterable[int]) -> _Way:
+    """From one of ``sources``, or from none of them. While nothing is known the longest run is the best."""
+    best = (NONE, local, 0.0, _prefill_ms(question, p, local))
+    for source in sources:
+        if source != NONE and question.store_runs[source]:
+            way = _way(question, p, local, source)
+            if way[2] + way[3] < best[2] + best[3] or (way[1] > best[1] and not question.view.prefill.known[p]):
+                best = way
+    return best
+
+
+def _way(question: Question, p: int, local: int, source: int) -> _Way:
+    shape = question.shape
+    run = question.store_runs.item(source)
+    cached = max(local, min(int(run) * shape.block_tokens, question.usable_tokens))
+    if cached == local:
+        return NONE, local, 0.0, _prefill_ms(question, p, local)
+    return source, cached, _fetch_ms(question, p, source, cached - local), _prefill_ms(question, p, cached)
+
+
+def _fetch_ms(question: Question, p: int, source: int, tokens: int) -> float:
+    """Reads share a store's way out; those on its own host do not use it."""
+    view, shape = question.view, question.shape
+    num_bytes = tokens * shape.block_bytes / shape.block_tokens
+    if source != view.prefill.home[p]:
+        num_bytes *= view.stores.sending_flows.item(source) + 1.0
+    slow = question.store_runs.item(source) - question.dram_runs.item(source)
+    slow_ms = slow * shape.block_bytes * view.stores.ssd_byte_ms
+    return view.fetch_latency.item(source, p) + view.fetch_byte.item(source, p) * num_bytes + slow_ms
+
+
+def _prefill_ms(question: Question, p: int, cached: int) -> float:
+    """With whole steps, where the arrays have the mean of the last one."""
+    costs, num_tokens, chunk = question.view.prefill.costs, question.facts.num_tokens, question.shape.chunk_tokens
+    new = num_tokens - cached
+    step, token = costs.item(0, p), costs.item(1, p)
+    if chunk:
+        step *= 2.0
+        token -= step / chunk
+        step *= -(-new // chunk)
+    return step + new * (token + costs.item(2, p) * (num_tokens + cached))

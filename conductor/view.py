@@ -1,0 +1,183 @@
+"""What a decision looks at: flat arrays over the usable nodes, and the request that asks. No rule lives here.
+
+Arrays are over ``P`` prefill nodes, ``D`` decode nodes and ``S`` stores, in the order of the tuples of nodes. The fleet
+keeps them true; policies read them and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.registry import NodeInfo
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+NONE = -1  # no node, where an index is wanted
+MAX_SOURCES = 3  # stores looked at as sources of one prefix
+FASTEST = -2  # as a source: whichever store is predicted to be fastest, or none
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a token weighs in this cluster."""
+
+    block_tokens: int
+    block_bytes: int
+    num_layers: int
+    chunk_tokens: int = 0  # of a prefill step; 0: whole prompts
+
+
+class RequestFacts(NamedTuple):
+    """All of a request that placement depends on. ``keys`` name the full blocks of the prompt, in order."""
+
+    num_tokens: int  # prompt, and what was generated before a retry
+    keys: Sequence[bytes] = ()
+    expected_tokens: float = 1.0  # of the answer
+    needs_decode: bool = True
+    budget_ms: float = float("inf")  # to the deadline
+    excluded: frozenset[int] = frozenset()  # incarnations of nodes that failed this request
+    session: str = ""  # a hint: requests of one conversation share it
+    number: int = 0  # how many requests came before
+
+
+@dataclass(slots=True)
+class PrefillSide:
+    """``queued_*`` is work placed or reported and not yet done. Its first part (all but ``tail_ms``) is being computed;
+    the whole is done at ``ready_at_ms`` if the node keeps to the prediction."""
+
+    nodes: tuple[NodeInfo, ...]
+    slots: Ints  # in the prefix index
+    home: Ints  # the store on the same host; the last one where there is none, whose ``home_block_tokens`` are 0
+    costs: Floats  # [3, P]: ms a prompt, a token, and half of ms a pair of tokens; chunks are spread over the tokens
+    known: Bools
+    queued_requests: Floats
+    queued_tokens: Floats
+    queued_ms: Floats
+    tail_ms: Floats
+    ready_at_ms: Floats
+    home_byte: Floats  # ms a byte of reading from the store on the same host
+    home_block_tokens: Floats  # tokens of a block there; 0: there is no such store
+    tie_ms: Floats  # next to nothing, more the more is queued: tells equal nodes apart
+
+
+@dataclass(slots=True)
+class DecodeSide:
+    """``next_step_ms`` is a step with one sequence more, still without its context; ``free_blocks`` is below 0 on a
+    node that has all the sequences it may run."""
+
+    nodes: tuple[NodeInfo, ...]
+    slots: Ints
+    step_ms: Floats
+    sequence_ms: Floats
+    context_ms: Floats
+    sequences: Floats
+    context_tokens: Floats
+    next_step_ms: Floats
+    free_blocks: Floats
+    total_blocks: Floats  # 0: the node has not said
+    tie_ms: Floats
+    least_free_blocks: float  # no node has fewer
+
+
+@dataclass(slots=True)
+class StoreSide:
+    """``sending_*`` is what is being read from each store now: reads share its way out."""
+
+    nodes: tuple[NodeInfo, ...]
+    slots: Ints  # blocks in any tier
+    dram_slots: Ints
+    ssd_byte_ms: float  # more for each byte that is not in DRAM
+    sending_flows: Floats
+    sending_bytes: Floats
+    idleness: Floats  # below 1, less the more is being read: tells equal runs apart
+
+
+@dataclass(slots=True)
+class View:
+    """The cluster at one moment. Matrices give latency (ms) and ms a byte between pairs."""
+
+    prefill: PrefillSide
+    decode: DecodeSide
+    stores: StoreSide
+    prefill_at: dict[str, int]
+    decode_at: dict[str, int]
+    store_at: dict[str, int]
+    fetch_latency: Floats  # [S, P]
+    fetch_byte: Floats
+    send_latency: Floats  # [P, D]
+    send_byte: Floats
+    fetch_measured: Bools  # pairs that have moved something; the others are taken to be as all are
+    send_measured: Bools
+    least_send_latency: Floats  # [P]: the least over D
+    least_send_byte: Floats
+
+
+class Choice(NamedTuple):
+    """What a policy says: indices into the view. ``source`` is the store to fetch the missing prefix from, or FASTEST;
+    NONE: what the prefill node has itself (its own cache or the store on its host) is all it uses."""
+
+    prefill: int
+    decode: int = NONE
+    source: int = NONE
+
+
+@dataclass(slots=True)
+class Question:
+    """One request before the cluster as it is now: what every policy is given."""
+
+    facts: RequestFacts
+    view: View
+    shape: Shape
+    now_ms: float
+    prefill_runs: Floats  # leading blocks of the prompt in each node's own cache
+    decode_runs: Floats
+    store_runs: Floats  # in any tier
+    dram_runs: Floats
+    prefill_ok: Bools | None = None  # None: all
+    decode_ok: Bools | None = None
+    last_prefill: int = NONE  # where the session's last request was
+    last_decode: int = NONE
+    _sources: list[int] | None = None
+
+    @property
+    def usable_tokens(self) -> int:
+        """The last token of a prompt is always computed."""
+        return self.facts.num_tokens - 1
+
+    def queue_ms(self) -> Floats:
+        """[P]: until a request placed now would begin."""
+        side = self.view.prefill
+        return np.maximum(side.ready_at_ms - self.now_ms, side.tail_ms)
+
+    def own_blocks(self) -> Floats:
+        """[P]: leading blocks that a prefill node has without asking another host."""
+        return np.maximum(self.prefill_runs, self.home_runs())
+
+    def home_runs(self) -> Floats:
+        """[P]: leading blocks in the store on the same host."""
+        side = self.view.prefill
+        if not len(self.store_runs):
+            return np.zeros(len(self.prefill_runs))
+        return np.where(side.home_block_tokens > 0.0, self.store_runs[side.home], 0.0)
+
+    def sources(self, limit: int) -> list[int]:
+        """Up to ``limit`` stores with the longest runs of the prompt; of equal ones, those that send least now."""
+        found = self._sources
+        if found is None:
+            found = self._sources = []
+            if len(self.store_runs) and self.store_runs[self.store_runs.argmax()]:
+                rank = self.store_runs + self.view.stores.idleness
+                for _ in range(min(MAX_SOURCES, len(rank))):
+                    at = int(rank.argmax())
+                    if rank[at] < 1.0:
+                        break
+                    found.append(at)
+                    rank[at] = 0.0
+        return found[:limit]
