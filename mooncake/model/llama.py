@@ -33,7 +33,8 @@ class CausalLM:
         self._embedding = self._head = self._kernels.linear(weight(weights, "model.embed_tokens.weight"))
         if not config.tie_embeddings:
             self._head = self._kernels.linear(weight(weights, "lm_head.weight"))
-        self._cos, self._sin = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        self._cos, self._sin = (table.to(self._final_norm.device) for table in tables)
 
     @property
     def dtype(self) -> torch.dtype:

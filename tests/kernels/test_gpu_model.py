@@ -1,0 +1,75 @@
+"""A whole model through the GPU kernels and the engine: the same tokens as the definition gives on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from mooncake.checkpoint import ModelConfig, weight_shapes
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.kernels import reference
+from mooncake.kernels.gpu import INTERPRETED
+from mooncake.model.gpu_model import GpuModel, PlannedKernels
+from mooncake.model.llama import CausalLM
+from mooncake.types import KVLayout, SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="with a GPU, `make gpu` runs whole models; this test is for Triton's interpreter"
+)
+
+BLOCK_TOKENS = 16
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "max_model_len": 256,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "rms_eps": 1e-5,
+    "bos_id": 0,
+    "eos_ids": (1,),
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_embeddings": False, "qkv_bias": False, "qk_norm": False, "sliding_window": None},
+    "qwen3-window": {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "sliding_window": 24},
+}
+
+
+def tokens_of(model: Any, prompts: list[np.ndarray]) -> dict[str, list[int]]:
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=BLOCK_TOKENS, dtype="float32")
+    config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
+    engine = Engine(model, KVCache(layout, 40), config)
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        engine.add(Sequence(str(index), prompt, len(prompt), sampling, b"\0" * 32, eos_ids=(), max_model_len=256))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).append(output.token.token_id)
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: str) -> None:
+    config = ModelConfig(architecture="llama", **SHAPE, **FAMILIES[family])
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
+    random = np.random.default_rng(2)
+    prompts = [random.integers(0, 101, length, dtype=np.uint32) for length in (35, 3)]
+
+    def build(kernels: PlannedKernels) -> CausalLM:
+        return CausalLM(config, weights, kernels=kernels)
+
+    expected = tokens_of(CausalLM(config, weights, kernels=reference), prompts)
+    assert tokens_of(GpuModel(build, max_blocks=16, buckets=()), prompts) == expected
