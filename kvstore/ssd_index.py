@@ -1,0 +1,304 @@
+"""Which block's record lies where in the log of an SSD, which goes when it is full, and which segment to empty next.
+
+    append ──▶ live ──evicted, dropped, stored again──▶ dead ──its segment has no live record──▶ room
+
+Live bytes stay below a share of the room, so that the emptiest segment always has enough dead bytes to be worth
+copying the rest out of it. Pure: no clock, no files, no threads; what must be written (drops) is handed out as values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from kvstore.eviction import Block, EvictionPolicy
+from kvstore.ssd_log import Place, Scan
+from kvstore.ssd_record import BlockHeader, Drop, padded
+from mooncake.types import BlockKey
+
+MAX_LIVE_SHARE = 0.85  # of all segments: at more, compaction copies too much for what it frees
+MIN_SEGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SsdBlock:
+    """A block that can be read from the SSD."""
+
+    header: BlockHeader
+    place: Place
+
+
+@dataclass(slots=True)
+class _Segment:
+    used: int = 0  # bytes from its beginning
+    live: int = 0
+    keys: set[BlockKey] = field(default_factory=set)  # live
+    drops: set[Drop] = field(default_factory=set)  # written here
+
+
+class SsdIndex:
+    """One owner. ``is_built_on`` says whether a block that is elsewhere (in DRAM) builds on a key: then it stays."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        segment_bytes: int,
+        policy: EvictionPolicy,
+        is_built_on: Callable[[BlockKey], bool] = lambda key: False,
+        tenant_bytes: int = 0,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.segment_bytes = segment_bytes
+        self.max_segments = max(MIN_SEGMENTS, capacity_bytes // segment_bytes)
+        self.live_bytes = 0
+        self._policy = policy
+        self._is_built_on = is_built_on
+        self._tenant_bytes = tenant_bytes  # most of one tenant; 0: no bound
+        self._blocks: dict[BlockKey, SsdBlock] = {}
+        self._by_tenant: dict[str, OrderedDict[BlockKey, None]] = {}  # least recently used first
+        self._usage: Counter[str] = Counter()
+        self._segments: dict[int, _Segment] = {}
+        self._open: int | None = None
+        self._next_segment = 1
+        self._drops: dict[Drop, None] = {}  # to be written
+        self._left: list[BlockHeader] = []
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, key: BlockKey) -> SsdBlock | None:
+        return self._blocks.get(key)
+
+    def blocks(self) -> Iterable[SsdBlock]:
+        return self._blocks.values()
+
+    def touch(self, keys: Iterable[BlockKey], now: float) -> None:
+        """These were asked for, wherever they were read from."""
+        for key in keys:
+            if (block := self._blocks.get(key)) is not None:
+                self._policy.hit(key, now)
+                self._by_tenant[block.header.tenant].move_to_end(key)
+
+    # Starting
+
+    def recover(self, scan: Scan, now: float) -> list[int]:
+        """Take over what a scan found, the last word about a block winning. Returns segments that hold nothing."""
+        for number in scan.segments:
+            self._segments[number] = _Segment(used=self.segment_bytes)
+            self._next_segment = max(self._next_segment, number + 1)
+        for offset, record in scan.records:
+            if record.block is not None:
+                place = Place(record.segment, offset, record.header_bytes, record.size, record.sequence)
+                self._insert(record.block, place, now)
+            for drop in record.drops:
+                block = self._blocks.get(drop.key)
+                if block is not None and block.place.sequence == drop.sequence:
+                    self._remove(block, now)
+                if drop.segment in self._segments:
+                    self._segments[record.segment].drops.add(drop)
+        for segment in self._segments.values():
+            for drop in segment.drops:
+                self._drops.pop(drop, None)  # the log says so already
+        self._left.clear()
+        return [number for number, segment in self._segments.items() if not segment.keys and not segment.drops]
+
+    # Writing
+
+    @property
+    def open_segment(self) -> int | None:
+        return self._open
+
+    def room(self) -> int:
+        """Bytes left in the open segment."""
+        return self.segment_bytes - self._segments[self._open].used if self._open is not None else 0
+
+    def needs_reclaim(self) -> bool:
+        """Whether a new segment would be one too many."""
+        return len(self._segments) >= self.max_segments
+
+    def new_segment(self) -> int:
+        """The number for the next one; nothing is open until ``opened`` says that it exists."""
+        self._open = None
+        self._next_segment += 1
+        return self._next_segment - 1
+
+    def opened(self, number: int) -> None:
+        self._segments[number] = _Segment()
+        self._open = number
+
+    def take(self, size: int) -> tuple[int, int]:
+        """(segment, offset) for a record of so many bytes in the open segment, which has room for it."""
+        assert self._open is not None and size <= self.room()
+        segment = self._segments[self._open]
+        offset, segment.used = segment.used, segment.used + size
+        return self._open, offset
+
+    def close_open(self) -> None:
+        """Nothing more is written there (it failed)."""
+        self._open = None
+
+    def make_room(self, nbytes: int, now: float) -> bool:
+        """Evict until so many more bytes may live. False when everything else is pinned or built upon."""
+        limit = int(self.max_segments * self.segment_bytes * MAX_LIVE_SHARE)
+        held: list[BlockKey] = []
+        while self.live_bytes + nbytes > limit:
+            key = self._policy.victim(now)
+            if key is None:
+                break
+            assert isinstance(key, bytes)
+            block = self._blocks[BlockKey(key)]
+            if self._is_built_on(block.header.key):
+                held.append(block.header.key)
+                continue
+            self._forget(block)
+            self.counters["ssd_evictions"] += 1
+        for key in held:
+            self._policy.insert(_policy_block(self._blocks[key].header), now)
+        return self.live_bytes + nbytes <= limit
+
+    def fit_tenant(self, tenant: str, nbytes: int, now: float) -> bool:
+        """Evict what this tenant has not used for longest until so many more bytes fit its quota."""
+        if not self._tenant_bytes:
+            return True
+        for key in list(self._by_tenant.get(tenant, ())):
+            if self._usage[tenant] + nbytes <= self._tenant_bytes:
+                break
+            if not self._is_built_on(key):
+                self._remove(self._blocks[key], now)
+                self.counters["ssd_evictions"] += 1
+        return self._usage[tenant] + nbytes <= self._tenant_bytes
+
+    def insert(self, header: BlockHeader, place: Place, now: float) -> None:
+        """The record is on the disk and safe."""
+        self._insert(header, place, now)
+
+    def moved(self, key: BlockKey, before: Place, after: Place) -> bool:
+        """Compaction copied a record. False when the block has gone or changed meanwhile; the copy is then dead."""
+        block = self._blocks.get(key)
+        if block is None or block.place != before:
+            self._drops[Drop(key, after.segment, after.sequence)] = None
+            return False
+        self._unlink(block)
+        self._link(replace(block, place=after))
+        return True
+
+    def drop(self, key: BlockKey, now: float) -> bool:
+        """Forget a block: removed by a user, or found corrupt."""
+        block = self._blocks.get(key)
+        if block is None:
+            return False
+        self._remove(block, now)
+        return True
+
+    @property
+    def has_drops(self) -> bool:
+        return bool(self._drops)
+
+    def take_drops(self, limit: int) -> list[Drop]:
+        """What the log has to be told; ``dropped`` says that it was, ``keep_drops`` that it could not be."""
+        taken = list(self._drops)[:limit]
+        for drop in taken:
+            del self._drops[drop]
+        return [drop for drop in taken if drop.segment in self._segments]
+
+    def dropped(self, drops: Iterable[Drop], segment: int) -> None:
+        self._segments[segment].drops.update(drops)
+
+    def keep_drops(self, drops: Iterable[Drop]) -> None:
+        self._drops.update(dict.fromkeys(drops))
+
+    def take_left(self) -> list[BlockHeader]:
+        """Blocks that the SSD has lost since the last call."""
+        left, self._left = self._left, []
+        return left
+
+    # Compaction
+
+    def emptiest(self) -> tuple[int, list[SsdBlock]] | None:
+        """The segment to give up, and what is to be copied out of it first."""
+        closed = [number for number in self._segments if number != self._open]
+        if not closed:
+            return None
+        number = min(closed, key=lambda n: (self._segments[n].live, n))
+        blocks = [self._blocks[key] for key in self._segments[number].keys]
+        return number, sorted(blocks, key=lambda block: block.place.offset)
+
+    def give_up(self, number: int) -> None:
+        """The segment is to be deleted. Drops written there that still matter are written again."""
+        segment = self._segments[number]
+        assert not segment.keys
+        self._drops.update({drop: None for drop in segment.drops if drop.segment != number})
+        self._drops = {drop: None for drop in self._drops if drop.segment != number}
+        del self._segments[number]
+
+    def live_of(self, number: int) -> int:
+        return self._segments[number].live
+
+    @property
+    def used_bytes(self) -> int:
+        return len(self._segments) * self.segment_bytes
+
+    def check(self) -> None:
+        """Raises AssertionError when the accounts do not add up."""
+        live: Counter[int] = Counter()
+        for key, block in self._blocks.items():
+            live[block.place.segment] += block.place.size
+            assert key in self._segments[block.place.segment].keys and key in self._by_tenant[block.header.tenant]
+            assert block.place.size == block.place.header_bytes + padded(block.header.length)
+        assert +live == +Counter({number: segment.live for number, segment in self._segments.items()})
+        assert self.live_bytes == sum(live.values())
+        assert sum(len(segment.keys) for segment in self._segments.values()) == len(self._blocks)
+        assert sum(self._usage.values()) == self.live_bytes
+        assert len(self._policy) == len(self._blocks)
+
+    def _insert(self, header: BlockHeader, place: Place, now: float) -> None:
+        before = self._blocks.get(header.key)
+        if before is not None:
+            self._unlink(before)
+            self._drops[_drop_of(before)] = None  # or it would come back when the new one's segment has gone
+        else:
+            self._policy.insert(_policy_block(header), now)
+        self._link(SsdBlock(header, place))
+
+    def _remove(self, block: SsdBlock, now: float) -> None:
+        self._policy.remove(block.header.key, now)
+        self._forget(block)
+
+    def _forget(self, block: SsdBlock) -> None:
+        self._unlink(block)
+        del self._blocks[block.header.key]
+        self._drops[_drop_of(block)] = None
+        self._left.append(block.header)
+
+    def _link(self, block: SsdBlock) -> None:
+        key, place, tenant = block.header.key, block.place, block.header.tenant
+        self._blocks[key] = block
+        segment = self._segments[place.segment]
+        segment.keys.add(key)
+        segment.live += place.size
+        self.live_bytes += place.size
+        self._usage[tenant] += place.size
+        self._by_tenant.setdefault(tenant, OrderedDict())[key] = None
+
+    def _unlink(self, block: SsdBlock) -> None:
+        key, place, tenant = block.header.key, block.place, block.header.tenant
+        segment = self._segments[place.segment]
+        segment.keys.discard(key)
+        segment.live -= place.size
+        self.live_bytes -= place.size
+        self._usage[tenant] -= place.size
+        del self._by_tenant[tenant][key]
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+
+def _drop_of(block: SsdBlock) -> Drop:
+    return Drop(block.header.key, block.place.segment, block.place.sequence)
+
+
+def _policy_block(header: BlockHeader) -> Block:
+    return Block(header.key, header.parent or None, size=1)

@@ -1,0 +1,301 @@
+"""The files of an SSD tier: one directory of segments of a fixed size, written once from front to back, then deleted.
+
+It moves pages between memory and disk past the page cache (O_DIRECT), and finds again what earlier lives wrote. Every
+call blocks; reads may come from many threads, writes from one at a time. It must not know which blocks are worth
+keeping, nor trust a byte that it did not verify when it scans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.checksum import first_mismatch
+from kvstore.ssd_record import MAX_HEADER_BYTES, PAGE, NotARecord, Record, padded, parse
+from mooncake.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+IO_BYTES = 1 << 20  # of one read or write: larger ones are slower on most disks
+_IO_VECTORS = 512
+_SCAN_THREADS = 4
+_SUFFIX = ".kvlog"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record begins, the bytes of its header and of all of it, and its number."""
+
+    segment: int
+    offset: int
+    header_bytes: int
+    size: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a directory held: records with their offsets in the order in which they were written."""
+
+    records: tuple[tuple[int, Record], ...]
+    segments: tuple[int, ...]
+    last_sequence: int
+    torn: int  # records that were cut off because they are not whole
+
+
+@dataclass(slots=True)
+class _File:
+    fd: int
+    readers: int = 0
+    is_deleted: bool = False
+
+
+class _Scratch(threading.local):
+    """Aligned memory of one thread, for callers whose own is not."""
+
+    def __init__(self) -> None:
+        self.pages = mmap.mmap(-1, IO_BYTES)
+
+    def take(self, nbytes: int) -> memoryview:
+        if len(self.pages) < nbytes:
+            self.pages = mmap.mmap(-1, padded(nbytes))
+        return memoryview(self.pages)[:nbytes]
+
+
+class SsdLog:
+    """Raises ConfigError when the directory cannot be used, or another process uses it.
+
+    With ``direct`` it goes past the page cache where the file system lets it; ``is_direct`` says what came of it.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, direct: bool = True) -> None:
+        self.segment_bytes = padded(segment_bytes)
+        self._directory = directory
+        self._files: dict[int, _File] = {}
+        self._lock = threading.Lock()  # of the table of files
+        self._scratch = _Scratch()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._guard = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"store.ssd_path {directory}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._guard)
+            raise ConfigError(f"store.ssd_path {directory} is in use by another store") from None
+        self.is_direct = direct and self._can_be_direct()
+        if direct and not self.is_direct:
+            log.warning("%s: this file system refuses O_DIRECT; reads and writes go through the page cache", directory)
+
+    # Writing: from one thread at a time
+
+    def create(self, segment: int) -> None:
+        """A new empty segment with all its room on the disk. Raises OSError; then nothing is left of it."""
+        path = self._path(segment)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | self._flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self.segment_bytes)
+            self._sync_directory()
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._files[segment] = _File(fd)
+
+    def write(self, segment: int, offset: int, parts: Sequence[memoryview]) -> None:
+        """Put parts one after the other at ``offset``, each padded to whole pages. Raises OSError."""
+        with self._open(segment) as fd:
+            for batch in _batches([self._aligned(part) for part in parts]):
+                total = sum(part.nbytes for part in batch)
+                written = os.pwritev(fd, batch, offset)
+                if written != total:
+                    raise OSError(f"{written} of {total} bytes were written")
+                offset += total
+
+    def sync(self, segment: int) -> None:
+        """What was written into this segment survives from now on. Raises OSError: then nobody knows what does."""
+        with self._open(segment) as fd:
+            os.fdatasync(fd)
+            if not self.is_direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def delete(self, segment: int) -> None:
+        """Its room is free once the last reader has left."""
+        with self._lock:
+            file = self._files.pop(segment)
+            file.is_deleted = True
+            idle = file.readers == 0
+        self._path(segment).unlink(missing_ok=True)
+        if idle:
+            os.close(file.fd)
+
+    # Reading: from any thread
+
+    def read(self, segment: int, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from whole pages at ``offset``. Raises OSError, KeyError when the segment has been deleted."""
+        room = padded(into.nbytes)
+        is_straight = room == into.nbytes and _is_aligned(into)
+        target = into if is_straight else self._scratch.take(room)
+        with self._open(segment) as fd:
+            for start in range(0, room, IO_BYTES):
+                part = target[start : start + IO_BYTES]
+                if os.preadv(fd, [part], offset + start) != part.nbytes:
+                    raise OSError("the segment ends within a record")
+        if not is_straight:
+            into[:] = target[: into.nbytes]
+
+    # Starting and ending
+
+    def scan(self) -> Scan:
+        """Find the records of earlier lives. Reads headers, and the bytes of those that may be torn: what was written
+        after the last one that is known to have been safe."""
+        numbers = sorted(int(path.stem, 16) for path in self._directory.glob(f"*{_SUFFIX}"))
+        for number in numbers:
+            self._files[number] = _File(os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC | self._flags))
+        with ThreadPoolExecutor(_SCAN_THREADS) as threads:
+            found = list(threads.map(self._scan_segment, numbers))
+            durable = max((record.durable for rows in found for _, record in rows), default=0)
+            whole = list(threads.map(lambda rows: self._cut_torn(rows, durable), found))
+        rows = sorted((row for rows in whole for row in rows), key=lambda row: row[1].sequence)
+        torn = sum(map(len, found)) - len(rows)
+        return Scan(tuple(rows), tuple(numbers), max((r.sequence for rows in found for _, r in rows), default=0), torn)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                os.close(file.fd)
+            self._files.clear()
+            if self._guard >= 0:
+                os.close(self._guard)
+                self._guard = -1
+
+    def _scan_segment(self, segment: int) -> list[tuple[int, Record]]:
+        """Until the first thing that is no record: what is behind it cannot be trusted."""
+        rows: list[tuple[int, Record]] = []
+        offset = 0
+        with contextlib.suppress(NotARecord, OSError):
+            while offset + PAGE <= self._size(segment):
+                record = self._header_at(segment, offset)
+                rows.append((offset, record))
+                offset += record.size
+        return rows
+
+    def _header_at(self, segment: int, offset: int) -> Record:
+        page = bytearray(PAGE)
+        self.read(segment, offset, memoryview(page))
+        try:
+            return parse(bytes(page), segment)
+        except NotARecord:
+            if page[:4] != b"MCKV":
+                raise
+        longer = bytearray(min(MAX_HEADER_BYTES, self._size(segment) - offset))
+        self.read(segment, offset, memoryview(longer))
+        return parse(bytes(longer), segment)
+
+    def _cut_torn(self, rows: list[tuple[int, Record]], durable: int) -> list[tuple[int, Record]]:
+        """What comes before the first torn record. That one is struck out on the disk too: the next life's horizon
+        will be beyond it, and must not take it for safe."""
+        for index, (offset, record) in enumerate(rows):
+            if record.sequence > durable and not self._is_whole((offset, record)):
+                with contextlib.suppress(OSError):
+                    self.write(record.segment, offset, [memoryview(bytes(PAGE))])
+                    self.sync(record.segment)
+                return rows[:index]
+        return rows
+
+    def _is_whole(self, row: tuple[int, Record]) -> bool:
+        offset, record = row
+        if record.block is None:
+            return True  # it was in its header
+        data = bytearray(record.block.length)
+        try:
+            self.read(record.segment, offset + record.header_bytes, memoryview(data))
+        except OSError:
+            return False
+        return first_mismatch(data, record.block.checksums) is None
+
+    @property
+    def _flags(self) -> int:
+        return os.O_DIRECT if self.is_direct else 0
+
+    def _size(self, segment: int) -> int:
+        return os.fstat(self._files[segment].fd).st_size
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:016x}{_SUFFIX}"
+
+    def _can_be_direct(self) -> bool:
+        path = self._directory / "probe"
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+        except OSError:
+            return False
+        try:
+            return os.pwritev(fd, [mmap.mmap(-1, PAGE)], 0) == PAGE
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _open(self, segment: int) -> Iterator[int]:
+        with self._lock:
+            file = self._files[segment]
+            file.readers += 1
+        try:
+            yield file.fd
+        finally:
+            with self._lock:
+                file.readers -= 1
+                last = file.is_deleted and file.readers == 0
+            if last:
+                os.close(file.fd)
+
+    def _aligned(self, part: memoryview) -> memoryview:
+        """The same bytes, as whole pages and where the disk can take them from."""
+        size = padded(part.nbytes)
+        if size == part.nbytes and (not self.is_direct or _is_aligned(part)):
+            return part
+        copy = memoryview(mmap.mmap(-1, size))
+        np.copyto(np.frombuffer(copy[: part.nbytes], np.uint8), np.frombuffer(part, np.uint8))
+        return copy
+
+
+def _is_aligned(view: memoryview) -> bool:
+    return int(np.frombuffer(view, np.uint8).ctypes.data) % PAGE == 0
+
+
+def _batches(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Groups for one system call each: about IO_BYTES, or one larger part cut up."""
+    batch: list[memoryview] = []
+    total = 0
+    for part in parts:
+        for start in range(0, part.nbytes, IO_BYTES):
+            piece = part[start : start + IO_BYTES]
+            if batch and (total + piece.nbytes > IO_BYTES + PAGE or len(batch) == _IO_VECTORS):
+                yield batch
+                batch, total = [], 0
+            batch.append(piece)
+            total += piece.nbytes
+    if batch:
+        yield batch

@@ -1,0 +1,424 @@
+"""The SSD under a store's DRAM: saves blocks in groups that are made durable together, and loads them again.
+
+All decisions and all state live on one event loop, in ``SsdIndex``; reads and writes of the disk run in threads. What
+the disk refuses, loses or returns wrong is counted, the block's replica here is dropped, and the store goes on: a tier
+that fails costs hits, never bytes. It must not know about slots, leases or clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.checksum import first_mismatch
+from kvstore.eviction import EvictionPolicy
+from kvstore.ssd_index import SsdBlock, SsdIndex
+from kvstore.ssd_log import Place, SsdLog
+from kvstore.ssd_record import (
+    MAX_DROPS,
+    MAX_HEADER_BYTES,
+    BlockHeader,
+    Drop,
+    block_size,
+    header_size,
+    pack_block,
+    pack_drops,
+    padded,
+)
+from mooncake.errors import ChecksumMismatch, KVLoadFailed
+from mooncake.types import BlockKey
+
+log = logging.getLogger(__name__)
+
+GROUP_BYTES = 16 << 20  # made durable together
+SEGMENT_BYTES = 64 << 20
+MAX_QUEUE = 4096  # blocks waiting to be saved
+READ_THREADS = 4
+CLOSE_TIMEOUT_S = 30.0
+BACK_OFF_S = 5.0  # without writes, after the disk refused one
+_RATE_WEIGHT = 0.2
+_FIRST_READ_BYTES_PER_S = 1e9  # believed until something was read
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A block that waits to be saved. ``data`` stays as it is until ``done`` is."""
+
+    header: BlockHeader
+    data: memoryview
+    done: asyncio.Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A record with its place."""
+
+    place: Place
+    header: bytes
+    data: memoryview | None
+
+
+class SsdTier:
+    """``open`` it; then ``save``, ``load``, ``drop``; then ``close``. Belongs to one event loop."""
+
+    def __init__(self, log_: SsdLog, index: SsdIndex, first_sequence: int) -> None:
+        self.counters: Counter[str] = index.counters
+        self._log = log_
+        self._index = index
+        self._sequence = first_sequence
+        self._durable = first_sequence - 1
+        self._queue: deque[_Saving] = deque()
+        self._saving: dict[BlockKey, asyncio.Future[bool]] = {}
+        self._work = asyncio.Event()
+        self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
+        self._off_until = 0.0
+        self._reading = 0
+        self._bytes_per_s = _FIRST_READ_BYTES_PER_S
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ssd-write")
+        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
+        self._task = asyncio.create_task(self._commit_for_ever(), name="ssd-commit")
+
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        capacity_bytes: int,
+        policy: EvictionPolicy,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        direct: bool = True,
+        is_built_on: Callable[[BlockKey], bool] = lambda key: False,
+        tenant_bytes: int = 0,
+    ) -> SsdTier:
+        """Find what earlier lives left there. Raises ConfigError."""
+        segment_bytes = padded(min(segment_bytes, max(capacity_bytes // 8, 1 << 20)))
+        files = SsdLog(directory, segment_bytes, direct)
+        try:
+            scan = await asyncio.to_thread(files.scan)
+        except BaseException:
+            files.close()
+            raise
+        index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
+        for number in index.recover(scan, time.monotonic()):
+            index.give_up(number)
+            files.delete(number)
+        index.counters["ssd_torn"] += scan.torn
+        tier = cls(files, index, scan.last_sequence + 1)
+        log.info("%s: %d blocks found, %d torn ones cut off", directory, len(index), scan.torn)
+        return tier
+
+    @property
+    def index(self) -> SsdIndex:
+        return self._index
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether saving is worth trying now."""
+        return time.monotonic() >= self._off_until
+
+    @property
+    def is_direct(self) -> bool:
+        return self._log.is_direct
+
+    @property
+    def pending(self) -> int:
+        """Blocks on their way to the disk."""
+        return len(self._saving)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._index
+
+    def get(self, key: BlockKey) -> BlockHeader | None:
+        block = self._index.get(key)
+        return block.header if block else None
+
+    def headers(self) -> list[BlockHeader]:
+        return [block.header for block in self._index.blocks()]
+
+    def load_s(self, nbytes: int) -> float:
+        """What reading so many bytes is going to take, with what is being read already."""
+        return (nbytes + self._reading) / self._bytes_per_s
+
+    def save(self, header: BlockHeader, data: memoryview) -> asyncio.Future[bool]:
+        """Write a block, whose bytes must stay as they are until the answer: True once it is durable, False when it
+        could not be kept (full, error, quota). Saving what is there already or on its way costs nothing."""
+        waiting = self._saving.get(header.key)
+        if waiting is not None:
+            return waiting
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if header.key in self._index:
+            done.set_result(True)
+        elif not self.is_writable or len(self._saving) >= MAX_QUEUE or block_size(header) > self._index.segment_bytes:
+            self.counters["ssd_refused"] += 1
+            done.set_result(False)
+        else:
+            self._saving[header.key] = done
+            self._queue.append(_Saving(header, data, done))
+            self._work.set()
+        return done
+
+    async def load(self, key: BlockKey, into: memoryview) -> BlockHeader:
+        """Read a block and verify it. ``into`` has its length, or up to the next whole page if it can.
+
+        Raises KVLoadFailed when it is not here (any more), and ChecksumMismatch when its bytes are wrong; the block is
+        dropped then, as after an error of the disk.
+        """
+        block = self._index.get(key)
+        if block is None:
+            raise KVLoadFailed("the block has left the SSD")
+        header, place = block.header, block.place
+        started = time.monotonic()
+        self._reading += place.size
+        try:
+            is_right = await asyncio.get_running_loop().run_in_executor(self._readers, self._read, block, into)
+        except (OSError, KeyError) as error:
+            if self._index.get(key) is block:  # else compaction moved it, or it was dropped while we waited
+                self.counters["ssd_read_errors"] += 1
+                log.warning("the SSD could not read a block: %s", error)
+                self._lose(key)
+            raise KVLoadFailed(f"the SSD could not read the block: {error}") from None
+        finally:
+            self._reading -= place.size
+        if not is_right:
+            self.counters["checksum_mismatches"] += 1
+            if self._index.get(key) is block:
+                self._lose(key)
+            raise ChecksumMismatch("the block's bytes on the SSD differ from what was sealed")
+        rate = place.size / max(time.monotonic() - started, 1e-6)
+        self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
+        self.counters["ssd_read_bytes"] += header.length
+        return header
+
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        self._index.touch(keys, time.monotonic())
+
+    def drop(self, keys: Iterable[BlockKey]) -> int:
+        """Forget blocks; ``committed`` says when a restart will not find them either. Returns how many there were."""
+        dropped = sum(self._index.drop(key, time.monotonic()) for key in keys)
+        if dropped:
+            self._work.set()
+        return dropped
+
+    async def committed(self) -> None:
+        """Return once all drops so far are durable, or the disk would not take them."""
+        if self._index.has_drops:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._commits.append(done)
+            self._work.set()
+            await done
+
+    def take_left(self) -> list[BlockHeader]:
+        return self._index.take_left()
+
+    async def close(self) -> None:
+        """Saves what waits, then lets go of the files."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.gather(*self._saving.values())
+                await self.committed()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for saving in self._queue:
+            saving.done.set_result(False)
+        self._queue.clear()
+        self._saving.clear()
+        await asyncio.to_thread(self._shut)
+
+    def _shut(self) -> None:
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._log.close()
+
+    def _read(self, block: SsdBlock, into: memoryview) -> bool:
+        """In a thread: read the bytes, and say whether they are what was sealed."""
+        self._log.read(block.place.segment, block.place.offset + block.place.header_bytes, into)
+        return first_mismatch(into[: block.header.length], block.header.checksums) is None
+
+    def _lose(self, key: BlockKey) -> None:
+        self._index.drop(key, time.monotonic())
+        self._work.set()
+
+    # Committing
+
+    async def _commit_for_ever(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._queue or self._index.has_drops:
+                group = self._next_group()
+                try:
+                    await self._commit(group)
+                except OSError as error:
+                    self._fail(group, error)
+                    break
+                except Exception:
+                    log.exception("saving blocks to the SSD failed")  # a bug there must not stop the next group
+                    self._fail(group, None)
+                    break
+            self._answer_commits()
+
+    def _next_group(self) -> list[_Saving]:
+        group: list[_Saving] = []
+        nbytes = 0
+        while self._queue and (not group or nbytes + block_size(self._queue[0].header) <= GROUP_BYTES):
+            saving = self._queue.popleft()
+            nbytes += block_size(saving.header)
+            group.append(saving)
+        return group
+
+    async def _commit(self, group: list[_Saving]) -> None:
+        """Write drops, then blocks, make them durable, and only then say that they are there."""
+        now = time.monotonic()
+        kept: list[_Saving] = []
+        total = 0
+        for saving in group:
+            size = block_size(saving.header)
+            if self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(total + size, now):
+                kept.append(saving)
+                total += size
+            else:
+                self.counters["ssd_refused"] += 1
+                self._answer(saving, False)
+        await self._write_drops()
+        async for part in self._fitting(kept):
+            writes = [self._place_block(saving.header, saving.data) for saving in part]
+            await self._write(writes)
+            for saving, write in zip(part, writes, strict=True):
+                self._index.insert(saving.header, write.place, time.monotonic())
+                self.counters["ssd_writes"] += 1
+                self.counters["ssd_write_bytes"] += saving.header.length
+                self._answer(saving, True)
+
+    async def _fitting(self, group: Sequence[_Saving]) -> AsyncIterator[list[_Saving]]:
+        """Parts of a group that fit the open segment, opening new ones as needed."""
+        left = deque(group)
+        while left:
+            await self._ensure_room(block_size(left[0].header))
+            room, part = self._index.room(), list[_Saving]()
+            while left and block_size(left[0].header) <= room:
+                room -= block_size(left[0].header)
+                part.append(left.popleft())
+            yield part
+
+    async def _write_drops(self) -> None:
+        while drops := self._index.take_drops(MAX_DROPS):
+            try:
+                await self._ensure_room(MAX_HEADER_BYTES)
+                write = self._place_drops(drops)
+                await self._write([write])
+            except BaseException:
+                self._index.keep_drops(drops)
+                raise
+            self._index.dropped(drops, write.place.segment)
+
+    async def _ensure_room(self, size: int) -> None:
+        """See to it that the open segment has room for a record. Raises OSError."""
+        if self._index.room() >= size:
+            return
+        if self._index.needs_reclaim():
+            await self._reclaim()
+        if self._index.room() < size:
+            await self._open_segment()
+
+    async def _open_segment(self) -> None:
+        number = self._index.new_segment()
+        await self._in_writer(self._log.create, number)
+        self._index.opened(number)
+
+    async def _reclaim(self) -> None:
+        """Empty the segment with the fewest live bytes into the open one, and delete it."""
+        while self._index.needs_reclaim() and (found := self._index.emptiest()) is not None:
+            number, blocks = found
+            for block in blocks:
+                await self._copy(block)
+            if self._index.live_of(number):
+                return  # something could not be copied; the next one may do better
+            self._index.give_up(number)
+            await self._in_writer(self._log.delete, number)
+            self.counters["ssd_segments_compacted"] += 1
+
+    async def _copy(self, block: SsdBlock) -> None:
+        """Move one block to the open segment; one that cannot be read rightly is dropped instead."""
+        key = block.header.key
+        if self._index.get(key) is not block:
+            return
+        data = memoryview(mmap.mmap(-1, padded(block.header.length)))
+        try:
+            await self.load(key, data)
+        except KVLoadFailed:
+            return
+        if self._index.room() < block.place.size:
+            await self._open_segment()
+        write = self._place_block(block.header, data)
+        await self._write([write])
+        self._index.moved(key, block.place, write.place)
+        self.counters["ssd_copied_bytes"] += block.header.length
+
+    def _place_block(self, header: BlockHeader, data: memoryview) -> _Write:
+        place = self._place(header_size(header), block_size(header))
+        return _Write(place, pack_block(header, place.segment, place.sequence, self._durable), data)
+
+    def _place_drops(self, drops: Sequence[Drop]) -> _Write:
+        sample = pack_drops(drops, 0, 0, 0)
+        place = self._place(len(sample), len(sample))
+        return _Write(place, pack_drops(drops, place.segment, place.sequence, self._durable), None)
+
+    def _place(self, header_bytes: int, size: int) -> Place:
+        segment, offset = self._index.take(size)
+        self._sequence += 1
+        return Place(segment, offset, header_bytes, size, self._sequence - 1)
+
+    async def _write(self, writes: Sequence[_Write]) -> None:
+        """One run of records of one segment, durable when this returns. Raises OSError."""
+        await self._in_writer(self._write_and_sync, writes)
+        self._durable = writes[-1].place.sequence
+
+    def _write_and_sync(self, writes: Sequence[_Write]) -> None:
+        headers = memoryview(mmap.mmap(-1, sum(len(write.header) for write in writes)))  # aligned, all at once
+        parts: list[memoryview] = []
+        at = 0
+        for write in writes:
+            headers[at : at + len(write.header)] = write.header
+            parts.append(headers[at : at + len(write.header)])
+            at += len(write.header)
+            if write.data is not None:
+                parts.append(write.data)
+        first = writes[0].place
+        self._log.write(first.segment, first.offset, parts)
+        self._log.sync(first.segment)
+
+    async def _in_writer(self, do: Callable[[T], None], what: T) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, do, what)
+
+    def _fail(self, group: Iterable[_Saving], error: OSError | None) -> None:
+        """The disk would not take it. What the open segment holds beyond its safe part is never looked at again."""
+        self.counters["ssd_write_errors"] += 1
+        self._index.close_open()
+        self._off_until = time.monotonic() + BACK_OFF_S
+        if error is not None:
+            log.warning("the SSD refuses writes (%s); trying again in %.0f s", error, BACK_OFF_S)
+        for saving in [*group, *self._queue]:
+            self._answer(saving, False)
+        self._queue.clear()
+
+    def _answer(self, saving: _Saving, is_saved: bool) -> None:
+        self._saving.pop(saving.header.key, None)
+        if not saving.done.done():
+            saving.done.set_result(is_saved)
+
+    def _answer_commits(self) -> None:
+        waiting, self._commits = self._commits, []
+        for done in waiting:
+            if not done.done():
+                done.set_result(None)

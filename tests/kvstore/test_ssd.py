@@ -1,0 +1,260 @@
+"""The SSD tier: what is durable comes back, what is torn or flipped does not, and the room is never exceeded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvstore.checksum import range_checksums
+from kvstore.eviction import make_policy
+from kvstore.ssd_log import SsdLog
+from kvstore.ssd_record import PAGE, BlockHeader, Drop, NotARecord, block_size, pack_block, pack_drops, parse
+from kvstore.ssd_tier import SsdTier
+from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
+from mooncake.types import BlockKey
+
+SIZE = 64 << 10
+MIB = 1 << 20
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "big"))
+
+
+def data(number: int, size: int = SIZE) -> memoryview:
+    return memoryview(np.random.default_rng(number).bytes(size))
+
+
+def header(number: int, size: int = SIZE, ranges: int = 4, parent: bytes = b"", tenant: str = "") -> BlockHeader:
+    return BlockHeader(key(number), parent, tenant, size, range_checksums(data(number, size), ranges))
+
+
+@asynccontextmanager
+async def tier(
+    path: Path, capacity: int = 64 * MIB, segment_bytes: int = 8 * MIB, **options: int
+) -> AsyncIterator[SsdTier]:
+    opened = await SsdTier.open(path, capacity, make_policy("lru", 1024), segment_bytes=segment_bytes, **options)
+    try:
+        yield opened
+        opened.index.check()
+    finally:
+        await opened.close()
+
+
+async def save(to: SsdTier, *numbers: int, size: int = SIZE) -> list[bool]:
+    return list(await asyncio.gather(*(to.save(header(n, size), data(n, size)) for n in numbers)))
+
+
+async def found(where: SsdTier, number: int, size: int = SIZE) -> bool:
+    """Whether the block is there; if it is, its bytes are right."""
+    if key(number) not in where:
+        return False
+    into = bytearray(size)
+    assert (await where.load(key(number), memoryview(into))).length == size
+    assert into == data(number, size)
+    return True
+
+
+headers = st.builds(
+    lambda key, parent, tenant, ranges, part: BlockHeader(
+        BlockKey(key), parent, tenant, ranges * part, np.arange(ranges, dtype=np.uint64)
+    ),
+    st.binary(min_size=1, max_size=256),
+    st.binary(max_size=256),
+    st.text(max_size=16),
+    st.integers(1, 2000),
+    st.integers(1, 1 << 20),
+)
+
+
+@given(headers, st.integers(0, 1 << 63), st.integers(0, 1 << 63), st.integers(0, 1 << 63))
+def test_a_header_says_what_was_put_into_it(block: BlockHeader, segment: int, sequence: int, durable: int) -> None:
+    packed = pack_block(block, segment, sequence, durable)
+    assert len(packed) % PAGE == 0
+    record = parse(packed + bytes(PAGE), segment)
+    assert record.block is not None
+    assert (record.sequence, record.durable, record.size) == (sequence, durable, block_size(block))
+    assert (record.block.key, record.block.parent, record.block.tenant) == (block.key, block.parent, block.tenant)
+    assert record.block.length == block.length and np.array_equal(record.block.checksums, block.checksums)
+    with pytest.raises(NotARecord):
+        parse(packed, segment ^ 1)  # it lies in another segment than it was written for
+
+
+@given(headers, st.integers(0, 8 * PAGE))
+def test_a_header_with_any_bit_flipped_is_no_record(block: BlockHeader, place: int) -> None:
+    packed = bytearray(pack_block(block, 1, 2, 3))
+    packed[place % len(packed)] ^= 1 << (place % 8)
+    with pytest.raises(NotARecord):
+        parse(bytes(packed), 1)
+
+
+@given(
+    st.lists(
+        st.builds(Drop, st.binary(min_size=1, max_size=256).map(BlockKey), *[st.integers(0, 1 << 62)] * 2), max_size=200
+    )
+)
+def test_drops_arrive(drops: list[Drop]) -> None:
+    assert parse(pack_drops(drops, 1, 2, 3), 1).drops == tuple(drops)
+
+
+async def test_what_was_saved_is_loaded_and_survives_a_restart(tmp_path: Path) -> None:
+    sizes = {1: SIZE, 2: SIZE + 4, 3: 4, 4: 3 * MIB}
+    async with tier(tmp_path) as first:
+        for number, size in sizes.items():
+            assert await save(first, number, size=size) == [True]
+            assert await found(first, number, size)
+        assert await save(first, 1) == [True]  # once more costs nothing
+        assert first.counters["ssd_writes"] == 4
+    async with tier(tmp_path) as second:
+        assert len(second.index) == 4
+        for number, size in sizes.items():
+            assert await found(second, number, size)
+        assert not await found(second, 9)
+        with pytest.raises(KVLoadFailed):
+            await second.load(key(9), memoryview(bytearray(SIZE)))
+        assert await save(second, 5) == [True]
+    async with tier(tmp_path) as third:
+        assert len(third.index) == 5 and await found(third, 5)
+
+
+async def test_what_was_dropped_stays_away(tmp_path: Path) -> None:
+    async with tier(tmp_path) as first:
+        await save(first, *range(8))
+        assert first.drop([key(1), key(2), key(99)]) == 2
+        await first.committed()
+        await save(first, 2)  # and this one is back
+    async with tier(tmp_path) as second:
+        assert [await found(second, n) for n in range(8)] == [n != 1 for n in range(8)]
+
+
+async def test_a_directory_serves_one_store(tmp_path: Path) -> None:
+    async with tier(tmp_path):
+        with pytest.raises(ConfigError, match="in use"):
+            SsdLog(tmp_path, MIB)
+    with pytest.raises(ConfigError):
+        SsdLog(tmp_path / "lock" / "deeper", MIB)
+
+
+def only_segment(path: Path) -> Path:
+    [segment] = path.glob("*.kvlog")
+    return segment
+
+
+async def test_a_flipped_bit_costs_the_block_and_nothing_else(tmp_path: Path) -> None:
+    async with tier(tmp_path) as opened:
+        await save(opened, 0, 1, 2)
+        block = opened.index.get(key(1))
+        assert block is not None
+        with only_segment(tmp_path).open("r+b") as file:
+            os.pwrite(file.fileno(), b"\xff\x00\xff", block.place.offset + block.place.header_bytes + 777)
+            os.fsync(file.fileno())
+        with pytest.raises(ChecksumMismatch):
+            await opened.load(key(1), memoryview(bytearray(SIZE)))
+        assert [await found(opened, n) for n in range(3)] == [True, False, True]
+        assert opened.counters["checksum_mismatches"] == 1
+        assert [gone.key for gone in opened.take_left()] == [key(1)]
+        assert await save(opened, 1) == [True] and await found(opened, 1)
+    async with tier(tmp_path) as again:
+        assert [await found(again, n) for n in range(3)] == [True, True, True]
+
+
+@pytest.mark.parametrize("cut", ["header", "middle", "garbage"])
+async def test_a_torn_tail_is_cut_off_for_good(tmp_path: Path, cut: str) -> None:
+    async with tier(tmp_path) as opened:
+        for number in range(4):
+            await save(opened, number)
+        places = [opened.index.get(key(n)).place for n in range(4)]  # type: ignore[union-attr]
+    with only_segment(tmp_path).open("r+b") as file:
+        last = places[3]
+        start = (
+            last.offset + {"header": 100, "middle": last.header_bytes + SIZE // 2, "garbage": last.header_bytes}[cut]
+        )
+        os.pwrite(file.fileno(), b"torn" * 64 if cut == "garbage" else bytes(SIZE // 2), start)
+    for life in range(3):  # also after later lives have made their own records durable
+        async with tier(tmp_path) as again:
+            assert [await found(again, n) for n in range(4)] == [True, True, True, False]
+            assert again.counters["ssd_torn"] == (1 if life == 0 and cut != "header" else 0)
+            assert await save(again, 10 + life) == [True]
+
+
+async def test_a_segment_that_is_cut_short_is_an_error_that_is_counted(tmp_path: Path) -> None:
+    async with tier(tmp_path) as opened:
+        await save(opened, 0, 1)
+        os.truncate(only_segment(tmp_path), PAGE)
+        with pytest.raises(KVLoadFailed, match="could not read"):
+            await opened.load(key(0), memoryview(bytearray(SIZE)))
+        assert opened.counters["ssd_read_errors"] == 1
+        assert key(0) not in opened
+
+
+async def test_the_room_is_never_exceeded_and_the_oldest_leave(tmp_path: Path) -> None:
+    capacity, written = 8 * MIB, 0
+    rng = np.random.default_rng(0)
+    async with tier(tmp_path, capacity) as opened:
+        for step in range(60):
+            numbers = [step * 8 + i for i in range(8)]
+            assert await save(opened, *numbers) == [True] * 8
+            written += 8 * SIZE
+            opened.touch([key(0), key(1)])  # these two are read all the time
+            if step % 4 == 0:
+                opened.drop([key(int(rng.integers(2, step * 8 + 8)))])
+            on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.kvlog"))
+            assert on_disk <= capacity + opened.index.segment_bytes
+            opened.index.check()
+        assert opened.counters["ssd_segments_compacted"] > 5 and opened.counters["ssd_evictions"] > 100
+        assert await found(opened, 0) and await found(opened, 1) and not await found(opened, 2)
+        here = [n for n in range(480) if await found(opened, n)]
+        assert {472 + i for i in range(8)} <= set(here)
+        assert opened.counters["ssd_copied_bytes"] < written
+        await opened.committed()
+    async with tier(tmp_path, capacity) as again:
+        assert [n for n in range(480) if await found(again, n)] == here
+
+
+async def test_parents_outlive_their_children(tmp_path: Path) -> None:
+    async with tier(tmp_path, 8 * MIB) as opened:
+        for number in range(200):
+            parent = key(number - 1) if number % 20 else b""
+            await opened.save(header(number, parent=parent), data(number))
+        for number in range(200):
+            if number % 20 and key(number) in opened:
+                assert key(number - 1) in opened
+        assert len(opened.index) < 120
+
+
+async def test_a_tenant_has_its_quota_and_no_more(tmp_path: Path) -> None:
+    async with tier(tmp_path, tenant_bytes=5 * (SIZE + PAGE)) as opened:
+        for number in range(8):
+            assert await opened.save(header(number, tenant="greedy"), data(number))
+            assert await opened.save(header(100 + number, tenant=f"modest {number}"), data(100 + number))
+        assert [await found(opened, n) for n in range(8)] == [False] * 3 + [True] * 5
+        assert all([await found(opened, 100 + n) for n in range(8)])
+
+
+async def test_without_o_direct_the_page_cache_serves(tmp_path: Path) -> None:
+    async with tier(tmp_path, direct=False) as opened:
+        assert not opened.is_direct
+        assert await save(opened, 0, 1) == [True, True]
+        assert await found(opened, 0)
+    async with tier(tmp_path) as again:  # the files are the same
+        assert await found(again, 0) and await found(again, 1)
+
+
+async def test_many_savers_and_readers_share_groups(tmp_path: Path) -> None:
+    async with tier(tmp_path, 256 * MIB) as opened:
+        assert all(await save(opened, *range(300)))
+        assert all(await asyncio.gather(*(found(opened, n) for n in range(300))))
+        opened.drop([key(n) for n in range(0, 300, 2)])
+    async with tier(tmp_path, 256 * MIB) as again:
+        assert [await found(again, n) for n in range(300)] == [n % 2 == 1 for n in range(300)]
+
+
+Eventually = Callable[..., None]
