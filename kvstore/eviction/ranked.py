@@ -1,0 +1,146 @@
+"""Policies that give every block a rank when it is stored or read, and drop the lowest: LFU, LengthAware, GDSF, Belady.
+
+A heap keeps them, whose entries may be out of date: one that turns out to be too low is put back where it belongs, so
+that a read, which as a rule raises the rank, costs O(1). A victim costs O(log n).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from kvstore.eviction.policy import Block, Key, LeafFirst
+
+Rank: TypeAlias = tuple[float, float]
+
+
+class Ranked(LeafFirst):
+    """The lowest rank goes first; among equals the one whose rank was set first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks: dict[Key, tuple[float, float, int]] = {}  # of blocks in the order, with the number of the setting
+        self._heap: list[tuple[float, float, int, Key]] = []
+        self._settings = 0
+        self._last_rank: Rank = (0.0, 0.0)  # of the last block taken out of the order
+
+    @abstractmethod
+    def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
+        """Of a block that was stored or read just now."""
+
+    def _enter(self, block: Block, now: float) -> None:
+        rank = self._set_rank(block, True, now)
+        heapq.heappush(self._heap, (*rank, block.key))
+
+    def _touch(self, block: Block, now: float) -> None:
+        before = self._ranks[block.key]
+        rank = self._set_rank(block, False, now)
+        if rank < before:
+            heapq.heappush(self._heap, (*rank, block.key))
+
+    def _rescue(self, block: Block, now: float) -> None:
+        rank = self._set_rank(block, False, now)
+        heapq.heappush(self._heap, (*rank, block.key))
+
+    def _leave(self, block: Block) -> None:
+        del self._ranks[block.key]
+
+    def _next(self, now: float) -> Key | None:
+        heap, ranks = self._heap, self._ranks
+        while heap:
+            entry = heap[0]
+            key = entry[3]
+            rank = ranks.get(key)
+            if rank == entry[:3]:
+                heapq.heappop(heap)
+                del ranks[key]
+                self._last_rank = entry[:2]
+                return key
+            if rank is None or rank < entry[:3]:  # left, perhaps to come again with another entry
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (*rank, key))
+        return None
+
+    def _set_rank(self, block: Block, is_new: bool, now: float) -> tuple[float, float, int]:
+        self._settings += 1
+        first, second = self._rank(block, is_new, now)
+        rank = self._ranks[block.key] = (first, second, self._settings)
+        return rank
+
+
+class LFU(Ranked):
+    """The block that was read least often since it was stored goes first, the least recently read among those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[Key, int] = {}
+
+    def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
+        count = self._counts[block.key] = 1 if is_new else self._counts[block.key] + 1
+        return count, 0.0
+
+    def _forget(self, block: Block) -> None:
+        del self._counts[block.key]
+        super()._forget(block)
+
+
+class LengthAware(LFU):
+    """LFU that takes the block furthest from its prompt's beginning among equals (arXiv 2407.00079, section 4.2)."""
+
+    def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
+        count, _ = super()._rank(block, is_new, now)
+        return count, -block.position
+
+
+class GDSF(LFU):
+    """Greedy-Dual-Size-Frequency (Cherkasova, HP Labs 1998): reads times cost over size, aged by the last victim's rank.
+
+    The cost of a block is the time to compute it anew where it stands: ``1 + attention * position``, in units of the
+    part that does not grow with the position.
+    """
+
+    def __init__(self, attention: float = 0.0) -> None:
+        super().__init__()
+        self._attention = attention
+        self._age = 0.0
+
+    def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
+        count, _ = super()._rank(block, is_new, now)
+        return self._age + count * (1.0 + self._attention * block.position) / block.size, 0.0
+
+    def _next(self, now: float) -> Key | None:
+        key = super()._next(now)
+        if key is not None:
+            self._age = self._last_rank[0]
+        return key
+
+
+class Belady(Ranked):
+    """The yardstick: knows when each block is read next, and drops the one for which that is furthest away.
+
+    ``reads`` gives for each key the numbers of the requests that read it, rising. ``now`` must be the number of the
+    request being served. A parent is read whenever its child is, so among equals the deeper one goes.
+    """
+
+    def __init__(self, reads: Mapping[Key, Sequence[int]]) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
+        reads = self._reads.get(block.key, ())
+        index = bisect_right(reads, now)
+        return -(reads[index] if index < len(reads) else math.inf), -block.position
+
+
+def reads_of(requests: Iterable[Iterable[Key]]) -> dict[Key, list[int]]:
+    """What ``Belady`` needs to know, from the blocks of each request in order."""
+    reads: dict[Key, list[int]] = {}
+    for number, keys in enumerate(requests):
+        for key in keys:
+            reads.setdefault(key, []).append(number)
+    return reads
