@@ -22,7 +22,7 @@ class Watched:
 
     pool_address: str
     first_block: int
-    next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence (of several answers): blocks before are offered
+    next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence: those before are offered
 
 
 class GeneratedBlocks:

@@ -109,6 +109,7 @@ class DecodeNode:
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         load = self.host.load()
+        load.counters["handoffs_taken"] = self._receiver.committed
         load.counters["handoffs_open"] = self._receiver.num_open
         load.counters["blocks_quarantined"] = self._receiver.num_quarantined_blocks
         load.counters["checksum_mismatches"] = self._receiver.checksum_mismatches

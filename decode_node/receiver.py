@@ -54,6 +54,7 @@ class Receiver:
         self._announced = asyncio.Condition()
         self._background: set[asyncio.Task[None]] = set()
         self.checksum_mismatches = 0
+        self.committed = 0  # hand-offs
 
     @property
     def num_open(self) -> int:
@@ -133,6 +134,7 @@ class Receiver:
 
         self._thread.listen(handoff.request_id, on_output)
         await asyncio.wrap_future(self._thread.call(start))
+        self.committed += 1
 
     async def close(self, handoff_id: str, epoch: int, reason: str) -> None:
         """The writer has stopped for good. Idempotent: the hand-off may be over already."""

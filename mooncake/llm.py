@@ -43,15 +43,43 @@ Message = ChatMessage | Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer. ``logprobs`` runs along ``token_ids``, and is empty when none were asked for."""
+class Answer:
+    """``logprobs`` runs along ``token_ids``, and is empty when none were asked for."""
 
-    prompt_tokens: int
+    index: int
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
     logprobs: list[TokenLogprob]
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(token.logprob for token in self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one prompt: ``outputs`` has as many answers as were asked for; most want only the first."""
+
+    prompt_tokens: int
     cached_tokens: int  # of the prompt, whose KV was there already
+    outputs: list[Answer]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return self.outputs[0].logprobs
 
 
 class LLM:
@@ -108,7 +136,7 @@ class LLM:
         """Answer every prompt; answers come in the order of the prompts.
 
         One ``sampling`` for all or one each; seed 0 stands for a random one. Each answer ends before the first of the
-        ``stop`` strings in it.
+        ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered so many times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         token_ids = [self._encode(prompt) for prompt in _prompt_list(prompts)]
@@ -140,7 +168,11 @@ class LLM:
         self, prompts: list[TokenIds], samplings: list[SamplingParams], stop: tuple[str, ...], use_tqdm: bool | None
     ) -> list[Completion]:
         drafts = [
-            _Draft(self._sequence(prompt, sampling), TextAssembler(self.tokenizer, stop))
+            _Draft(
+                self._sequence(prompt, _ranking(sampling)),
+                sampling,
+                [TextAssembler(self.tokenizer, stop) for _ in range(sampling.num_answers)],
+            )
             for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
         try:
@@ -172,10 +204,10 @@ class LLM:
                     self.engine.add(to_add.pop().sequence)
                 for output in self.engine.step():
                     draft = by_id[output.request_id]
-                    draft.take(output)
-                    if draft.is_complete:
-                        self.engine.abort(output.request_id)  # a stop string: the engine knows only token ids
-                        progress.advance(bar)
+                    if draft.take(output):
+                        # after a stop string too, and the engine knows only token ids
+                        self.engine.end_choice(output.request_id, output.choice)
+                        progress.advance(bar, draft.is_complete)
                 self._check_progress(by_id)
 
     def _check_progress(self, by_id: Mapping[str, _Draft]) -> None:
@@ -187,23 +219,45 @@ class LLM:
 
 
 class _Draft:
-    """An answer in the making."""
+    """The answers to one prompt in the making."""
 
-    def __init__(self, sequence: engine_sequence.Sequence, assembler: TextAssembler) -> None:
+    def __init__(
+        self, sequence: engine_sequence.Sequence, sampling: SamplingParams, assemblers: list[TextAssembler]
+    ) -> None:
         self.sequence = sequence
+        self._sampling = sampling
+        self._answers = [_DraftAnswer(assembler) for assembler in assemblers]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self._answers)
+
+    def take(self, output: StepOutput) -> bool:
+        """Whether it completes an answer."""
+        answer = self._answers[output.choice]
+        if answer.finish_reason is not None:
+            return False
+        answer.take(output)
+        return answer.finish_reason is not None
+
+    def completion(self) -> Completion:
+        answers = self._answers
+        if len(answers) > self._sampling.n:
+            answers = sorted(answers, key=_DraftAnswer.mean_logprob, reverse=True)[: self._sampling.n]
+        wants_logprobs = self._sampling.logprobs is not None
+        outputs = [answer.answer(index, wants_logprobs) for index, answer in enumerate(answers)]
+        return Completion(self.sequence.num_prompt, self.sequence.num_cached_tokens, outputs)
+
+
+class _DraftAnswer:
+    def __init__(self, assembler: TextAssembler) -> None:
         self.finish_reason: FinishReason | None = None
         self._assembler = assembler
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
 
-    @property
-    def is_complete(self) -> bool:
-        return self.finish_reason is not None
-
     def take(self, output: StepOutput) -> None:
-        if self.is_complete:
-            return
         self._token_ids.append(output.token.token_id)
         if output.token.logprob is not None:
             self._logprobs.append(output.token.logprob)
@@ -213,21 +267,25 @@ class _Draft:
         if output.finish_reason is not None:
             self._add(self._assembler.flush())
 
+    def mean_logprob(self) -> float:
+        return sum(token.logprob for token in self._logprobs) / max(len(self._logprobs), 1)
+
+    def answer(self, index: int, wants_logprobs: bool) -> Answer:
+        assert self.finish_reason is not None
+        logprobs = self._logprobs if wants_logprobs else []
+        return Answer(index, self._token_ids, "".join(self._text), self.finish_reason, logprobs)
+
     def _add(self, piece: TextPiece) -> None:
         self._text.append(piece.text)
         if piece.stopped:
             self.finish_reason = FinishReason.STOP
 
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(
-            self.sequence.num_prompt,
-            self._token_ids,
-            "".join(self._text),
-            self.finish_reason,
-            self._logprobs,
-            self.sequence.num_cached_tokens,
-        )
+
+def _ranking(sampling: SamplingParams) -> SamplingParams:
+    """Answers are ranked by their log-probabilities, asked for or not."""
+    if sampling.num_answers == sampling.n or sampling.logprobs is not None:
+        return sampling
+    return replace(sampling, logprobs=0)
 
 
 def _prompt_list(prompts: Prompts) -> list[Prompt]:

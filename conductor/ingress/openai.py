@@ -313,9 +313,7 @@ def check_completion(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise InvalidRequest("best_of must not be less than n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
-        raise InvalidRequest(
-            "best_of cannot be streamed: only the end tells which answers are best", "best_of"
-        )
+        raise InvalidRequest("best_of cannot be streamed: only the end tells which answers are best", "best_of")
     if body.suffix:
         raise InvalidRequest("suffix is not supported", "suffix")
     if body.echo and body.logprobs is not None:

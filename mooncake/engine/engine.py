@@ -131,6 +131,7 @@ class EngineLoad:
     forks: int  # sequences that began over another one's blocks
     shared_blocks: int  # full blocks that they did not have to hold a second time
     copied_blocks: int  # copies on write
+    computed_tokens: int  # put through the model
 
 
 class Engine:
@@ -150,6 +151,7 @@ class Engine:
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
         self._sequences: dict[str, Sequence] = {}
+        self._num_computed_tokens = 0
         self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()
         self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
@@ -320,6 +322,7 @@ class Engine:
             forks=self._scheduler.num_forks,
             shared_blocks=self._scheduler.num_shared_blocks,
             copied_blocks=self._scheduler.num_copies,
+            computed_tokens=self._num_computed_tokens,
         )
 
     def _settle(self, plan: StepPlan) -> None:
@@ -405,6 +408,7 @@ class Engine:
         for entry in plan.entries:
             sequence = entry.sequence
             sequence.num_computed = entry.first + entry.num_tokens
+            self._num_computed_tokens += entry.num_tokens
             sequence.is_loading = False
             sequence.first_step_s = sequence.first_step_s or started_s
             sequence.last_step_s = now

@@ -210,6 +210,7 @@ class EngineHost:
             blocks_in_use=load.blocks_in_use,
             preemptions=load.preemptions,
             counters={
+                "tokens_computed": load.computed_tokens,
                 "sequences_forked": load.forks,
                 "blocks_shared_by_forks": load.shared_blocks,
                 "blocks_copied_on_write": load.copied_blocks,

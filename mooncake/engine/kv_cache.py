@@ -1,5 +1,7 @@
 """The memory of a paged cache: one tensor ``[blocks, layers, K|V, kv_heads, block_tokens, head_dim]`` over one buffer.
 
+The last axis has 4 more elements in a cache of int8 codes, which are the bytes of the row's scale.
+
 The buffer may be a registered segment that other processes write into. It must not know which block is whose.
 """
 
@@ -14,7 +16,7 @@ import torch
 from mooncake.errors import ConfigError
 from mooncake.types import KVLayout
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 class KVCache:
@@ -34,7 +36,7 @@ class KVCache:
         self.tensor = (
             torch.from_numpy(flat)
             .view(TORCH_DTYPES[layout.dtype])
-            .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+            .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, -1)
         )
 
     def copy_block(self, source: int, target: int) -> None:

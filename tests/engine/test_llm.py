@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,3 +100,27 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) 
         llm.generate([[-1]], GREEDY)
     assert not llm.engine.has_work
     assert llm.generate([], GREEDY) == []
+
+
+def test_several_answers_to_one_prompt_are_those_of_their_own_seeds(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=11, n=3)
+    [together] = llm.generate("Once upon a time", sampling)
+    assert [answer.index for answer in together.outputs] == [0, 1, 2]
+    for number, answer in enumerate(together.outputs):
+        [alone] = llm.generate("Once upon a time", replace(sampling, n=1, seed=11 + number))
+        assert answer.token_ids == alone.token_ids and answer.text == alone.text
+
+
+def test_best_of_keeps_the_likeliest_answers(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=1.2, seed=3, n=5, logprobs=0)
+    [five] = llm.generate("Once upon a time", sampling)
+    [best] = llm.generate("Once upon a time", replace(sampling, n=2, best_of=5))
+    ranked = sorted(five.outputs, key=lambda answer: answer.cumulative_logprob / len(answer.token_ids), reverse=True)
+    assert [answer.token_ids for answer in best.outputs] == [answer.token_ids for answer in ranked[:2]]
+
+
+def test_a_stop_string_ends_one_answer_of_several(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=24, temperature=1.0, seed=5, n=4)
+    [free] = llm.generate("1, 2, 3, 4,", sampling)
+    [stopped] = llm.generate("1, 2, 3, 4,", sampling, stop=" 6")
+    assert [answer.text for answer in stopped.outputs] == [answer.text.partition(" 6")[0] for answer in free.outputs]

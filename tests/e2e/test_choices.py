@@ -1,0 +1,68 @@
+"""Several answers to one prompt, live: computed once, sent once, and each as it would be alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+from drive import ask, status, wait_idle
+from live import small_config
+
+from mooncake.app.local import LocalCluster
+from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
+
+PROMPT = [int(i) for i in range(1000, 1150)]  # two full blocks and a partial one
+NUM_ANSWERS = 4
+SEED = 77
+SAMPLING = {"temperature": 0.9, "top_p": 0.95}
+
+
+@pytest_asyncio.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    async with (
+        LocalCluster(small_config()) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+    ):
+        yield channel
+
+
+async def ask_for_several(channel: grpc.aio.Channel, **sampling: object) -> list[list[int]]:
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=PROMPT),
+        sampling=common_pb2.SamplingParams(max_tokens=24, ignore_eos=True, **sampling),  # type: ignore[arg-type]
+    )
+    answers: dict[int, list[int]] = {}
+    async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120):
+        tokens = answers.setdefault(response.choice, [])
+        for token in response.tokens:
+            assert token.index == len(tokens), "a gap or a repeat in the stream"
+            tokens.append(token.token_id)
+    return [answers[choice] for choice in sorted(answers)]
+
+
+async def counters(channel: grpc.aio.Channel, role: str) -> dict[str, int]:
+    """Of the only node of a role."""
+    [node] = [node for node in (await status(channel)).nodes if node.info.role == role]
+    return dict(node.load.counters)
+
+
+@pytest.mark.timeout(240)
+async def test_four_answers_take_one_prefill_and_one_transfer(channel: grpc.aio.Channel) -> None:
+    before = {role: await counters(channel, role) for role in ("prefill", "decode")}
+    together = await ask_for_several(channel, n=NUM_ANSWERS, seed=SEED, **SAMPLING)
+    await wait_idle(channel, 20)
+    after = {role: await counters(channel, role) for role in ("prefill", "decode")}
+    prefill, decode = ({key: after[role][key] - before[role][key] for key in after[role]} for role in after)
+    assert prefill["tokens_computed"] == len(PROMPT)
+    assert decode["tokens_computed"] == NUM_ANSWERS * (24 - 1)
+    assert decode["handoffs_taken"] == 1
+    assert decode["sequences_forked"] == NUM_ANSWERS - 1
+    assert decode["blocks_shared_by_forks"] == (NUM_ANSWERS - 1) * (len(PROMPT) // 64)
+    assert decode["blocks_copied_on_write"] == NUM_ANSWERS - 1
+
+    for number, answer in enumerate(together):
+        alone = await ask(channel, PROMPT, 24, seed=SEED + number, **SAMPLING)
+        assert answer == alone.tokens, f"answer {number} is another one when it is asked for alone"
+    await wait_idle(channel, 20)
