@@ -24,6 +24,7 @@ ALL_NODES = ""
 HUBER = 2.5  # typical errors beyond which a sample counts less
 ERROR_RATE = 0.05  # of the running means of errors
 MIN_ERROR, MAX_ERROR = 0.02, 4.0  # of |ln(measured / predicted)|
+LOST = 0.5  # a usual error above which nothing is as it was
 WARM_SAMPLES, REFIT_SAMPLES = (
     16,
     8,
@@ -114,31 +115,43 @@ class LinearFit:
             if not 0.0 <= value < 1e18:
                 return
         weight = self._judge(features, ms)
+        # What was true before counts for less when it is far from what is measured now.
+        forgetting = max(FORGETTING - 0.25 * max(self.error - LOST, 0.0), 0.5)
         # dividing by ms makes errors relative: short steps count as much
         x = [value / scale / ms for value, scale in zip(features, self._scales, strict=True)]
         target = self._target
         for i, (row, value) in enumerate(zip(self._moment, x, strict=True)):
             weighted = weight * value
-            target[i] = FORGETTING * target[i] + weighted
+            target[i] = forgetting * target[i] + weighted
             for j, other in enumerate(x):
-                row[j] = FORGETTING * row[j] + weighted * other
-        self._weight = FORGETTING * self._weight + weight
+                row[j] = forgetting * row[j] + weighted * other
+        self._weight = forgetting * self._weight + weight
         self.num_samples += 1
 
     def coefficients(self, prior: LinearFit | None = None) -> Coefficients | None:
         """The best non-negative coefficients, with ``prior`` worth PRIOR_SAMPLES; None when nothing was measured."""
         moment, target = self._moment, self._target
         if prior is not None and prior is not self and prior._weight:
+            slower = self._times_slower(prior)
             share = PRIOR_SAMPLES / prior._weight
             moment = [
-                [a + share * b for a, b in zip(row, other, strict=True)]
+                [a + share / slower**2 * b for a, b in zip(row, other, strict=True)]
                 for row, other in zip(moment, prior._moment, strict=True)
             ]
-            target = [a + share * b for a, b in zip(target, prior._target, strict=True)]
+            target = [a + share / slower * b for a, b in zip(target, prior._target, strict=True)]
         if not any(target):
             return None
         found = _non_negative(moment, target)
         return tuple(value / scale for value, scale in zip(found, self._scales, strict=True))
+
+    def _times_slower(self, prior: LinearFit) -> float:
+        """What multiple of ``prior``'s prediction fits best: it lends its shape, not its speed. 1 without samples."""
+        shape = _non_negative(prior._moment, prior._target)
+        found = sum(a * b for a, b in zip(shape, self._target, strict=True))
+        norm = sum(
+            a * m * b for a, row in zip(shape, self._moment, strict=True) for m, b in zip(row, shape, strict=True)
+        )
+        return min(max(found / norm, 1e-9), 1e9) if norm > 0.0 and found > 0.0 else 1.0
 
     def _judge(self, features: Coefficients, ms: float) -> float:
         """How much the sample counts: less the farther it is from the prediction, in units of the usual error."""

@@ -57,7 +57,7 @@ def first_token(question: Question) -> FirstToken:
     np.maximum(ready, side.tail_ms, out=ready)
     sources = question.sources(1)
     if not sources:
-        compute = _prefill_array(question, own)
+        compute = prefill_array_ms(question, own)
         ready += compute
         ready += side.tie_ms
         return FirstToken(ready, compute)
@@ -69,7 +69,7 @@ def first_token(question: Question) -> FirstToken:
     own *= side.home_byte
     own *= byte_of_token
     ready -= own
-    compute = _prefill_array(question, with_home)
+    compute = prefill_array_ms(question, with_home)
     source = sources[0]
     cached = min(question.store_runs.item(source) * shape.block_tokens, usable)
     # Not better than ``compute`` where ``with_home`` is more than that; then the other is taken.
@@ -89,7 +89,7 @@ def first_token(question: Question) -> FirstToken:
     return FirstToken(fetch, compute)
 
 
-def _prefill_array(question: Question, cached: Floats) -> Floats:
+def prefill_array_ms(question: Question, cached: Floats) -> Floats:
     """[P] ms of computing what is not ``cached``: new·(cached + new/2) is half the difference of the squares."""
     side, num_tokens = question.view.prefill, question.facts.num_tokens
     result: Floats = np.array((1.0, num_tokens, num_tokens**2)) @ side.costs
@@ -98,6 +98,24 @@ def _prefill_array(question: Question, cached: Floats) -> Floats:
     saved += token
     saved *= cached
     result -= saved
+    return result
+
+
+def transfer_array_ms(question: Question, source: int, tokens: Floats) -> Floats:
+    """[P] ms of fetching so many tokens from one store, which shares its way out among all that read."""
+    view, shape = question.view, question.shape
+    num_bytes = tokens * (shape.block_bytes / shape.block_tokens * (view.stores.sending_flows.item(source) + 1.0))
+    result: Floats = view.fetch_latency[source] * (tokens > 0.0) + view.fetch_byte[source] * num_bytes
+    return result
+
+
+def local_ttft_ms(question: Question) -> Floats:
+    """[P]: queue, reading from the store on the same host, and prefill; nothing from elsewhere."""
+    shape, side = question.shape, question.view.prefill
+    own = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
+    with_home = np.minimum(question.own_blocks() * shape.block_tokens, question.usable_tokens)
+    read = (with_home - own) * side.home_byte * (shape.block_bytes / shape.block_tokens)
+    result: Floats = question.queue_ms() + read + prefill_array_ms(question, with_home) + side.tie_ms
     return result
 
 

@@ -6,21 +6,18 @@ that somebody is there, that nodes which failed this request are avoided, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from conductor.fleet import Fleet, Ticket
-from conductor.policies.milliseconds import milliseconds
+from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.predict import Breakdown, Prediction, explain
 from conductor.registry import NodeInfo
 from conductor.view import NONE, Bools, Choice, Question, RequestFacts, Shape
 from mooncake.errors import NodeUnavailable, Overloaded
 
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
-
-Policy = Callable[[Question, np.random.Generator], Choice]
 
 
 class Placement(NamedTuple):
@@ -47,7 +44,7 @@ class Scheduler:
         self,
         fleet: Fleet,
         shape: Shape,
-        policy: Policy = milliseconds,
+        policy: Policy = POLICIES[DEFAULT_POLICY],
         rng: np.random.Generator | None = None,
     ) -> None:
         self.fleet = fleet

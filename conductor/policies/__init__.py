@@ -1,1 +1,46 @@
-"""Placement policies: each one pure function ``(question, rng) -> Choice`` in a file of its own."""
+"""Placement policies: each one pure function ``(question, rng) -> Choice`` in a file of its own.
+
+The published ones are as published, with what they leave open said in the file. They know nothing of milliseconds
+that were measured here unless their own formula does, and fetch from other hosts only if theirs does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from conductor.policies.aibrix import aibrix
+from conductor.policies.algorithm1 import algorithm1
+from conductor.policies.dynamo import dynamo
+from conductor.policies.least_loaded import least_loaded
+from conductor.policies.llm_d import llm_d
+from conductor.policies.lmetric import lmetric
+from conductor.policies.local_cache_aware import local_cache_aware
+from conductor.policies.longest_prefix import longest_prefix
+from conductor.policies.milliseconds import milliseconds
+from conductor.policies.production_stack import production_stack, production_stack_load
+from conductor.policies.random import random
+from conductor.policies.round_robin import round_robin
+from conductor.policies.sglang import sglang
+from conductor.view import Choice, Question
+
+Policy = Callable[[Question, np.random.Generator], Choice]
+
+DEFAULT_POLICY = "milliseconds"
+POLICIES: dict[str, Policy] = {
+    "milliseconds": milliseconds,
+    "algorithm1": algorithm1,
+    "local_cache_aware": local_cache_aware,
+    "longest_prefix": longest_prefix,
+    "least_loaded": least_loaded,
+    "round_robin": round_robin,
+    "random": random,
+    "lmetric": lmetric,
+    "dynamo": dynamo,
+    "llm_d": llm_d,
+    "sglang": sglang,
+    "aibrix": aibrix,
+    "production_stack": production_stack,
+    "production_stack_load": production_stack_load,
+}

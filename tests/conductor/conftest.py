@@ -156,11 +156,13 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             index = len(tokens) - request.num_prompt_tokens
             token_id = EOS if index == script.answer_eos_at else next_token(tokens)
             first = common_pb2.SampledToken(index=index, token_id=token_id)
-            yield prefill_pb2.PrefillResponse(first_token=first)
+            answers = range(request.sampling.n or 1)
+            for choice in answers:
+                yield prefill_pb2.PrefillResponse(first_token=first, choice=choice)
             if request.decode_address:
                 stub = decode_pb2_grpc.DecodeStub(self.channels.get(request.decode_address))
                 commit = decode_pb2.CommitHandoffRequest(
-                    handoff_id=request.handoff_id, epoch=request.epoch, first_tokens=[first]
+                    handoff_id=request.handoff_id, epoch=request.epoch, first_tokens=[first for _ in answers]
                 )
                 try:
                     await stub.CommitHandoff(commit, timeout=5)
@@ -179,8 +181,15 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
 class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
     def __init__(self, node_id: str) -> None:
         super().__init__(node_id, "decode")
+        self.ended_choices: list[tuple[str, int]] = []
         self.commits: dict[str, asyncio.Future[common_pb2.SampledToken]] = {}
         self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "mooncake.v1.Decode")
+
+    async def EndChoice(  # noqa: N802
+        self, request: decode_pb2.EndChoiceRequest, context: Any
+    ) -> decode_pb2.EndChoiceResponse:
+        self.ended_choices.append((request.handoff_id, request.choice))
+        return decode_pb2.EndChoiceResponse()
 
     def commit_of(self, handoff_id: str) -> asyncio.Future[common_pb2.SampledToken]:
         return self.commits.setdefault(handoff_id, asyncio.get_running_loop().create_future())
@@ -208,20 +217,27 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
             first = await self.commit_of(request.handoff_id)
             tokens = [*tokens_from_wire(request.tokens).tolist(), first.token_id]
             index = first.index
-            yield decode_pb2.DecodeResponse(tokens=[first])  # the client may have it from prefill already
+            wanted = range(request.sampling.n or 1)
+            for choice in wanted:  # the client may have it from prefill already
+                yield decode_pb2.DecodeResponse(tokens=[first], choice=choice)
             told = 0
             while tokens[-1] != EOS and index + 1 < request.sampling.max_tokens:
                 if script.token_s:
                     await asyncio.sleep(script.token_s)
                 index += 1 + script.skip_index
                 tokens.append(EOS if index == script.answer_eos_at else next_token(tokens))
-                yield decode_pb2.DecodeResponse(tokens=[common_pb2.SampledToken(index=index, token_id=tokens[-1])])
+                token = common_pb2.SampledToken(index=index, token_id=tokens[-1])
+                for choice in wanted:
+                    if (request.handoff_id, choice) not in self.ended_choices:
+                        yield decode_pb2.DecodeResponse(tokens=[token], choice=choice)
                 told += 1
                 if script.error is not None and script.times and told >= script.tokens_first:
                     script.times -= 1
                     raise script.error
             if not script.cut_finish:
-                yield decode_pb2.DecodeResponse(finish_reason="stop" if tokens[-1] == EOS else "length")
+                for choice in wanted:
+                    reason = "stop" if tokens[-1] == EOS else "length"
+                    yield decode_pb2.DecodeResponse(finish_reason=reason, choice=choice)
         finally:
             self.running -= 1
 

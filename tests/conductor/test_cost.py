@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cost import CostModel, LinearFit
+from conductor.cost import CostModel, DecodeCost, LinearFit, PrefillCost, StartCosts, TransferCost
 
 
 def prefill_ms(new: int, prefix: int, a: float = 4.0, b: float = 0.5, c: float = 2e-4) -> float:
@@ -104,3 +104,50 @@ def test_one_sample_predicts_itself() -> None:
     found = fit.coefficients()
     assert found is not None
     assert sum(c * x for c, x in zip(found, (1.0, 512.0, 131072.0), strict=True)) == pytest.approx(80.0, rel=1e-3)
+
+
+def test_a_hiccup_moves_nothing_and_a_lasting_change_does() -> None:
+    costs, rng = CostModel(), random.Random(7)
+    feed_prefill(costs, "p0", rng, count=100)
+    for _ in range(3):
+        costs.observe_prefill("p0", 1000, 0, 60 * prefill_ms(1000, 0))
+    assert costs.prefill("p0").ms(1000, 0) == pytest.approx(prefill_ms(1000, 0), rel=0.1)
+    feed_prefill(costs, "p0", rng, slower=100.0, count=150)
+    assert costs.prefill("p0").ms(1000, 0) == pytest.approx(100 * prefill_ms(1000, 0), rel=0.3)
+
+
+def test_a_pair_far_slower_than_all_others_is_known_as_such_at_once() -> None:
+    costs = CostModel()
+    for size in (1, 10, 100, 1000) * 10:
+        costs.observe_transfer("p0", "d0", size << 20, float(size))
+    for size in (1, 10, 100):
+        costs.observe_transfer("p0", "d1", size << 20, 1000.0 * size)
+    assert costs.transfer("p0", "d1").ms(50 << 20) == pytest.approx(50_000, rel=0.2)
+    assert costs.transfer("p0", "d0").ms(50 << 20) == pytest.approx(50, rel=0.2)
+
+
+def test_start_values_hold_until_a_node_says_otherwise() -> None:
+    start = StartCosts(
+        PrefillCost(4.0, 0.5, 2e-4, True), DecodeCost(20.0, 0.3, 5e-4, True), TransferCost(0.4, 1e-6, True)
+    )
+    costs = CostModel(start)
+    assert costs.prefill("p0").ms(2000, 512) == pytest.approx(prefill_ms(2000, 512), rel=0.02)
+    assert costs.decode("d0").ms(16, 10_000) == pytest.approx(29.8, rel=0.02)
+    assert costs.transfer("p0", "s0").ms(10_000_000) == pytest.approx(10.4, rel=0.02)
+    feed_prefill(costs, "p0", random.Random(8), slower=3.0, count=10)
+    assert costs.prefill("p0").ms(2000, 512) == pytest.approx(3 * prefill_ms(2000, 512), rel=0.1)
+    assert costs.error("prefill", "p0") < 0.1
+
+
+def test_what_has_changed_is_told_once() -> None:
+    costs = CostModel()
+    costs.observe_prefill("p0", 100, 0, 10.0)
+    costs.observe_transfer("p0", "d0", 1000, 1.0)
+    told = costs.take_changed(2) + costs.take_changed(10)
+    assert {(kind, node, peer) for kind, node, peer in told} == {
+        ("prefill", "p0", ""),
+        ("prefill", "", ""),
+        ("transfer", "p0", "d0"),
+        ("transfer", "", ""),
+    }
+    assert costs.take_changed(10) == []

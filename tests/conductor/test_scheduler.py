@@ -1,83 +1,15 @@
 """Placement: what it does with caches, queues and costs, and what it refuses."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 import pytest
+from placing import Cluster, incarnation, incarnations, pair
 
-from conductor.cost import CostModel
-from conductor.fleet import Fleet, Ticket
-from conductor.prefix_index import PrefixIndex
-from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.scheduler import Placement, Scheduler
-from conductor.view import RequestFacts, Shape
+from conductor.fleet import Ticket
+from conductor.registry import NodeLoad
+from conductor.scheduler import Placement
 from mooncake.errors import NodeUnavailable, Overloaded
-from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress
-
-SHAPE = Shape(block_tokens=64, block_bytes=1 << 20, num_layers=10)
-
-
-def incarnation(node_id: str) -> int:
-    return int.from_bytes(node_id.encode(), "little")
-
-
-def node(node_id: str, role: Role, host: str = "h0", max_sequences: int = 0) -> NodeInfo:
-    segment = SegmentAddress(node_id, 1, host, "@x", "127.0.0.1:1", 1 << 20, 100)
-    return NodeInfo(node_id, role, incarnation(node_id), f"{node_id}:1", segment, "kv", 64, max_sequences)
-
-
-@dataclass
-class Cluster:
-    """A fleet with nodes of known speed: 1 ms a token of prefill, 10 ms a decode step, 1 ms a MB of transfer."""
-
-    prefill: int = 2
-    decode: int = 2
-    stores: int = 1
-    measured: bool = True
-    now: float = 100.0
-    fleet: Fleet = field(init=False)
-    scheduler: Scheduler = field(init=False)
-    prompts: Iterator[int] = field(default_factory=count)
-
-    def __post_init__(self) -> None:
-        registry, costs = Registry("kv", 64, 0.5, 5.0), CostModel()
-        self.fleet = Fleet(registry, costs, PrefixIndex())
-        self.scheduler = Scheduler(self.fleet, SHAPE)
-        for role, number in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.STORE, self.stores)):
-            for i in range(number):
-                registry.register(node(f"{role[0]}{i}", role), self.now)
-        if not self.measured:
-            return
-        for size in (1, 10, 100, 1000):
-            costs.observe_prefill("p0", size, 0, float(size))
-            costs.observe_decode("d0", size, 64 * size, 10.0 + size)
-            costs.observe_transfer("p0", "d0", size << 20, float(size))
-
-    def place(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> Placement:
-        """A prompt that nobody has seen, but for ``runs``: leading blocks that these nodes hold."""
-        facts = self.facts(num_tokens, runs, **changes)
-        return self.scheduler.place(facts, self.now)
-
-    def facts(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> RequestFacts:
-        prompt = next(self.prompts)
-        keys = [BlockKey(bytes([block]) + prompt.to_bytes(31, "big")) for block in range(num_tokens // 64)]
-        for node_id, run in (runs or {}).items():
-            self.fleet.index.apply(node_id, [BlockEvent(True, key) for key in keys[:run]])
-        return RequestFacts(num_tokens, keys, expected_tokens=10.0)._replace(**changes)
-
-    def book(self, placement: Placement, num_tokens: int = 640) -> Ticket:
-        return self.scheduler.book(self.facts(num_tokens), placement, self.now)
-
-
-def incarnations(*node_ids: str) -> frozenset[int]:
-    return frozenset(map(incarnation, node_ids))
-
-
-def pair(placement: Placement) -> tuple[str, str]:
-    return placement.prefill.node_id, placement.decode.node_id if placement.decode else ""
 
 
 def test_nobody_matches_and_all_are_idle_any_pair_is_as_good() -> None:
@@ -103,9 +35,10 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_the_pool_serves_every_node_so_the_queue_decides() -> None:
     cluster = Cluster()
-    cluster.book(cluster.place(runs={}))
+    first = cluster.place(runs={})
+    cluster.book(first)
     placement = cluster.place(runs={"s0": 8})
-    assert pair(placement)[0] == "p1"
+    assert pair(placement)[0] != pair(first)[0]
     assert placement.fetched_tokens == 512
     assert [store.node_id for store in placement.pools] == ["s0"]
     assert placement.breakdown.fetch_ms == pytest.approx(8.0, rel=0.02), "8 blocks of 1 MiB at 1 ms"
@@ -206,7 +139,7 @@ def test_tickets_bring_every_account_back_to_nothing() -> None:
 
 def test_work_of_others_shows_in_heartbeats() -> None:
     cluster = Cluster()
-    cluster.book(cluster.place())
+    cluster.book(cluster.place(excluded=incarnations("p1")))
     load = NodeLoad(waiting=2, waiting_tokens=1640)
     cluster.fleet.registry.heartbeat("p0", incarnation("p0"), load, False, cluster.now)
     cluster.fleet.heard("p0", load)

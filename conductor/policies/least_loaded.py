@@ -1,0 +1,12 @@
+"""Load balancing (FAST'25 Fig. 5): the prefill node with the least work queued, whatever it has cached."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conductor.policies.pick import allowed, any_least, idlest_decode
+from conductor.view import Choice, Question
+
+
+def least_loaded(question: Question, rng: np.random.Generator) -> Choice:
+    return Choice(any_least(allowed(question, question.queue_ms()), rng), idlest_decode(question))

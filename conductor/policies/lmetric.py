@@ -1,0 +1,15 @@
+"""LMetric (arXiv 2603.15202): prefill tokens, queued and new, times batch size. No weight to set."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conductor.policies.pick import allowed, any_least, least_decode, uncached_tokens
+from conductor.view import Choice, Question
+
+
+def lmetric(question: Question, rng: np.random.Generator) -> Choice:
+    side, decode = question.view.prefill, question.view.decode
+    score = (side.queued_tokens + uncached_tokens(question)) * (side.queued_requests + 1.0)
+    context = decode.context_tokens + question.facts.num_tokens
+    return Choice(any_least(allowed(question, score), rng), least_decode(question, context * (decode.sequences + 1.0)))

@@ -1,0 +1,13 @@
+"""Local cache-aware (FAST'25 Fig. 5): least queue + prefill, with what each node has cached itself and no transfer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conductor.policies.pick import allowed, idlest_decode, least
+from conductor.predict import local_ttft_ms
+from conductor.view import Choice, Question
+
+
+def local_cache_aware(question: Question, rng: np.random.Generator) -> Choice:
+    return Choice(least(allowed(question, local_ttft_ms(question))), idlest_decode(question))

@@ -1,0 +1,12 @@
+"""The longest match wins, whatever its queue. Herds: prompts often share their first block: one node gets them all."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conductor.policies.pick import allowed, any_least, idlest_decode
+from conductor.view import Choice, Question
+
+
+def longest_prefix(question: Question, rng: np.random.Generator) -> Choice:
+    return Choice(any_least(allowed(question, -question.own_blocks()), rng), idlest_decode(question))

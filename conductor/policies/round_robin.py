@@ -1,0 +1,13 @@
+"""One after the other, whatever they do. The request's number is the counter, so nothing has to be remembered."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conductor.policies.pick import idlest_decode, prefill_choices
+from conductor.view import Choice, Question
+
+
+def round_robin(question: Question, rng: np.random.Generator) -> Choice:
+    nodes = prefill_choices(question)
+    return Choice(nodes[question.facts.number % len(nodes)], idlest_decode(question))

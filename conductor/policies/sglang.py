@@ -1,0 +1,32 @@
+"""SGLang's cache_aware: the owner of the longest match, unless loads are far apart or the match is short.
+
+Thresholds are its command line's defaults. Decode nodes by the power of two choices, as it is started for
+disaggregation. Its approximate tree of what was sent where is our index of what is there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conductor.policies.pick import allowed, any_least, decode_choices
+from conductor.view import NONE, Choice, Question
+
+CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5
+
+
+def sglang(question: Question, rng: np.random.Generator) -> Choice:
+    load = question.view.prefill.queued_requests
+    own = question.own_blocks()
+    is_imbalanced = load.max() - load.min() > BALANCE_ABS and load.max() > BALANCE_REL * load.min()
+    matched = float(own.max()) * question.shape.block_tokens / question.facts.num_tokens
+    cost = load if is_imbalanced or matched <= CACHE_THRESHOLD else -own
+    return Choice(any_least(allowed(question, cost), rng), _power_of_two(question, rng))
+
+
+def _power_of_two(question: Question, rng: np.random.Generator) -> int:
+    """The less loaded of two nodes drawn by chance."""
+    if not question.facts.needs_decode:
+        return NONE
+    nodes = decode_choices(question).nonzero()[0]
+    two = rng.choice(nodes, min(2, len(nodes)), replace=False)
+    return int(two[question.view.decode.sequences[two].argmin()])

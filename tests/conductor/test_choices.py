@@ -1,0 +1,83 @@
+"""Several answers to one prompt are one request, until a failure makes different prompts of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conductor.api import Delta, InferenceRequest
+from mooncake.errors import NodeUnavailable
+from mooncake.types import FinishReason
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def answers(cluster: Any, request: InferenceRequest) -> dict[int, list[int]]:
+    """Token ids by answer; each must end once, after its last token, without gap or repeat."""
+    tokens: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    async for delta in cluster.core.dispatcher.generate(request):
+        assert delta.choice not in ended
+        told = tokens.setdefault(delta.choice, [])
+        for token in delta.tokens:
+            assert token.index == len(told)
+            told.append(token.token_id)
+        if delta.finish_reason is not None:
+            ended.add(delta.choice)
+    assert ended == set(tokens)
+    return tokens
+
+
+async def test_several_answers_are_one_request_of_each_node(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    got = await answers(cluster, cluster.request(PROMPT, 8, n=3, seed=7))
+    assert got == dict.fromkeys(range(3), cluster.answer(PROMPT, 8))
+    assert (cluster.prefill[0].calls, cluster.decode[0].calls) == (1, 1)
+    assert cluster.decode[0].last_request.sampling.n == 3
+    assert dict(cluster.core.dispatcher.stats.handoffs) == {"committed": 1}
+    await cluster.is_quiet()
+
+
+async def test_first_tokens_can_be_the_whole_answers(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    got = await answers(cluster, cluster.request(PROMPT, 1, n=3))
+    assert got == dict.fromkeys(range(3), cluster.answer(PROMPT, 1))
+    assert cluster.decode[0].calls == 0
+
+
+async def test_answers_that_have_begun_go_on_alone_after_a_failure(start_cluster: Any) -> None:
+    cluster = await start_cluster(2, 2, retries=5)
+    for decode in cluster.decode:
+        decode.script.error, decode.script.tokens_first, decode.script.times = NodeUnavailable("out"), 2, 1
+    got = await answers(cluster, cluster.request(PROMPT, 12, n=3, seed=7))
+    assert got == dict.fromkeys(range(3), cluster.answer(PROMPT, 12))
+    seeds = sorted(node.last_request.sampling.seed for node in cluster.decode if node.last_request.sampling.n == 1)
+    assert seeds and set(seeds) <= {7, 8, 9}, "an answer keeps its own seed"
+    assert cluster.core.dispatcher.stats.finished == 1
+    await cluster.is_quiet()
+
+
+async def test_a_failure_before_the_first_token_tries_all_together(start_cluster: Any) -> None:
+    cluster = await start_cluster(2, 1)
+    for prefill in cluster.prefill:
+        prefill.script.error = NodeUnavailable("out")
+        break
+    got = await answers(cluster, cluster.request(PROMPT, 6, n=3))
+    assert got == dict.fromkeys(range(3), cluster.answer(PROMPT, 6))
+
+
+async def test_an_answer_that_nobody_needs_ends_on_its_node_and_the_others_go_on(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.token_s = 0.01
+    dispatcher = cluster.core.dispatcher
+    deltas: list[Delta] = []
+    async for delta in dispatcher.generate(cluster.request(PROMPT, 20, n=2)):
+        deltas.append(delta)
+        if delta.choice == 0 and len(deltas) > 2 and not cluster.decode[0].ended_choices:
+            dispatcher.end_choice("r", 0)
+    [(_, ended)] = cluster.decode[0].ended_choices
+    assert ended == 0
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    others = [token.token_id for delta in deltas if delta.choice == 1 for token in delta.tokens]
+    assert others == cluster.answer(PROMPT, 20)
+    assert len([token for delta in deltas if delta.choice == 0 for token in delta.tokens]) < 20
+    await cluster.is_quiet()
