@@ -57,10 +57,8 @@ async def test_answers_that_have_begun_go_on_alone_after_a_failure(start_cluster
 
 
 async def test_a_failure_before_the_first_token_tries_all_together(start_cluster: Any) -> None:
-    cluster = await start_cluster(2, 1)
-    for prefill in cluster.prefill:
-        prefill.script.error = NodeUnavailable("out")
-        break
+    cluster = await start_cluster(2, 2)
+    cluster.prefill[0].script.error = NodeUnavailable("out")
     got = await answers(cluster, cluster.request(PROMPT, 6, n=3))
     assert got == dict.fromkeys(range(3), cluster.answer(PROMPT, 6))
 
