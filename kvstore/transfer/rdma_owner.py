@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +170,7 @@ class RdmaAttachment:
         self._lock = threading.Lock()  # of the windows: who opens one must see a revoke that came before
         self._closing = threading.Event()
         self._closed = False
+        self._on_broken: Callable[[], object] | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._messages: npt.NDArray[np.uint8] = np.zeros(2 * MESSAGE_BYTES, np.uint8)
         self._registered: list[Registration] = []
@@ -190,6 +191,19 @@ class RdmaAttachment:
         self.reply = self._queue_pair.endpoint.pack() + exporter._table()
         self._thread = threading.Thread(target=self._serve, name="rdma-peer", daemon=True)
         self._thread.start()
+
+    @property
+    def on_broken(self) -> Callable[[], object] | None:
+        """Called once, from a thread of ours, when the queue pair has broken: the peer cannot notice it by itself."""
+        return self._on_broken
+
+    @on_broken.setter
+    def on_broken(self, callback: Callable[[], object] | None) -> None:
+        with self._lock:
+            self._on_broken = callback
+            is_late = self._closed
+        if is_late and callback is not None:
+            callback()
 
     def close(self) -> None:
         self._closing.set()
@@ -222,6 +236,8 @@ class RdmaAttachment:
         finally:
             self._dismantle()
             self._exporter._ended(self)
+            if self._on_broken is not None and not self._closing.is_set():
+                self._on_broken()
 
     def _handle(self, completion: Completion, pair: QueuePair) -> None:
         """Raises VerbsFailed when the queue pair is broken: nothing lands through it any more."""
