@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from conductor.policies.aibrix import aibrix
-from conductor.policies.algorithm1 import algorithm1
+from conductor.policies.algorithm_1 import algorithm_1
 from conductor.policies.dynamo import dynamo
 from conductor.policies.least_loaded import least_loaded
 from conductor.policies.llm_d import llm_d
@@ -30,7 +30,7 @@ Policy = Callable[[Question, np.random.Generator], Choice]
 DEFAULT_POLICY = "milliseconds"
 POLICIES: dict[str, Policy] = {
     "milliseconds": milliseconds,
-    "algorithm1": algorithm1,
+    "algorithm_1": algorithm_1,
     "local_cache_aware": local_cache_aware,
     "longest_prefix": longest_prefix,
     "least_loaded": least_loaded,

@@ -6,7 +6,7 @@ import pytest
 from placing import Cluster, incarnations, pair
 
 from conductor.policies import POLICIES
-from conductor.policies.algorithm1 import algorithm1_with
+from conductor.policies.algorithm_1 import algorithm_1_with
 
 AWARE = sorted(set(POLICIES) - {"random", "round_robin", "least_loaded"})
 
@@ -49,7 +49,7 @@ def test_round_robin_takes_turns_and_random_misses_nobody() -> None:
 def test_the_longest_match_herds_and_ours_does_not() -> None:
     """Every conversation shares its first block: the trap of the open traces."""
     worst = {}
-    for policy in ("longest_prefix", "milliseconds", "algorithm1"):
+    for policy in ("longest_prefix", "milliseconds", "algorithm_1"):
         cluster = Cluster(prefill=5, decode=5, stores=5, hosts=True, policy=policy)
         chosen: Counter[str] = Counter()
         for _ in range(50):
@@ -59,7 +59,7 @@ def test_the_longest_match_herds_and_ours_does_not() -> None:
         worst[policy] = max(chosen.values())
     assert worst["longest_prefix"] == 50
     assert worst["milliseconds"] <= 12
-    assert worst["algorithm1"] <= 12
+    assert worst["algorithm_1"] <= 12
 
 
 class TestAlgorithm1:
@@ -67,7 +67,7 @@ class TestAlgorithm1:
 
     def cluster(self, threshold: float = 2.0) -> Cluster:
         cluster = Cluster(prefill=3, stores=3, hosts=True)
-        cluster.scheduler.policy = algorithm1_with(threshold)
+        cluster.scheduler.policy = algorithm_1_with(threshold)
         return cluster
 
     def test_nobody_matches(self) -> None:

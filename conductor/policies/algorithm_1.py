@@ -18,8 +18,8 @@ from conductor.view import NONE, Choice, Question
 BALANCING_THRESHOLD = 2.0  # kvcache_balancing_threshold
 
 
-def algorithm1_with(threshold: float) -> Callable[[Question, np.random.Generator], Choice]:
-    def algorithm1(question: Question, rng: np.random.Generator) -> Choice:
+def algorithm_1_with(threshold: float) -> Callable[[Question, np.random.Generator], Choice]:
+    def algorithm_1(question: Question, rng: np.random.Generator) -> Choice:
         own = question.own_blocks()
         sources = question.sources(1)
         best = sources[0] if sources else NONE
@@ -33,7 +33,7 @@ def algorithm1_with(threshold: float) -> Callable[[Question, np.random.Generator
         p = least(allowed(question, ttft))
         return Choice(p, idlest_decode(question), best if fetches[p] else NONE)
 
-    return algorithm1
+    return algorithm_1
 
 
-algorithm1 = algorithm1_with(BALANCING_THRESHOLD)
+algorithm_1 = algorithm_1_with(BALANCING_THRESHOLD)
