@@ -217,6 +217,7 @@ class SegmentAddress:
     tcp_address: str  # "host:port", IPv6 as "[::1]:port"
     block_bytes: int
     num_blocks: int
+    rdma: bool = False  # can also be reached by verbs, set up over the TCP address
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+_NOTHING = 1e-6  # seconds: rounding must not make anyone wait for them
+
 
 class TokenBucket:
-    """``rate`` bytes a second, with at most ``burst`` bytes saved up. Debt is allowed: whoever takes more than there
-    is waits until it is paid, and those who come later wait behind. Pure: it is told the time and never sleeps."""
+    """``rate`` bytes a second, with at most ``burst`` bytes saved up. Pure: it is told the time and never sleeps."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate
@@ -16,15 +17,15 @@ class TokenBucket:
         self._level = burst
         self._updated = now
 
-    def take(self, amount: int, now: float) -> float:
-        """Take ``amount`` bytes; the seconds to wait before sending them."""
+    def try_take(self, amount: int, now: float) -> float:
+        """Take ``amount`` bytes, or as much as can ever be saved up, and return 0; or take nothing and return the
+        seconds until it may work, if nobody else comes first."""
         self._refill(now)
+        lacking = min(amount, self._burst) - self._level
+        if lacking > _NOTHING * self.rate:
+            return lacking / self.rate
         self._level -= amount
-        return max(0.0, -self._level / self.rate)
-
-    def give_back(self, amount: int) -> None:
-        """What was taken will not be sent after all."""
-        self._level = min(self._burst, self._level + amount)
+        return 0.0
 
     def _refill(self, now: float) -> None:
         elapsed = max(0.0, now - self._updated)
@@ -39,10 +40,7 @@ class Pacer:
         self._bucket = TokenBucket(rate, burst, time.monotonic())
         self._lock = threading.Lock()
 
-    def take(self, amount: int) -> float:
+    def try_take(self, amount: int) -> float:
+        """See ``TokenBucket.try_take``."""
         with self._lock:
-            return self._bucket.take(amount, time.monotonic())
-
-    def give_back(self, amount: int) -> None:
-        with self._lock:
-            self._bucket.give_back(amount)
+            return self._bucket.try_take(amount, time.monotonic())

@@ -4,12 +4,19 @@ Ranges are (block, offset, length) of the one segment that the greeting names; n
 number from the wire is bounded here before anyone allocates, loops or indexes by it. No sockets, no state.
 
     client  Hello, peer id                    server  Welcome (over a unix socket with two memfds: segment, grants)
+    client  proof                             server  Welcome            (only when the first said PROVE)
     client  Frame, Range x count, payload     server  Reply              (WRITE; the payload is all ranges, in order)
-    client  Frame, Range x count              server  Reply, payload     (READ; no payload unless the status is OK)
+    client  Frame, Range x count              server  Reply, payload     (READ; zeros when it was refused)
+    client  Frame, Range, request             server  Reply, answer      (ATTACH: how another transport begins)
+
+A read is answered with as many bytes as it asked for, whatever becomes of it, so that one call of the kernel can take
+reply and payload. A frame has at least one range, so that one call can take it, too.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +26,22 @@ from typing import NamedTuple
 from mooncake.errors import MooncakeError
 
 MAGIC = b"mooncake"
-VERSION = 1
+VERSION = 2
 MAX_PEER_ID_BYTES = 255
 MAX_RANGES = 512  # in a frame; a scatter of the kernel takes 1024 buffers at most
 MAX_FRAME_BYTES = 4 << 20  # of payload
 SLICE_BYTES = 1 << 20  # what we put into a frame: it stays in a core's L2 from socket to segment
+MAX_CREDIT_BYTES = (1 << 32) - 1
+MAX_ATTACH_BYTES = 4096  # either way
+CHALLENGE_BYTES = 16
+PROOF_BYTES = 32
 
 _HELLO = struct.Struct("<8sHHQQ")  # magic, version, length of the peer id, segment incarnation, peer incarnation
-_WELCOME = struct.Struct("<8sHHII")  # magic, version, status, block bytes, number of blocks
+_WELCOME = struct.Struct("<8sHHII16s")  # magic, version, status, block bytes, number of blocks, challenge
 _FRAME = struct.Struct("<HHIQ")  # operation, number of ranges, payload bytes, frame id
 _RANGE = struct.Struct("<IIIQ")  # block, offset, length, epoch
-_REPLY = struct.Struct("<HHIQ")  # status, index of the refused range, payload bytes, frame id
+_FRAME_1 = struct.Struct("<HHIQIIIQ")  # a frame with its only range
+_REPLY = struct.Struct("<HHIQI")  # status, index of the refused range, payload bytes, frame id, credit bytes
 HELLO_BYTES = _HELLO.size
 WELCOME_BYTES = _WELCOME.size
 FRAME_BYTES = _FRAME.size
@@ -53,6 +65,7 @@ class ProtocolViolation(MooncakeError):
 class Operation(IntEnum):
     WRITE = 1
     READ = 2
+    ATTACH = 3
 
 
 class Status(IntEnum):
@@ -61,7 +74,13 @@ class Status(IntEnum):
     BAD_RANGE = 2  # outside the segment
     WRONG_SEGMENT = 3  # the greeting named another incarnation
     BUSY = 4  # too many connections
-    FORBIDDEN = 5  # another user's process asked for our memory
+    FORBIDDEN = 5  # another user's process, or one without our secret
+    PROVE = 6  # answer the challenge first
+    NOT_OFFERED = 7  # an attachment that this owner does not know
+
+
+_OPERATIONS = {int(operation): operation for operation in Operation}  # a look-up costs a tenth of the enum's call
+_STATUSES = {int(status): status for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +95,22 @@ class Welcome:
     status: Status
     block_bytes: int
     num_blocks: int
+    challenge: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     operation: Operation
     num_ranges: int
     payload_bytes: int
     frame_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     status: Status
     refused: int  # index of the range that was refused
     payload_bytes: int
     frame_id: int
+    credit_bytes: int  # of writes that may be on their way over this connection from now on
 
 
 def pack_hello(segment_incarnation: int, peer_id: str, peer_incarnation: int) -> bytes:
@@ -116,38 +135,60 @@ def unpack_peer_id(data: bytes | bytearray) -> str:
         raise ProtocolViolation("a peer id that is not UTF-8") from None
 
 
-def pack_welcome(status: Status, block_bytes: int, num_blocks: int) -> bytes:
-    return _WELCOME.pack(MAGIC, VERSION, status, block_bytes, num_blocks)
+def pack_welcome(status: Status, block_bytes: int, num_blocks: int, challenge: bytes = bytes(CHALLENGE_BYTES)) -> bytes:
+    return _WELCOME.pack(MAGIC, VERSION, status, block_bytes, num_blocks, challenge)
 
 
 def unpack_welcome(data: bytes | bytearray) -> Welcome:
     """Raises ProtocolViolation."""
-    magic, version, status, block_bytes, num_blocks = _WELCOME.unpack(data)
+    magic, version, status, block_bytes, num_blocks, challenge = _WELCOME.unpack(data)
     _check_greeting(magic, version)
-    return Welcome(_status(status), block_bytes, num_blocks)
+    return Welcome(_status(status), block_bytes, num_blocks, challenge)
+
+
+def proof(secret: bytes, challenge: bytes, hello: bytes) -> bytes:
+    """That whoever said this hello knows the secret. It authenticates the greeting, not the bytes that follow."""
+    return hmac.digest(secret, b"mooncake data plane" + challenge + hello, hashlib.sha256)
 
 
 def pack_frame(operation: Operation, ranges: Sequence[WireRange], payload_bytes: int, frame_id: int) -> bytes:
+    if len(ranges) == 1:
+        return _FRAME_1.pack(operation, 1, payload_bytes, frame_id, *ranges[0])
     head = _FRAME.pack(operation, len(ranges), payload_bytes, frame_id)
-    return head + b"".join(_RANGE.pack(*item) for item in ranges)
+    return head + b"".join([_RANGE.pack(*item) for item in ranges])
 
 
-def unpack_frame(data: bytes | bytearray) -> Frame:
+def pack_attach(name: str, request: bytes) -> bytes:
+    """``request`` is what the transport of this name says first."""
+    payload = name.encode() + b"\0" + request
+    return pack_frame(Operation.ATTACH, [WireRange(0, 0, len(payload), 0)], len(payload), 0) + payload
+
+
+def unpack_attach(payload: bytes | bytearray) -> tuple[str, bytes]:
+    """Name of the transport, and its request. Raises ProtocolViolation."""
+    name, separator, request = bytes(payload).partition(b"\0")
+    if not separator or not name.isascii():
+        raise ProtocolViolation("an attachment without a name")
+    return name.decode(), request
+
+
+def unpack_frame(data: bytes | bytearray | memoryview) -> Frame:
     """Raises ProtocolViolation when a count is out of bounds."""
-    operation, num_ranges, payload_bytes, frame_id = _FRAME.unpack(data)
-    if operation not in (Operation.WRITE, Operation.READ):
+    operation, num_ranges, payload_bytes, frame_id = _FRAME.unpack_from(data)
+    if operation not in _OPERATIONS:
         raise ProtocolViolation(f"operation {operation}")
     if not 1 <= num_ranges <= MAX_RANGES:
         raise ProtocolViolation(f"{num_ranges} ranges in a frame")
-    if not 1 <= payload_bytes <= MAX_FRAME_BYTES:
+    if not 1 <= payload_bytes <= (MAX_ATTACH_BYTES if operation == Operation.ATTACH else MAX_FRAME_BYTES):
         raise ProtocolViolation(f"a payload of {payload_bytes} bytes")
-    return Frame(Operation(operation), num_ranges, payload_bytes, frame_id)
+    return Frame(_OPERATIONS[operation], num_ranges, payload_bytes, frame_id)
 
 
-def unpack_ranges(data: bytes | bytearray, frame: Frame) -> list[WireRange]:
+def unpack_ranges(data: bytes | bytearray | memoryview, frame: Frame) -> list[WireRange]:
     """Raises ProtocolViolation unless the lengths add up to the frame's payload and none is empty."""
-    ranges = [WireRange(*row) for row in _RANGE.iter_unpack(data)]
-    if min(item.length for item in ranges) < 1 or sum(item.length for item in ranges) != frame.payload_bytes:
+    ranges = [WireRange._make(row) for row in _RANGE.iter_unpack(data)]
+    lengths = [item.length for item in ranges]
+    if min(lengths) < 1 or sum(lengths) != frame.payload_bytes:
         raise ProtocolViolation("the ranges do not add up to the payload")
     return ranges
 
@@ -160,14 +201,14 @@ def first_outside(ranges: Sequence[WireRange], block_bytes: int, num_blocks: int
     return None
 
 
-def pack_reply(status: Status, refused: int, payload_bytes: int, frame_id: int) -> bytes:
-    return _REPLY.pack(status, refused, payload_bytes, frame_id)
+def pack_reply(status: Status, refused: int, payload_bytes: int, frame_id: int, credit_bytes: int) -> bytes:
+    return _REPLY.pack(status, refused, payload_bytes, frame_id, credit_bytes)
 
 
 def unpack_reply(data: bytes | bytearray) -> Reply:
     """Raises ProtocolViolation."""
-    status, refused, payload_bytes, frame_id = _REPLY.unpack(data)
-    return Reply(_status(status), refused, payload_bytes, frame_id)
+    status, refused, payload_bytes, frame_id, credit_bytes = _REPLY.unpack(data)
+    return Reply(_status(status), refused, payload_bytes, frame_id, credit_bytes)
 
 
 def _check_greeting(magic: bytes, version: int) -> None:
@@ -179,6 +220,6 @@ def _check_greeting(magic: bytes, version: int) -> None:
 
 def _status(value: int) -> Status:
     try:
-        return Status(value)
-    except ValueError:
+        return _STATUSES[value]
+    except KeyError:
         raise ProtocolViolation(f"status {value}") from None

@@ -5,33 +5,42 @@ A write carries an epoch, and lands only where the block is granted to that epoc
 table before and after each copy, and the owner cannot stop a copy that has begun. So the rule for owners is: after
 ``revoke``, a block may be used again at once if ``maps_memory(writer)`` is False, and otherwise only after the writer
 has said that it is done (seal, commit, abort, close) or ``on_peer_gone`` has named it. This module must not know what
-blocks hold or why they are granted.
+blocks hold or why they are granted. RDMA is fenced by its own hardware: see ``Exporter.revoke``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, host_id, map_shared
-from kvstore.transfer import protocol, sockets
-from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
-from mooncake.errors import ConfigError, DeadlineExceeded
+from kvstore.transfer import protocol
+from kvstore.transfer.protocol import Frame, Hello, Operation, ProtocolViolation, Status, WireRange
+from kvstore.transfer.sockets import Wire, tune
+from kvstore.transfer.transport import Attachment, Caller, Exporter, PathFailed
+from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
+from mooncake.rpc.server import join_address
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
 HELLO_TIMEOUT_S = 5.0
+CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all connections
+SENDFILE_BYTES = 64 << 10  # ranges of so much go out without a copy
 FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
+_HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES  # a frame has a range at least
+_ZEROS = memoryview(bytes(1 << 16))
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
 
@@ -65,11 +74,13 @@ class _Counts:
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    sock: socket.socket
+    wire: Wire
     is_local: bool  # over the unix socket: holds a mapping, sends nothing
     peer: str = ""  # set once it has said hello
     landing: frozenset[int] = frozenset()  # blocks that the frame being received writes into
     counts: _Counts = field(default_factory=_Counts)
+    attachment: Attachment | None = None  # it speaks another way, and is silent here
+    head: memoryview = field(default_factory=lambda: memoryview(bytearray(_HEAD_BYTES)))  # of the frame at hand
 
 
 class SegmentServer:
@@ -86,8 +97,11 @@ class SegmentServer:
         transports: tuple[str, ...] = ("shm", "tcp"),
         host: str = "127.0.0.1",
         on_peer_gone: Callable[[str], object] | None = None,
+        secret: str = "",
     ) -> None:
+        """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides."""
         self.on_peer_gone = on_peer_gone
+        self._secret = secret.encode()
         self._segment = segment
         self._node_id = node_id
         self._transports = transports
@@ -98,6 +112,7 @@ class SegmentServer:
         self._threads: set[threading.Thread] = set()
         self._ended = _Counts()  # of connections that have ended
         self._listeners: list[socket.socket] = []
+        self._exporters: list[Exporter] = []
         self._unix_path = ""
         self._tcp_address = ""
         self._stopping = False
@@ -112,7 +127,8 @@ class SegmentServer:
         if "tcp" in self._transports:
             listener = _tcp_listener(self._host)
             host, port = listener.getsockname()[:2]
-            self._tcp_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._tcp_address = join_address(host, port)
+            self._exporters = self._make_exporters()
             self._listen(listener, is_local=False)
 
     @property
@@ -125,6 +141,7 @@ class SegmentServer:
             tcp_address=self._tcp_address,
             block_bytes=self._segment.block_bytes,
             num_blocks=self._segment.num_blocks,
+            rdma=any(exporter.name == "rdma" for exporter in self._exporters),
         )
 
     def grant(self, block_ids: Iterable[int], epoch: int) -> None:
@@ -132,15 +149,26 @@ class SegmentServer:
         if epoch < 1:
             raise ValueError("epochs count from 1")
         with self._changed:
-            for block in block_ids:
+            before = [(block, self._grants.table[block]) for block in block_ids]
+            for block, _ in before:
                 self._grants.table[block] = epoch
+        self._close_windows([block for block, held in before if held not in (0, epoch)])
 
     def revoke(self, block_ids: Iterable[int]) -> None:
-        """No TCP write into these blocks lands after this returns. See the rule for shared memory at the top.
+        """No TCP or RDMA write into these blocks lands after this returns. See the rule for shared memory at the top.
 
         A frame that is half received gets a moment to end; then its connection is cut. Blocks no more than that.
         """
         blocks = frozenset(block_ids)
+        self._forbid(blocks)
+        self._close_windows(blocks)
+
+    def _close_windows(self, blocks: Collection[int]) -> None:
+        if blocks:
+            for exporter in self._exporters:
+                exporter.revoke(blocks)
+
+    def _forbid(self, blocks: frozenset[int]) -> None:
         with self._changed:
             for block in blocks:
                 self._grants.table[block] = 0
@@ -149,7 +177,7 @@ class SegmentServer:
                 left = patience - time.monotonic()
                 if left <= 0:
                     for connection in landing:
-                        _shut(connection.sock)
+                        connection.wire.shut()
                 self._changed.wait(max(left, 0.01))
 
     def maps_memory(self, peer: str) -> bool:
@@ -163,6 +191,7 @@ class SegmentServer:
             for counts in (self._ended, *(each.counts for each in self._connections)):
                 total.add(counts)
             open_now = len(self._connections)
+        total.bytes_in += sum(exporter.bytes_in for exporter in self._exporters)
         return ServerStats(total.bytes_in, total.bytes_out, total.refused, total.violations, open_now)
 
     def stop(self) -> None:
@@ -171,14 +200,30 @@ class SegmentServer:
             if self._stopping:
                 return
             self._stopping = True
-            for sock in [*self._listeners, *(each.sock for each in self._connections)]:
-                _shut(sock)
+            for listener in self._listeners:
+                _shut(listener)
+            for connection in self._connections:
+                connection.wire.shut()
             threads = list(self._threads)
         for thread in threads:
             thread.join(_JOIN_TIMEOUT_S)
         for listener in self._listeners:
             listener.close()
+        for exporter in self._exporters:
+            exporter.close()
         self._grants.close()
+
+    def _make_exporters(self) -> list[Exporter]:
+        """What this machine cannot do is said once, and left out of the address."""
+        if "rdma" not in self._transports:
+            return []
+        try:
+            from kvstore.transfer.rdma_owner import RdmaExporter
+
+            return [RdmaExporter(self._segment.buffer, self._segment.block_bytes, self._grants.table)]
+        except (PathFailed, ImportError) as error:
+            log.warning("segment of %s: rdma is configured but not offered: %s", self._node_id, error)
+            return []
 
     def _listen(self, listener: socket.socket, is_local: bool) -> None:
         listener.listen(128)
@@ -208,7 +253,7 @@ class SegmentServer:
                 log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
                 time.sleep(0.1)  # out of file descriptors: let some end
                 continue
-            connection = _Connection(sock, is_local)
+            connection = _Connection(Wire(sock), is_local)
             with self._changed:
                 full = len(self._connections) >= MAX_CONNECTIONS
                 if not (full or self._stopping):
@@ -224,7 +269,7 @@ class SegmentServer:
         """One connection from its greeting to its end."""
         try:
             if not connection.is_local:
-                sockets.tune(connection.sock)
+                tune(connection.wire.sock)
             self._greet(connection)
             while connection.peer:
                 self._serve_frame(connection)
@@ -238,57 +283,110 @@ class SegmentServer:
 
     def _greet(self, connection: _Connection) -> None:
         deadline = time.monotonic() + HELLO_TIMEOUT_S
-        sock = connection.sock
-        hello = protocol.unpack_hello(sockets.receive(sock, protocol.HELLO_BYTES, deadline))
-        peer_id = protocol.unpack_peer_id(sockets.receive(sock, hello.peer_id_bytes, deadline))
-        if hello.segment_incarnation != self._segment.incarnation:
-            sock.sendall(self._welcome(Status.WRONG_SEGMENT))
-        elif connection.is_local and _peer_user(sock) not in (os.geteuid(), 0):
-            sock.sendall(self._welcome(Status.FORBIDDEN))
-        else:
-            with self._changed:
-                connection.peer = peer_name(peer_id, hello.peer_incarnation)
-            files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
-            socket.send_fds(sock, [self._welcome(Status.OK)], files)
+        wire = connection.wire
+        greeting = wire.receive(protocol.HELLO_BYTES, deadline)
+        hello = protocol.unpack_hello(greeting)
+        name = wire.receive(hello.peer_id_bytes, deadline)
+        peer_id = protocol.unpack_peer_id(name)
+        status = self._judge(connection, hello, bytes(greeting + name), deadline)
+        if status is not Status.OK:
+            wire.send([self._welcome(status)], deadline)
+            return
+        with self._changed:
+            connection.peer = Caller(peer_id, hello.peer_incarnation).writer_id
+        files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
+        socket.send_fds(wire.sock, [self._welcome(Status.OK)], files)
 
-    def _welcome(self, status: Status) -> bytes:
-        return protocol.pack_welcome(status, self._segment.block_bytes, self._segment.num_blocks)
+    def _judge(self, connection: _Connection, hello: Hello, greeting: bytes, deadline: float) -> Status:
+        if hello.segment_incarnation != self._segment.incarnation:
+            return Status.WRONG_SEGMENT
+        if connection.is_local:
+            return Status.OK if _peer_user(connection.wire.sock) in (os.geteuid(), 0) else Status.FORBIDDEN
+        if not self._secret:
+            return Status.OK
+        challenge = secrets.token_bytes(protocol.CHALLENGE_BYTES)
+        connection.wire.send([self._welcome(Status.PROVE, challenge)], deadline)
+        answer = connection.wire.receive(protocol.PROOF_BYTES, deadline)
+        if hmac.compare_digest(answer, protocol.proof(self._secret, challenge, greeting)):
+            return Status.OK
+        connection.counts.refused += 1
+        log.warning("segment of %s: a peer does not know our transfer.secret", self._node_id)
+        return Status.FORBIDDEN
+
+    def _welcome(self, status: Status, challenge: bytes = bytes(protocol.CHALLENGE_BYTES)) -> bytes:
+        return protocol.pack_welcome(status, self._segment.block_bytes, self._segment.num_blocks, challenge)
 
     def _serve_frame(self, connection: _Connection) -> None:
-        sock = connection.sock
-        head = sockets.receive_when_it_comes(sock, protocol.FRAME_BYTES, FRAME_TIMEOUT_S)
+        wire, head = connection.wire, connection.head
+        wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
         if connection.is_local:
             raise ProtocolViolation("a frame over the unix socket")
+        if connection.attachment is not None:
+            raise ProtocolViolation("a frame over the connection of an attachment")
         frame = protocol.unpack_frame(head)
         deadline = time.monotonic() + FRAME_TIMEOUT_S
-        ranges = protocol.unpack_ranges(sockets.receive(sock, frame.num_ranges * protocol.RANGE_BYTES, deadline), frame)
-        serve = self._serve_write if frame.operation is Operation.WRITE else self._serve_read
-        serve(connection, frame, ranges, deadline)
+        rows = head[protocol.FRAME_BYTES :]
+        if frame.num_ranges > 1:
+            rest = wire.receive((frame.num_ranges - 1) * protocol.RANGE_BYTES, deadline)
+            rows = memoryview(bytes(rows) + rest)
+        ranges = protocol.unpack_ranges(rows, frame)
+        if frame.operation is Operation.WRITE:
+            self._serve_write(connection, frame, ranges, deadline)
+        elif frame.operation is Operation.READ:
+            self._serve_read(connection, frame, ranges, deadline)
+        else:
+            self._serve_attach(connection, frame, deadline)
 
     def _serve_write(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
         status, refused = self._begin_landing(connection, ranges)
         if status is Status.OK:
             try:
-                sockets.receive_into(connection.sock, [self._view(item) for item in ranges], deadline)
+                connection.wire.receive_into([self._view(item) for item in ranges], deadline)
             finally:
                 self._end_landing(connection)
             connection.counts.bytes_in += frame.payload_bytes
         else:
-            _discard(connection.sock, frame.payload_bytes, deadline)
+            _discard(connection.wire, frame.payload_bytes, deadline)
             connection.counts.refused += 1
-        reply = protocol.pack_reply(status, refused, 0, frame.frame_id)
-        sockets.send_all(connection.sock, [memoryview(reply)], deadline)
+        connection.wire.send([self._reply(status, refused, 0, frame.frame_id)], deadline)
 
     def _serve_read(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+        size, wire = frame.payload_bytes, connection.wire
         outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
         if outside is not None:
             connection.counts.refused += 1
-            reply = protocol.pack_reply(Status.BAD_RANGE, outside, 0, frame.frame_id)
-            sockets.send_all(connection.sock, [memoryview(reply)], deadline)
+            wire.send([self._reply(Status.BAD_RANGE, outside, size, frame.frame_id)], deadline, more=True)
+            for start in range(0, size, len(_ZEROS)):
+                wire.send([_ZEROS[: size - start]], deadline)
             return
-        reply = protocol.pack_reply(Status.OK, 0, frame.payload_bytes, frame.frame_id)
-        sockets.send_all(connection.sock, [memoryview(reply), *map(self._view, ranges)], deadline)
-        connection.counts.bytes_out += frame.payload_bytes
+        head = self._reply(Status.OK, 0, size, frame.frame_id)
+        if size < SENDFILE_BYTES * len(ranges):
+            wire.send([head, *map(self._view, ranges)], deadline)
+        else:
+            wire.send([head], deadline, more=True)
+            for block, offset, length, _ in ranges:
+                wire.send_file(self._segment.fd, block * self._segment.block_bytes + offset, length, deadline)
+        connection.counts.bytes_out += size
+
+    def _serve_attach(self, connection: _Connection, frame: Frame, deadline: float) -> None:
+        """The peer goes on another way; this connection stays open, silently, as long as it does."""
+        name, request = protocol.unpack_attach(connection.wire.receive(frame.payload_bytes, deadline))
+        exporter = next((each for each in self._exporters if each.name == name), None)
+        try:
+            if exporter is None:
+                raise PathFailed("it is not offered here")
+            connection.attachment = exporter.attach(request)
+            status, answer = Status.OK, connection.attachment.reply
+        except (PathFailed, MooncakeError) as error:
+            log.warning("segment of %s: cannot attach %s by %s: %s", self._node_id, connection.peer, name, error)
+            status, answer = Status.NOT_OFFERED, str(error).encode()
+        answer = answer[: protocol.MAX_ATTACH_BYTES]
+        connection.wire.send([self._reply(status, 0, len(answer), frame.frame_id), answer], deadline)
+
+    def _reply(self, status: Status, refused: int, payload_bytes: int, frame_id: int) -> bytes:
+        """With the share of our credit that each connection has now."""
+        credit = max(protocol.SLICE_BYTES, CREDIT_BYTES // max(1, len(self._connections)))
+        return protocol.pack_reply(status, refused, payload_bytes, frame_id, min(credit, protocol.MAX_CREDIT_BYTES))
 
     def _begin_landing(self, connection: _Connection, ranges: list[WireRange]) -> tuple[Status, int]:
         """Check a write as a whole, under the lock that ``revoke`` takes, and note where it is about to land."""
@@ -313,7 +411,11 @@ class SegmentServer:
 
     def _end(self, connection: _Connection) -> None:
         with self._changed:
-            connection.sock.close()
+            attachment = connection.attachment
+        if attachment is not None:
+            attachment.close()
+        with self._changed:
+            connection.wire.close()
             self._connections.discard(connection)
             self._ended.add(connection.counts)
             self._changed.notify_all()
@@ -345,11 +447,6 @@ class _Grants:
             self._map.close()
 
 
-def peer_name(peer_id: str, incarnation: int) -> str:
-    """What the owner of a segment calls one life of one peer."""
-    return f"{peer_id}/{incarnation:016x}"
-
-
 def _tcp_listener(host: str) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -366,11 +463,11 @@ def _peer_user(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _discard(sock: socket.socket, size: int, deadline: float) -> None:
+def _discard(wire: Wire, size: int, deadline: float) -> None:
     """Take the payload of a refused write, so that the next frame can be found."""
     scratch = memoryview(bytearray(min(size, 1 << 16)))
     for start in range(0, size, len(scratch)):
-        sockets.receive_into(sock, [scratch[: size - start]], deadline)
+        wire.receive_into([scratch[: size - start]], deadline)
 
 
 def _shut(sock: socket.socket) -> None:

@@ -6,140 +6,183 @@ the owner dies it closes, and as long as it is open the owner knows that we may 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.segment import is_sealed_size, map_shared
-from kvstore.transfer import protocol, sockets
-from kvstore.transfer.batch import Batch, PathFailed, Slice
+from kvstore.segment import host_id, is_sealed_size, map_shared
+from kvstore.transfer import protocol
 from kvstore.transfer.greeting import check_welcome
 from kvstore.transfer.protocol import Operation, ProtocolViolation
-from mooncake.errors import DeadlineExceeded, StaleEpoch
+from kvstore.transfer.sockets import time_left
+from kvstore.transfer.tcp import stale_epoch
+from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
+from mooncake.errors import DeadlineExceeded, MooncakeError, StaleEpoch
 from mooncake.types import SegmentAddress
+
+PATHS = 2  # threads that copy to or from one segment at a time: more only take turns at the memory
 
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # an int, because or-ing enum members costs more than the call
 
 
-class ShmPath:
-    """One mapped segment. Thread-safe; the socket closes when the last transfer has left a closed path."""
+class ShmTransport:
+    """Maps each segment once, whatever the number of its paths. Thread-safe."""
+
+    name = "shm"
+    unavailable = ""
+
+    def __init__(self) -> None:
+        self._host_id = host_id()
+        self._lock = threading.Lock()  # of the table; and two paths must not map the same segment
+        self._mappings: dict[tuple[str, int], _Mapping] = {}
+
+    def paths_to(self, address: SegmentAddress) -> int:
+        return PATHS if address.unix_path and address.host_id == self._host_id else 0
+
+    def open(self, address: SegmentAddress, caller: Caller, index: int, deadline: float) -> ShmPath:
+        """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
+        key = (address.node_id, address.incarnation)
+        with self._lock:
+            mapping = self._mappings.get(key)
+            if mapping is None or mapping.is_broken:
+                mapping = self._mappings[key] = _map(address, caller, deadline)
+            mapping.users += 1
+        return ShmPath(mapping, lambda: self._leave(key, mapping))
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing to do: any memory can be copied."""
+
+    def close(self) -> None:
+        """Nothing is kept beside the paths."""
+
+    def _leave(self, key: tuple[str, int], mapping: _Mapping) -> None:
+        with self._lock:
+            mapping.users -= 1
+            if mapping.users == 0:
+                mapping.sock.close()
+                if self._mappings.get(key) is mapping:
+                    del self._mappings[key]
+
+
+class _Mapping:
+    """One segment in this process's memory. Its socket closes when the last path has left it."""
 
     def __init__(self, address: SegmentAddress, sock: socket.socket, segment_fd: int, grants_fd: int) -> None:
         """Takes the socket over; the caller keeps the file descriptors. Raises OSError, ValueError."""
-        self._address = address
+        self.address = address
+        self.sock = sock
+        self.users = 0
+        self.is_broken = False  # let whoever still copies finish, but let nobody new in
         size = address.block_bytes * address.num_blocks
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(map_shared(segment_fd, size), dtype=np.uint8)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(map_shared(segment_fd, size), dtype=np.uint8)
         self._grants_map: mmap.mmap = map_shared(grants_fd, address.num_blocks * 8, writable=False)
-        self._grants = memoryview(self._grants_map).cast("Q")
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._users = 0
-        self._closing = threading.Event()
+        self.grants = memoryview(self._grants_map).cast("Q")
 
-    @classmethod
-    def open(cls, address: SegmentAddress, hello: bytes, deadline: float) -> ShmPath:
-        """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        files: list[int] = []
+    def check_owner(self) -> None:
+        """Raises PathFailed when the owner is gone."""
         try:
-            sock.settimeout(sockets.time_left(deadline))
-            sock.connect("\0" + address.unix_path[1:])
-            sock.settimeout(sockets.time_left(deadline))
-            sock.sendall(hello)
-            data, files, _, _ = socket.recv_fds(sock, protocol.WELCOME_BYTES, 2)
-            check_welcome(data, address)
-            sock.settimeout(None)
-            if len(files) != 2 or not all(map(is_sealed_size, files)):
-                raise ProtocolViolation("the owner did not pass its segment")
-            return cls(address, sock, *files)
-        except TimeoutError:
-            sock.close()
-            raise DeadlineExceeded(f"{address.node_id} did not answer on its unix socket in time") from None
-        except (OSError, ValueError, ProtocolViolation) as error:
-            sock.close()
-            raise PathFailed(f"cannot map the segment of {address.node_id}: {error}") from None
-        except (PathFailed, StaleEpoch, DeadlineExceeded):
-            sock.close()
-            raise
-        finally:
-            for fd in files:
-                os.close(fd)
-
-    def run(self, batch: Batch) -> None:
-        """Move what waits in the batch. Raises PathFailed when the owner is gone, DeadlineExceeded, Cancelled."""
-        move = self._write if batch.operation is Operation.WRITE else self._read
-        with self._in_use():
-            while part := batch.take():
-                try:
-                    self._check_owner()
-                    sockets.time_left(batch.deadline)
-                    move(part)
-                except StaleEpoch as error:
-                    batch.give_back([part])
-                    batch.refuse(error)
-                    return
-                except (PathFailed, DeadlineExceeded):
-                    batch.give_back([part])
-                    raise
-                batch.done(part)
-            self._check_owner()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closing.set()
-            idle = self._users == 0
-        if idle:
-            self._sock.close()
-
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """A copy that has begun must be visible to the owner as an open connection until it has ended."""
-        with self._lock:
-            if self._closing.is_set():
-                raise PathFailed(f"the mapping of {self._address.node_id} has been closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                last = self._closing.is_set() and self._users == 0
-            if last:
-                self._sock.close()
-
-    def _write(self, part: Slice) -> None:
-        for piece in part.pieces:
-            wire = piece.wire
-            self._check_grant(wire.block, wire.epoch)
-            # numpy releases the GIL while it copies; assigning to a memoryview does not.
-            np.copyto(self._range(wire.block, wire.offset, wire.length), np.frombuffer(piece.local, np.uint8))
-            self._check_grant(wire.block, wire.epoch)
-
-    def _read(self, part: Slice) -> None:
-        for piece in part.pieces:
-            wire = piece.wire
-            np.copyto(np.frombuffer(piece.local, np.uint8), self._range(wire.block, wire.offset, wire.length))
-
-    def _range(self, block: int, offset: int, length: int) -> npt.NDArray[np.uint8]:
-        start = block * self._address.block_bytes + offset
-        return self._bytes[start : start + length]
-
-    def _check_grant(self, block: int, epoch: int) -> None:
-        if epoch < 1 or self._grants[block] != epoch:
-            raise StaleEpoch(f"{self._address.node_id}: block {block} is no longer granted to epoch {epoch}")
-
-    def _check_owner(self) -> None:
-        try:
-            gone = self._sock.recv(1, _LOOK) == b""
+            gone = self.sock.recv(1, _LOOK) == b""
         except BlockingIOError:
             return
         except OSError:
             gone = True
         if gone:
-            raise PathFailed(f"{self._address.node_id} has closed its unix socket")
+            self.is_broken = True
+            raise PathFailed(f"{self.address.node_id} has closed its unix socket")
+
+
+class ShmPath:
+    """One thread's use of a mapped segment."""
+
+    window_bytes = protocol.SLICE_BYTES
+
+    def __init__(self, mapping: _Mapping, leave: Callable[[], None]) -> None:
+        self._mapping = mapping
+        self._leave: Callable[[], None] | None = leave
+        self._is_cut = False
+        self.progress = 0
+
+    def carry(self, work: Work) -> None:
+        """A slice at a time; nothing is ever on its way."""
+        while part := work.take():
+            try:
+                self._mapping.check_owner()
+                if self._is_cut:
+                    raise PathFailed(f"the mapping of {self._mapping.address.node_id} has been closed")
+                time_left(part.deadline)
+                refusal: MooncakeError | None = None
+                if part.operation is Operation.WRITE:
+                    refusal = self._write(part)
+                else:
+                    self._read(part)
+                self._mapping.check_owner()
+            except BaseException:
+                work.give_back([part])
+                raise
+            self.progress += 1
+            if refusal is not None:
+                work.refuse(part, refusal)
+            else:
+                work.done(part)
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def close(self) -> None:
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+    def _write(self, part: Slice) -> MooncakeError | None:
+        grants, target, size = self._mapping.grants, self._mapping.bytes, self._mapping.address.block_bytes
+        for (block, offset, length, epoch), local in part.pieces:
+            if epoch < 1 or grants[block] != epoch:
+                return stale_epoch(self._mapping.address.node_id, block, epoch)
+            start = block * size + offset
+            # numpy releases the GIL while it copies; assigning to a memoryview does not.
+            np.copyto(target[start : start + length], np.frombuffer(local, np.uint8))
+            if grants[block] != epoch:
+                return stale_epoch(self._mapping.address.node_id, block, epoch)
+        return None
+
+    def _read(self, part: Slice) -> None:
+        source, size = self._mapping.bytes, self._mapping.address.block_bytes
+        for (block, offset, length, _), local in part.pieces:
+            start = block * size + offset
+            np.copyto(np.frombuffer(local, np.uint8), source[start : start + length])
+
+
+def _map(address: SegmentAddress, caller: Caller, deadline: float) -> _Mapping:
+    """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    files: list[int] = []
+    try:
+        sock.settimeout(time_left(deadline))
+        sock.connect("\0" + address.unix_path[1:])
+        sock.settimeout(time_left(deadline))
+        sock.sendall(protocol.pack_hello(address.incarnation, caller.name, caller.incarnation))
+        data, files, _, _ = socket.recv_fds(sock, protocol.WELCOME_BYTES, 2)
+        if len(data) != protocol.WELCOME_BYTES:
+            raise PathFailed(f"{address.node_id} closed the connection")
+        check_welcome(protocol.unpack_welcome(data), address)
+        sock.settimeout(None)
+        if len(files) != 2 or not all(map(is_sealed_size, files)):
+            raise ProtocolViolation("the owner did not pass its segment")
+        return _Mapping(address, sock, *files)
+    except TimeoutError:
+        sock.close()
+        raise DeadlineExceeded(f"{address.node_id} did not answer on its unix socket in time") from None
+    except (OSError, ValueError, ProtocolViolation) as error:
+        sock.close()
+        raise PathFailed(f"cannot map the segment of {address.node_id}: {error}") from None
+    except (PathFailed, StaleEpoch, DeadlineExceeded):
+        sock.close()
+        raise
+    finally:
+        for fd in files:
+            os.close(fd)

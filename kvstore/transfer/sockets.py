@@ -1,12 +1,14 @@
 """Blocking stream sockets with a deadline, and nothing above them.
 
 The sockets stay in blocking mode and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO), because a Python timeout
-makes a socket non-blocking, which turns MSG_WAITALL off and costs a poll for every call.
+makes a socket non-blocking, which turns MSG_WAITALL off and costs a poll for every call. The timeouts are set once, to
+TICK_S: whoever wakes from one looks at its deadline, and only the last tick before it costs calls to shorten it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import time
@@ -14,9 +16,14 @@ from collections.abc import Sequence
 
 from mooncake.errors import DeadlineExceeded
 
+TICK_S = 1.0
+
 _TIMEVAL = struct.Struct("@ll")
-_FOREVER = _TIMEVAL.pack(0, 0)
 _IOV_MAX = 1024
+_WAITALL = int(socket.MSG_WAITALL)
+_MORE = int(socket.MSG_MORE)
+_TCP_INFO_BYTES = 136
+_TCP_INFO_MOVED = struct.Struct("@120xQQ")  # bytes acked, bytes received: <linux/tcp.h>
 
 
 class PeerClosed(ConnectionError):
@@ -40,57 +47,107 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def receive(sock: socket.socket, size: int, deadline: float) -> bytearray:
-    """Exactly ``size`` bytes. Raises PeerClosed, DeadlineExceeded or another OSError."""
-    data = bytearray(size)
-    receive_into(sock, [memoryview(data)], deadline)
-    return data
+class Wire:
+    """One blocking socket. One thread at a time, except ``moved_bytes`` and ``shut``."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.settimeout(None)
+        self._ticks = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._set_tick(socket.SO_RCVTIMEO, TICK_S)
+        self._set_tick(socket.SO_SNDTIMEO, TICK_S)
 
-def receive_when_it_comes(sock: socket.socket, size: int, timeout_s: float) -> bytearray:
-    """Wait for ever for the first byte, then ``timeout_s`` for the rest. Raises like ``receive``."""
-    data = bytearray(size)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _FOREVER)
-    received = sock.recv_into(data)
-    if received == 0:
-        raise PeerClosed("the peer closed the connection")
-    if received < size:
-        receive_into(sock, [memoryview(data)[received:]], time.monotonic() + timeout_s)
-    return data
+    def receive(self, size: int, deadline: float) -> bytearray:
+        """Exactly ``size`` bytes. Raises PeerClosed, DeadlineExceeded or another OSError."""
+        data = bytearray(size)
+        self.receive_into([memoryview(data)], deadline)
+        return data
 
-
-def receive_into(sock: socket.socket, parts: Sequence[memoryview], deadline: float) -> None:
-    """Fill all ``parts`` (bytes, none empty), in order. Raises like ``receive``."""
-    waiting = list(parts)
-    while waiting:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(time_left(deadline)))
-        try:
-            if len(waiting) == 1:
-                received = sock.recv_into(waiting[0], 0, socket.MSG_WAITALL)
-            else:
-                received = sock.recvmsg_into(waiting[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
-        except BlockingIOError:
-            raise DeadlineExceeded("the peer sent nothing until the deadline") from None
+    def receive_when_it_comes(self, into: memoryview, timeout_s: float) -> None:
+        """Wait for ever for the first byte, then ``timeout_s`` for the rest. Raises like ``receive``."""
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                received = self.sock.recv_into(into, 0, _WAITALL)
+                break
         if received == 0:
             raise PeerClosed("the peer closed the connection")
-        waiting = _after(waiting, received)
+        if received < len(into):
+            self.receive_into([into[received:]], time.monotonic() + timeout_s)
 
+    def receive_into(self, parts: Sequence[memoryview], deadline: float) -> None:
+        """Fill all ``parts`` (bytes, none empty), in order. Raises like ``receive``."""
+        waiting = list(parts)
+        while waiting:
+            self._arm(socket.SO_RCVTIMEO, deadline)
+            try:
+                if len(waiting) == 1:
+                    received = self.sock.recv_into(waiting[0], 0, _WAITALL)
+                else:
+                    received = self.sock.recvmsg_into(waiting[:_IOV_MAX], 0, _WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if received == 0:
+                raise PeerClosed("the peer closed the connection")
+            waiting = _after(waiting, received)
 
-def send_all(sock: socket.socket, parts: Sequence[memoryview], deadline: float) -> None:
-    """Send all ``parts`` (bytes), in order. Raises DeadlineExceeded or another OSError."""
-    waiting = list(parts)
-    while waiting:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(time_left(deadline)))
+    def send(self, parts: Sequence[memoryview | bytes], deadline: float, more: bool = False) -> None:
+        """Send all ``parts`` (bytes), in order; with ``more``, more follows at once. Raises like ``receive``."""
+        waiting = [memoryview(part) for part in parts]
+        while waiting:
+            self._arm(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self.sock.sendmsg(waiting[:_IOV_MAX], (), _MORE if more else 0)
+            except BlockingIOError:
+                continue
+            waiting = _after(waiting, sent)
+
+    def send_file(self, fd: int, offset: int, size: int, deadline: float) -> None:
+        """Send ``size`` bytes of an open file, without a copy. Raises like ``send``."""
+        while size:
+            self._arm(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = os.sendfile(self.sock.fileno(), fd, offset, size)
+            except BlockingIOError:
+                continue
+            if sent == 0:
+                raise OSError("the file is shorter than it was")
+            offset, size = offset + sent, size - sent
+
+    def arm_sending(self, deadline: float) -> None:
+        """For calls of the kernel that this class does not know. Raises DeadlineExceeded."""
+        self._arm(socket.SO_SNDTIMEO, deadline)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What the kernel has delivered and taken in, acknowledged by the other side, since the connection began."""
         try:
-            sent = sock.sendmsg(waiting[:_IOV_MAX])
-        except BlockingIOError:
-            raise DeadlineExceeded("the peer took nothing until the deadline") from None
-        waiting = _after(waiting, sent)
+            acked, received = _TCP_INFO_MOVED.unpack(
+                self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            )
+        except (OSError, struct.error):  # closed, or a kernel that does not count
+            return 0
+        return int(acked) + int(received)
 
+    def shut(self) -> None:
+        """Wake whoever waits on this socket; its own thread closes it."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
-def _timeval(timeout_s: float) -> bytes:
-    micros = max(1000, int(timeout_s * 1e6))  # zero would mean for ever
-    return _TIMEVAL.pack(*divmod(micros, 1_000_000))
+    def close(self) -> None:
+        self.sock.close()
+
+    def _arm(self, option: int, deadline: float) -> None:
+        left = time_left(deadline)
+        if left >= TICK_S:
+            if self._ticks[option] != TICK_S:
+                self._set_tick(option, TICK_S)
+        elif not left / 8 <= self._ticks[option] <= left:
+            self._set_tick(option, left / 2)
+
+    def _set_tick(self, option: int, seconds: float) -> None:
+        micros = max(1000, int(seconds * 1e6))  # zero would mean for ever
+        self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
+        self._ticks[option] = seconds
 
 
 def _after(parts: list[memoryview], moved: int) -> list[memoryview]:

@@ -1,211 +1,207 @@
-"""TCP: a few connections to a peer, each carrying slices one behind the other.
+"""TCP: connections to a peer, each carrying slices one behind the other.
 
-A caller's thread drives one connection, and helpers drive the others while there is enough to share. Whoever is free
-takes the next slice, so a slow connection carries less and a dead one's slices travel elsewhere.
+An owner with several addresses (one for each of its network cards) gets its connections spread over them. Large
+writes are spliced instead of copied where the system can. Decides nothing about what goes first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from kvstore.transfer import protocol, sockets
-from kvstore.transfer.batch import Batch, PathFailed, Slice
-from kvstore.transfer.greeting import check_welcome
-from kvstore.transfer.protocol import Operation, ProtocolViolation, Status
+from kvstore.transfer import protocol, splice
+from kvstore.transfer.greeting import greet
+from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
+from kvstore.transfer.sockets import Wire, time_left, tune
+from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, StaleEpoch
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
 WINDOW = 4  # slices on their way on one connection
-MAX_FAILURES = 3  # connections that a batch may lose before it gives the peer up
+SPLICE_BYTES = 256 << 10  # a write slice of so much is worth splicing,
+SPLICE_PIECE_BYTES = 32 << 10  # unless looking up the pages of its pieces costs more than a copy
+
+
+class TcpTransport:
+    """``streams`` connections to each peer, or one for each of its addresses when those are more."""
+
+    name = "tcp"
+    unavailable = ""
+
+    def __init__(self, streams: int) -> None:
+        self._streams = streams
+
+    def paths_to(self, address: SegmentAddress) -> int:
+        return max(self._streams, len(_addresses(address))) if address.tcp_address else 0
+
+    def open(self, address: SegmentAddress, caller: Caller, index: int, deadline: float) -> TcpPath:
+        """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
+        places = _addresses(address)
+        return TcpPath(_connect(address, places[index % len(places)], caller, deadline), address.node_id)
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing to do: the kernel takes any memory."""
+
+    def close(self) -> None:
+        """Nothing is kept beside the paths."""
 
 
 class TcpPath:
-    """Up to ``streams`` connections to one peer, opened when needed and kept. Thread-safe."""
+    """One connection. Slices go out several deep; replies come back in the same order."""
 
-    def __init__(self, address: SegmentAddress, hello: bytes, streams: int, helpers: ThreadPoolExecutor) -> None:
-        self._address = address
-        self._hello = hello
-        self._streams = streams
-        self._helpers = helpers
-        self._changed = threading.Condition()
-        self._idle: list[_Stream] = []
-        self._num_open = 0
-        self._closed = False
-
-    def run(self, batch: Batch) -> None:
-        """Move what waits in the batch. Raises PathFailed, DeadlineExceeded, Cancelled, StaleEpoch (at connecting)."""
-        failures = 0
-        while not batch.is_finished and batch.refused is None:
-            stream = self._borrow(batch.deadline)
-            helping = self._call_helpers(batch)
-            try:
-                self._drive(stream, batch)
-            except (OSError, ProtocolViolation) as error:
-                failures += 1
-                if failures == MAX_FAILURES:
-                    raise PathFailed(f"connections to {self._address.node_id} keep breaking: {error}") from None
-            finally:
-                if busy := [future for future in helping if not future.cancel()]:
-                    wait(busy)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._drop_idle()
-
-    def _call_helpers(self, batch: Batch) -> list[Future[None]]:
-        futures: list[Future[None]] = []
-        wanted = min(self._streams, batch.num_waiting) - 1
-        if wanted < 1:
-            return futures
-        with contextlib.suppress(RuntimeError):  # the engine is closing: work alone
-            futures.extend(self._helpers.submit(self._help, batch) for _ in range(wanted))
-        return futures
-
-    def _help(self, batch: Batch) -> None:
-        """Drive another connection if one is to be had. What goes wrong here the batch's own thread will meet too."""
-        with contextlib.suppress(MooncakeError, PathFailed, OSError):
-            stream = self._try_borrow(batch.deadline)
-            if stream is not None:
-                self._drive(stream, batch)
-
-    def _drive(self, stream: _Stream, batch: Batch) -> None:
-        """Move slices over one connection until none is waiting; the connection goes back, or is closed on error."""
-        try:
-            stream.carry(batch)
-        except BaseException:
-            self._lose(stream)
-            raise
-        with self._changed:
-            self._idle.append(stream)
-            self._changed.notify()
-        if self._closed:
-            self._drop_idle()
-
-    def _borrow(self, deadline: float) -> _Stream:
-        """An idle connection, a new one, or the next that another thread gives back. Raises like ``_connect``."""
-        while True:
-            stream = self._try_borrow(deadline)
-            if stream is not None:
-                return stream
-            with self._changed:
-                if not self._idle and self._num_open >= self._streams:
-                    self._changed.wait(sockets.time_left(deadline))
-
-    def _try_borrow(self, deadline: float) -> _Stream | None:
-        """Like ``_borrow``, but None when all connections are at work."""
-        with self._changed:
-            if self._closed:
-                raise PathFailed(f"the connections to {self._address.node_id} have been closed")
-            if self._idle:
-                return self._idle.pop()
-            if self._num_open >= self._streams:
-                return None
-            self._num_open += 1
-        try:
-            return _connect(self._address, self._hello, deadline)
-        except BaseException:
-            with self._changed:
-                self._num_open -= 1
-                self._changed.notify()
-            raise
-
-    def _lose(self, stream: _Stream) -> None:
-        """One broken connection says that the idle ones may be broken too: open new ones."""
-        stream.close()
-        with self._changed:
-            self._num_open -= 1
-            self._changed.notify()
-        self._drop_idle()
-
-    def _drop_idle(self) -> None:
-        with self._changed:
-            idle, self._idle = self._idle, []
-            self._num_open -= len(idle)
-            self._changed.notify_all()
-        for stream in idle:
-            stream.close()
-
-
-class _Stream:
-    """One connection. Slices go out up to WINDOW deep; replies come back in the same order."""
-
-    def __init__(self, sock: socket.socket, node_id: str) -> None:
-        self._sock = sock
+    def __init__(self, wire: Wire, node_id: str) -> None:
+        self.window_bytes = WINDOW * protocol.SLICE_BYTES
+        self._wire = wire
         self._node_id = node_id
         self._next_id = 0
+        self._splicer: splice.Splicer | None = None
+        self._can_splice = True
 
-    def carry(self, batch: Batch) -> None:
-        """On any error the slices on their way are given back and this connection must not be used again."""
+    @property
+    def progress(self) -> int:
+        return self._wire.moved_bytes
+
+    def carry(self, work: Work) -> None:
+        """Reads and writes are never on their way together: both sides might then wait for the other to take bytes."""
         on_way: deque[tuple[int, Slice]] = deque()
         try:
             while True:
-                while len(on_way) < WINDOW and (part := batch.take()) is not None:
+                part = work.take() if len(on_way) < WINDOW else None
+                if part is not None:
                     on_way.append((self._next_id, part))
-                    self._send(batch, part)
-                if not on_way:
+                    self._next_id += 1
+                    while on_way[0][1].operation is not part.operation:
+                        self._finish(work, *on_way[0])
+                        on_way.popleft()
+                    self._send(*on_way[-1])
+                elif on_way:
+                    self._finish(work, *on_way[0])
+                    on_way.popleft()
+                else:
                     return
-                self._finish(batch, *on_way[0])
-                on_way.popleft()
+        except (OSError, ProtocolViolation) as error:
+            self._give_back(work, on_way)
+            raise PathFailed(f"the connection to {self._node_id} broke: {error}") from None
         except BaseException:
-            batch.give_back(part for _, part in on_way)
+            self._give_back(work, on_way)
             raise
 
+    def cut(self) -> None:
+        self._wire.shut()
+
     def close(self) -> None:
-        self._sock.close()
+        self._wire.close()
+        if self._splicer is not None:
+            self._splicer.close()
 
-    def _send(self, batch: Batch, part: Slice) -> None:
+    def _give_back(self, work: Work, on_way: deque[tuple[int, Slice]]) -> None:
+        self._wire.shut()
+        work.give_back(part for _, part in on_way)
+
+    def _send(self, frame_id: int, part: Slice) -> None:
         ranges = [piece.wire for piece in part.pieces]
-        head = memoryview(protocol.pack_frame(batch.operation, ranges, part.nbytes, self._next_id))
-        self._next_id += 1
-        payload = [piece.local for piece in part.pieces] if batch.operation is Operation.WRITE else []
-        sockets.send_all(self._sock, [head, *payload], batch.deadline)
+        head = protocol.pack_frame(part.operation, ranges, part.nbytes, frame_id)
+        if part.operation is Operation.READ:
+            self._wire.send([head], part.deadline)
+        elif self._is_spliced(part) and (splicer := self._open_splicer()) is not None:
+            self._wire.send([head], part.deadline, more=True)
+            splicer.send(self._wire, [piece.local for piece in part.pieces], part.deadline)
+        else:
+            self._wire.send([head, *(piece.local for piece in part.pieces)], part.deadline)
 
-    def _finish(self, batch: Batch, frame_id: int, part: Slice) -> None:
-        """Take one reply. A refusal is the batch's, not the connection's: the stream of frames stays in step."""
-        reply = protocol.unpack_reply(sockets.receive(self._sock, protocol.REPLY_BYTES, batch.deadline))
-        is_read = batch.operation is Operation.READ and reply.status is Status.OK
+    def _finish(self, work: Work, frame_id: int, part: Slice) -> None:
+        """Take one reply. A refusal is the slice's, not the connection's: the stream of frames stays in step."""
+        head = bytearray(protocol.REPLY_BYTES)
+        is_read = part.operation is Operation.READ
+        payload = [piece.local for piece in part.pieces] if is_read else []
+        self._wire.receive_into([memoryview(head), *payload], part.deadline)
+        reply = protocol.unpack_reply(head)
         if reply.frame_id != frame_id or reply.payload_bytes != (part.nbytes if is_read else 0):
             raise ProtocolViolation("a reply that answers another frame")
-        if reply.status is not Status.OK:
-            batch.refuse(self._refusal(reply.status, part, reply.refused))
-            return
-        if is_read:
-            sockets.receive_into(self._sock, [piece.local for piece in part.pieces], batch.deadline)
-        batch.done(part)
+        self.window_bytes = min(reply.credit_bytes, WINDOW * protocol.SLICE_BYTES)
+        if reply.status is Status.OK:
+            work.done(part)
+        else:
+            work.refuse(part, self._refusal(reply, part))
 
-    def _refusal(self, status: Status, part: Slice, index: int) -> MooncakeError:
-        if index >= len(part.pieces):
+    def _refusal(self, reply: Reply, part: Slice) -> MooncakeError:
+        if reply.refused >= len(part.pieces):
             raise ProtocolViolation("a refusal of a range that was not sent")
-        wire = part.pieces[index].wire
-        if status is Status.STALE_EPOCH:
-            return StaleEpoch(f"{self._node_id}: block {wire.block} is no longer granted to epoch {wire.epoch}")
-        return InvalidRequest(f"{self._node_id} refused block {wire.block}: {status.name.lower()}")
+        wire = part.pieces[reply.refused].wire
+        if reply.status is Status.STALE_EPOCH:
+            return stale_epoch(self._node_id, wire.block, wire.epoch)
+        return InvalidRequest(f"{self._node_id} refused block {wire.block}: {reply.status.name.lower()}")
+
+    def _is_spliced(self, part: Slice) -> bool:
+        return self._can_splice and part.nbytes >= max(SPLICE_BYTES, SPLICE_PIECE_BYTES * len(part.pieces))
+
+    def _open_splicer(self) -> splice.Splicer | None:
+        if self._splicer is None:
+            try:
+                self._splicer = splice.Splicer()
+            except OSError:  # no more pipes, or another system: copy
+                self._can_splice = False
+        return self._splicer
 
 
-def _connect(address: SegmentAddress, hello: bytes, deadline: float) -> _Stream:
+def stale_epoch(node_id: str, block: int, epoch: int) -> StaleEpoch:
+    return StaleEpoch(f"{node_id}: block {block} is no longer granted to epoch {epoch}")
+
+
+def attach(
+    address: SegmentAddress, caller: Caller, name: str, request: bytes, deadline: float
+) -> tuple[socket.socket, bytes]:
+    """Ask the owner for an attachment of the transport ``name``. The socket is to stay open, silently, as long as the
+    attachment is in use: its end is how either side learns that the other is gone.
+
+    Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded.
+    """
+    wire = _connect(address, _addresses(address)[0], caller, deadline)
+    try:
+        wire.send([protocol.pack_attach(name, request)], deadline)
+        reply = protocol.unpack_reply(wire.receive(protocol.REPLY_BYTES, deadline))
+        if reply.payload_bytes > protocol.MAX_ATTACH_BYTES:
+            raise ProtocolViolation(f"an answer of {reply.payload_bytes} bytes to an attachment")
+        answer = bytes(wire.receive(reply.payload_bytes, deadline)) if reply.payload_bytes else b""
+        if reply.status is not Status.OK:
+            raise PathFailed(f"{address.node_id} does not attach {name}: {answer.decode(errors='replace')}")
+        return wire.sock, answer
+    except (OSError, ProtocolViolation) as error:
+        wire.close()
+        raise PathFailed(f"{address.node_id}: {error}") from None
+    except BaseException:
+        wire.close()
+        raise
+
+
+def _addresses(address: SegmentAddress) -> list[str]:
+    """``tcp_address`` may list several, separated by commas."""
+    return address.tcp_address.split(",") if address.tcp_address else []
+
+
+def _connect(address: SegmentAddress, place: str, caller: Caller, deadline: float) -> Wire:
     """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
     try:
-        sock = socket.create_connection(split_address(address.tcp_address), timeout=sockets.time_left(deadline))
+        sock = socket.create_connection(split_address(place), timeout=time_left(deadline))
     except TimeoutError:
-        raise DeadlineExceeded(f"{address.node_id} at {address.tcp_address} did not answer in time") from None
+        raise DeadlineExceeded(f"{address.node_id} at {place} did not answer in time") from None
     except (OSError, ValueError) as error:
-        raise PathFailed(f"cannot connect to {address.node_id} at {address.tcp_address}: {error}") from None
+        raise PathFailed(f"cannot connect to {address.node_id} at {place}: {error}") from None
     try:
-        sock.settimeout(None)
-        sockets.tune(sock)
-        sockets.send_all(sock, [memoryview(hello)], deadline)
-        check_welcome(sockets.receive(sock, protocol.WELCOME_BYTES, deadline), address)
+        tune(sock)
+        wire = Wire(sock)
+        greet(wire, address, caller, deadline)
+        return wire
     except (OSError, ProtocolViolation) as error:
-        sock.close()
-        raise PathFailed(f"{address.node_id} at {address.tcp_address}: {error}") from None
+        _close(sock)
+        raise PathFailed(f"{address.node_id} at {place}: {error}") from None
     except BaseException:
-        sock.close()
+        _close(sock)
         raise
-    return _Stream(sock, address.node_id)
+
+
+def _close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.close()

@@ -7,10 +7,10 @@ have, and fails. Shared memory, TCP, RDMA and the fake for tests all sit behind 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.transfer.protocol import Operation, WireRange
 from mooncake.errors import MooncakeError
@@ -29,8 +29,7 @@ class Priority(IntEnum):
     BACKGROUND = 2  # copies into the pool, replication
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of one range, no longer than a slice."""
 
     wire: WireRange
@@ -54,6 +53,11 @@ class Caller:
     name: str
     incarnation: int
     secret: bytes = b""  # shared by the cluster; empty where none is configured
+
+    @property
+    def writer_id(self) -> str:
+        """How owners of segments name this caller, in ``on_peer_gone`` and in reservations: unique to its life."""
+        return f"{self.name}/{self.incarnation:016x}"
 
 
 class Work(Protocol):
@@ -81,6 +85,12 @@ class Work(Protocol):
 
 class Path(Protocol):
     """One connection, mapping or queue pair to one segment. Driven by one thread at a time."""
+
+    @property
+    def window_bytes(self) -> int:
+        """How much may be on its way over this path at once, as far as the owner has given credit. One slice may
+        always be."""
+        ...
 
     def carry(self, work: Work) -> None:
         """Take slices, several on their way at once where that helps, until there are no more and none is on its way.
@@ -111,6 +121,11 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """As in ``transfer.transports``."""
+        ...
+
+    @property
+    def unavailable(self) -> str:
+        """Why this process cannot use it at all, in one line, or ""."""
         ...
 
     def paths_to(self, address: SegmentAddress) -> int:
@@ -155,6 +170,16 @@ class Exporter(Protocol):
     def attach(self, request: bytes) -> Attachment:
         """``request`` comes from the peer's ``Transport.open``, unchecked. Raises InvalidRequest, or PathFailed when
         it cannot be done. Called from the connection's thread."""
+        ...
+
+    @property
+    def bytes_in(self) -> int:
+        """Written by peers, as far as they have said so."""
+        ...
+
+    def revoke(self, block_ids: Collection[int]) -> None:
+        """After this returns no write through any attachment lands in these blocks. Takes microseconds; a peer that
+        does not play along loses its attachment."""
         ...
 
     def close(self) -> None:

@@ -362,6 +362,7 @@ class SegmentAddress(_message.Message):
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.int
     host_id: _builtins.str
@@ -369,6 +370,8 @@ class SegmentAddress(_message.Message):
     tcp_address: _builtins.str
     block_bytes: _builtins.int
     num_blocks: _builtins.int
+    rdma: _builtins.bool
+    """set up over the TCP address"""
     def __init__(
         self,
         *,
@@ -379,10 +382,11 @@ class SegmentAddress(_message.Message):
         tcp_address: _builtins.str = ...,
         block_bytes: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        rdma: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "host_id", b"host_id", "incarnation", b"incarnation", "node_id", b"node_id", "num_blocks", b"num_blocks", "tcp_address", b"tcp_address", "unix_path", b"unix_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "host_id", b"host_id", "incarnation", b"incarnation", "node_id", b"node_id", "num_blocks", b"num_blocks", "rdma", b"rdma", "tcp_address", b"tcp_address", "unix_path", b"unix_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,21 +437,25 @@ class BlockEvent(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     stored: _builtins.bool
     """false: removed"""
     key: _builtins.bytes
     parent: _builtins.bytes
     """empty for a first block"""
+    tier: _builtins.int
+    """of the node's tiers that hold it the fastest: 0 DRAM, 1 SSD"""
     def __init__(
         self,
         *,
         stored: _builtins.bool = ...,
         key: _builtins.bytes = ...,
         parent: _builtins.bytes = ...,
+        tier: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

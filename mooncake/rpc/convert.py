@@ -129,6 +129,7 @@ def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:
         block_bytes=address.block_bytes,
         num_blocks=address.num_blocks,
     )
+        rdma=address.rdma,
 
 
 def segment_from_wire(message: pb.SegmentAddress) -> SegmentAddress:
@@ -141,6 +142,7 @@ def segment_from_wire(message: pb.SegmentAddress) -> SegmentAddress:
         block_bytes=message.block_bytes,
         num_blocks=message.num_blocks,
     )
+        rdma=message.rdma,
 
 
 def event_to_wire(event: BlockEvent) -> pb.BlockEvent:

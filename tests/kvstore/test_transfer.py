@@ -16,7 +16,7 @@ import pytest
 from kvstore.checksum import checksum
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
-from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
+from kvstore.transfer.engine import ReadRange, Request, TransferEngine, TransferStatus, WriteRange
 from kvstore.transfer.protocol import Operation, WireRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
@@ -189,7 +189,7 @@ def test_tcp_takes_over_when_shared_memory_cannot_be_had(own, engine_over, caplo
         for _ in range(3):
             assert engine.write(address, [WriteRange(0, 0, data, EPOCH)], soon()).transport == "tcp"
     assert owner.ask("checksum", 0) == checksum(data)
-    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.engine"]
+    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.link"]
     assert "shm does not work" in record.getMessage()
     assert {(s.transport, s.failures, s.is_current) for s in engine.stats()} == {("shm", 1, False), ("tcp", 0, True)}
     elsewhere = replace(owner.address, host_id="another host")
@@ -285,12 +285,15 @@ def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventu
 
 def test_a_transfer_can_be_cancelled(own, engine_over):
     owner, engine = own(), engine_over("tcp", max_mb_per_s=1.0)
-    cancelled = threading.Event()
-    threading.Timer(0.1, cancelled.set).start()
+    [transfer] = engine.submit([Request(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon())])
+    assert not transfer.wait(0.1)
+    assert transfer.status is TransferStatus.MOVING
     started = time.monotonic()
+    transfer.cancel()
     with pytest.raises(Cancelled):
-        engine.write(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon(), cancelled)
+        transfer.result()
     assert time.monotonic() - started < 1.0
+    assert transfer.status is TransferStatus.FAILED
 
 
 async def test_a_cancelled_task_waits_until_its_memory_is_free(own, engine_over):

@@ -97,7 +97,7 @@ ranges = st.lists(st.tuples(st.integers(0, NUM) | u32, near, near, st.sampled_fr
 
 @SETTINGS
 @given(
-    operation=st.sampled_from([1, 2]) | u16,
+    operation=st.sampled_from([1, 2, 3]) | u16,
     count=st.none() | u16,
     size=st.none() | u32,
     rows=ranges,
@@ -133,8 +133,8 @@ def test_a_reply_is_understood_or_refused(data: bytes) -> None:
 def test_a_welcome_is_understood_or_refused(data: bytes) -> None:
     with contextlib.suppress(ProtocolViolation):
         welcome = protocol.unpack_welcome(data)
-        assert protocol.pack_welcome(welcome.status, welcome.block_bytes, welcome.num_blocks) == data
+        assert protocol.pack_welcome(welcome.status, welcome.block_bytes, welcome.num_blocks, welcome.challenge) == data
 
 
-def _fields(reply: protocol.Reply) -> tuple[protocol.Status, int, int, int]:
-    return reply.status, reply.refused, reply.payload_bytes, reply.frame_id
+def _fields(reply: protocol.Reply) -> tuple[protocol.Status, int, int, int, int]:
+    return reply.status, reply.refused, reply.payload_bytes, reply.frame_id, reply.credit_bytes

@@ -1,0 +1,171 @@
+"""What travels next, and over which path: pure decisions, told the time, with no locks and no threads.
+
+A slice goes to the path that is predicted to finish it first. A path that would finish it later than the others could
+finish everything that waits leaves it alone, so that a slow path carries less and nothing waits for it at the end
+(after TENT, arXiv 2604.00368: predicted time = (bytes on the way + slice) / moving average of the rate).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvstore.transfer.transport import Priority
+
+T = TypeVar("T")
+
+FAIR_SHARE = 16  # of so many slices, one goes to a class that others have overtaken
+OVERTAKEN_S = 0.010  # for so long, before it may claim that share
+ON_WAY_S = 0.020  # a path takes as many slices at once as it is predicted to carry in this time
+EWMA_WEIGHT = 0.3
+MIN_SAMPLE_BYTES = 64 << 10
+STALL_S = 0.050  # without a byte moving, while another path to the same peer moves some
+LONG_STALL_S = 0.250  # without a byte moving, while another path is idle
+BACKOFF_S = 0.1  # before a path that failed is opened again; doubles each time,
+MAX_BACKOFF_S = 5.0  # up to this
+
+
+class Queue(Generic[T]):
+    """Items by class, then by deadline, then in order of arrival; no class starves."""
+
+    def __init__(self) -> None:
+        self._heaps: tuple[list[tuple[float, int, float, T]], ...] = tuple([] for _ in Priority)
+        self._count = itertools.count()
+        self._since_fair = 0  # items taken since an overtaken class had its share
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, item: T, priority: Priority, deadline: float, now: float) -> None:
+        heapq.heappush(self._heaps[priority], (deadline, next(self._count), now, item))
+        self._length += 1
+
+    def peek(self, now: float) -> T | None:
+        """What ``pop`` would take."""
+        heap = self._heaps[self._next(now)]
+        return heap[0][3] if heap else None
+
+    def pop(self, now: float) -> T | None:
+        chosen = self._next(now)
+        if not self._heaps[chosen]:
+            return None
+        is_overtaker = not any(self._heaps[:chosen])
+        self._since_fair = self._since_fair + 1 if is_overtaker else 0
+        self._length -= 1
+        return heapq.heappop(self._heaps[chosen])[3]
+
+    def discard(self, is_unwanted: Callable[[T], bool]) -> list[T]:
+        """Take all of these out."""
+        found: list[T] = []
+        for heap in self._heaps:
+            rows = [row for row in heap if is_unwanted(row[3])]
+            if rows:
+                found.extend(row[3] for row in rows)
+                heap[:] = [row for row in heap if not is_unwanted(row[3])]
+                heapq.heapify(heap)
+        self._length -= len(found)
+        return found
+
+    def _next(self, now: float) -> int:
+        """The class whose turn it is; any when nothing waits."""
+        waiting = [priority for priority, heap in enumerate(self._heaps) if heap]
+        if len(waiting) > 1 and self._since_fair >= FAIR_SHARE - 1:
+            overtaken = min(waiting[1:], key=lambda priority: self._heaps[priority][0][2])
+            if now - self._heaps[overtaken][0][2] >= OVERTAKEN_S:
+                return overtaken
+        return waiting[0] if waiting else 0
+
+
+@dataclass(slots=True)
+class Pace:
+    """What is known of one path's speed. Bytes and seconds."""
+
+    rate: float = 0.0  # moving average; 0: not known yet
+    on_way_bytes: int = 0
+    since: float = 0.0  # when the slice that is being moved began to move
+    on_way: int = 0  # slices
+
+    def began(self, nbytes: int, now: float) -> None:
+        if self.on_way == 0:
+            self.since = now
+        self.on_way += 1
+        self.on_way_bytes += nbytes
+
+    def arrived(self, nbytes: int, now: float) -> None:
+        """A slice has ended. Small ones say nothing about the rate: they measure the way there and back."""
+        seconds = now - self.since
+        if nbytes >= MIN_SAMPLE_BYTES and seconds > 0:
+            sample = nbytes / seconds
+            self.rate = sample if self.rate == 0 else self.rate + EWMA_WEIGHT * (sample - self.rate)
+        self.gave_back(nbytes)
+        self.since = now
+
+    def gave_back(self, nbytes: int) -> None:
+        self.on_way -= 1
+        self.on_way_bytes -= nbytes
+
+    def rate_at(self, now: float) -> float:
+        """The moving average, or less when what is on its way is overdue."""
+        if self.on_way == 0 or self.rate == 0:
+            return self.rate
+        elapsed = now - self.since
+        return min(self.rate, self.on_way_bytes / elapsed) if elapsed > 0 else self.rate
+
+
+def takes(path: Pace, others: Sequence[Pace], nbytes: int, waiting_bytes: int, window_bytes: int, now: float) -> bool:
+    """Whether ``path`` should carry the next slice, of ``nbytes``, or leave it for the ``others``, all of them usable.
+
+    ``waiting_bytes`` counts that slice, too. Of all paths the one that would finish first always takes it.
+    """
+    rate = path.rate_at(now)
+    if path.on_way:
+        if path.on_way_bytes + nbytes > window_bytes:
+            return False
+        if rate and path.on_way_bytes / rate > ON_WAY_S:
+            return False
+    if rate == 0 or not others:
+        return True
+    finish_s = (path.on_way_bytes + nbytes) / rate
+    known = [(other, other_rate) for other in others if (other_rate := other.rate_at(now)) > 0]
+    if len(known) < len(others):  # one has never been tried: it may well be faster, but nobody knows
+        return True
+    slice_s = min((other.on_way_bytes + nbytes) / other_rate for other, other_rate in known)
+    all_s = (sum(other.on_way_bytes for other in others) + waiting_bytes) / sum(other_rate for _, other_rate in known)
+    return finish_s <= max(slice_s, all_s)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Whether a path stands still while others move or could."""
+
+    progress: int = -1
+    moved_at: float = 0.0  # when bytes were last seen to have moved
+    still_since: float = 0.0  # that, or when it last had nothing to do
+    is_busy: bool = False
+
+    def saw(self, progress: int, is_busy: bool, now: float) -> None:
+        if progress != self.progress:
+            self.progress = progress
+            self.moved_at = self.still_since = now
+        if not is_busy:
+            self.still_since = now
+        self.is_busy = is_busy
+
+    def is_stalled(self, others: Sequence[Watch], now: float) -> bool:
+        """``others`` are open, too. A peer that stands still as a whole is not a path that failed: another must have
+        moved since, or have had nothing to do for long."""
+        still_s = now - self.still_since
+        if not self.is_busy or still_s < STALL_S:
+            return False
+        if any(other.moved_at > self.still_since + STALL_S / 2 for other in others):
+            return True
+        return still_s >= LONG_STALL_S and not all(other.is_busy for other in others)
+
+
+def backoff_s(failures: int) -> float:
+    """How long a path rests after so many failures in a row."""
+    return float(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** min(failures - 1, 16))) if failures > 1 else 0.0
