@@ -1,0 +1,398 @@
+"""Whether a request is let in: now, later, or not at all, before anything was spent on it.
+
+Pure: times are given, what is random comes from a generator that is given, and nothing is sent from here. It follows
+the admitted requests from placement to their end, because that is what decides how full decoding will be at the time
+when a new one gets there. Rules, from the paper's to ours:
+
+    none        everybody
+    baseline    TTFT now; decode load when the prefill has ended (a late refusal wastes the prefill)
+    early       TTFT and the decode load of now, both on arrival; the two loads swing against each other
+    predicted   TTFT, and the decode load at the time when this prefill will end, with one decode time for all
+    lookahead   as predicted, for the node that was chosen, over sampled lengths of everybody's answers: TBT and KV room
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from conductor.fleet import Ticket
+from conductor.lengths import Kind, OutputLengths, sample_beyond
+from conductor.scheduler import Placement
+from conductor.view import NONE, Bools, Floats, Question
+
+NUM_SAMPLES = 16  # futures looked at
+CONFIDENCE = 0.9  # share of the futures in which it must fit
+COMFORT = 0.7  # below this share of the limits, for certain, no future is sampled
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
+MAX_REFUSED = 1024  # refusals that are looked at again
+DECODE_TIME_RATE = 0.02  # of the running mean of decode times
+FIRST_DECODE_S = 10.0  # before any was seen
+
+
+class Mode(StrEnum):
+    OFF = "off"  # everybody; what would have been refused is counted
+    SOFT = "soft"  # later
+    HARD = "hard"  # refused with a retry time
+
+
+class Verdict(NamedTuple):
+    """Loads are predictions over limits: 1 is exactly at the limit. ``retry_after_s`` is when it might be let in."""
+
+    is_admitted: bool
+    prefill_load: float
+    decode_load: float
+    retry_after_s: float = 0.0
+
+    @property
+    def load(self) -> float:
+        return max(self.prefill_load, self.decode_load)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of service, in ms. TBT is the mean of the longest tenth of a request's gaps."""
+
+    ttft_ms: float = float("inf")
+    tbt_ms: float = float("inf")
+
+
+@dataclass(slots=True)
+class AdmissionStats:
+    admitted: int = 0
+    refused: int = 0
+    refused_after_prefill: int = 0
+    could_have_served: int = 0  # refused, and when its time came there was room after all
+    looked_back: int = 0  # refusals of which that is known
+
+
+class Coming(NamedTuple):
+    """What a rule is told of the request: where it would go, and when it would begin to decode (s)."""
+
+    question: Question
+    placement: Placement
+    decode: int  # index into the view; NONE: it needs none
+    kind: Kind
+    max_tokens: int
+    now: float
+    joins_at: float
+
+
+class Admission:
+    """One owner. ``decide`` changes nothing but counts; the methods below it follow a request that was let in."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        limits: Limits,
+        mode: Mode = Mode.HARD,
+        lengths: OutputLengths | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self.rule = rule
+        self.limits = limits
+        self.mode = mode
+        self.lengths = lengths if lengths is not None else OutputLengths()
+        self.flights = Flights()
+        self.stats = AdmissionStats()
+        self.rng = rng if rng is not None else np.random.default_rng(0)
+        self.decode_s = FIRST_DECODE_S  # mean time that a request decodes
+        self._refused: deque[tuple[float, float, str]] = deque(maxlen=MAX_REFUSED)
+
+    def decide(
+        self, question: Question, placement: Placement, now: float, kind: Kind = Kind(), max_tokens: int = 4096
+    ) -> Verdict:
+        """Whether the request fits where it would be placed."""
+        self._look_back(question, now)
+        view = question.view
+        decode = view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
+        joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
+        coming = Coming(question, placement, decode, kind, max_tokens, now, joins_at)
+        prefill_load = placement.predicted_ttft_ms / self.limits.ttft_ms
+        decode_load = 0.0 if decode == NONE else self.rule(self, coming)
+        if self.rule is no_rule or max(prefill_load, decode_load) <= 1.0:
+            self.stats.admitted += 1
+            return Verdict(True, prefill_load, decode_load)
+        retry_s = self._retry_s(coming, prefill_load, decode_load)
+        self.stats.refused += 1
+        if decode_load > 1.0 and placement.decode is not None:
+            self._refused.append((joins_at, decode_load, placement.decode.node_id))
+        return Verdict(self.mode is Mode.OFF, prefill_load, decode_load, retry_s)
+
+    def admitted(self, ticket: Ticket, coming_kind: Kind, max_tokens: int, placement: Placement, now: float) -> None:
+        """It was placed and booked."""
+        if not ticket.decode_id:
+            return
+        joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
+        lengths = self.lengths.sample(coming_kind, max_tokens, NUM_SAMPLES, self.rng)
+        self.flights.add(ticket, coming_kind, max_tokens, joins_at, lengths)
+
+    def prefill_ended(self, ticket: Ticket, question: Question | None, now: float) -> bool:
+        """The first token is there. False: drop the request. Only the baseline looks at decode load as late as this."""
+        self.flights.joined(ticket, now)
+        if self.rule is not baseline or question is None or not ticket.decode_id:
+            return True
+        decode = question.view.decode_at.get(ticket.decode_id, NONE)
+        keeps = decode == NONE or _step_load(self, question, decode, self.flights.on(ticket.decode_id, now), 0.0) <= 1.0
+        if not keeps:
+            self.stats.refused_after_prefill += 1
+        return keeps or self.mode is Mode.OFF
+
+    def progressed(self, ticket: Ticket, generated: int, now: float) -> None:
+        """So many tokens are there. Telling it sharpens the look ahead; without, it is guessed from the time."""
+        self.flights.progressed(ticket, generated, now)
+
+    def finished(self, ticket: Ticket, now: float, output_tokens: int = 0) -> None:
+        """The request has ended; ``output_tokens`` of a whole answer, 0 when it was cut short."""
+        kind, joined_at = self.flights.remove(ticket)
+        if kind is not None and output_tokens:
+            self.lengths.observe(kind, output_tokens)
+            if joined_at <= now:
+                self.decode_s += DECODE_TIME_RATE * (now - joined_at - self.decode_s)
+
+    def _retry_s(self, coming: Coming, prefill_load: float, decode_load: float) -> float:
+        """When the later of both has room: the queue in front shrinks by a ms a ms; decoding by what ends."""
+        wait_s = max(prefill_load - 1.0, 0.0) * self.limits.ttft_ms / 1e3 if prefill_load > 1.0 else 0.0
+        if decode_load > 1.0 and coming.placement.decode is not None:
+            wait_s = max(wait_s, self._until_room_s(coming, decode_load))
+        return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
+
+    def _until_room_s(self, coming: Coming, decode_load: float) -> float:
+        """When enough of the sequences on the node have ended, by their median futures."""
+        assert coming.placement.decode is not None
+        left_s = np.sort(self.flights.left_s(coming.placement.decode.node_id, coming.now, self._step_s(coming)))
+        if not len(left_s):
+            return self.decode_s / 2
+        too_many = int(np.ceil((1.0 - 1.0 / decode_load) * (len(left_s) + 1)))
+        return float(left_s[min(max(too_many, 1), len(left_s)) - 1])
+
+    def _step_s(self, coming: Coming) -> float:
+        return max(coming.placement.breakdown.step_ms, 0.01) / 1e3
+
+    def _look_back(self, question: Question, now: float) -> None:
+        """Of requests that were refused for decode load: would they have found room when they got there?"""
+        while self._refused and self._refused[0][0] <= now:
+            _, _, node_id = self._refused.popleft()
+            decode = question.view.decode_at.get(node_id, NONE)
+            if decode == NONE:
+                continue
+            self.stats.looked_back += 1
+            load = _step_load(self, question, decode, self.flights.on(node_id, now), float(question.facts.num_tokens))
+            self.stats.could_have_served += load <= 1.0
+
+
+Rule = Callable[[Admission, Coming], float]
+"""The decode load of letting the request in, over the limit."""
+
+
+def no_rule(admission: Admission, coming: Coming) -> float:
+    return 0.0
+
+
+def baseline(admission: Admission, coming: Coming) -> float:
+    """On arrival only the prefill counts; decoding is looked at when the prefill has ended."""
+    return 0.0
+
+
+def early(admission: Admission, coming: Coming) -> float:
+    """The decode load of now: requests that are still in prefill do not count, which makes it swing."""
+    here = admission.flights.on(_decode_id(coming), coming.now)
+    return _step_load(admission, coming.question, coming.decode, here, float(coming.question.facts.num_tokens))
+
+
+def predicted(admission: Admission, coming: Coming) -> float:
+    """The mean decode load of the system when this prefill ends: everybody whose prefill ends before has joined, and
+    everybody has left who has then decoded for the mean time (arXiv 2407.00079 §7.4)."""
+    side, flights = coming.question.view.decode, admission.flights
+    num_nodes = max(len(side.nodes), 1)
+    count, context = flights.decoding_at(coming.joins_at, admission.decode_s)
+    batch = count / num_nodes + 1.0
+    tokens = context / num_nodes + coming.question.facts.num_tokens
+    step = side.step_ms + side.sequence_ms * batch + side.context_ms * tokens
+    return float(step.mean()) / admission.limits.tbt_ms
+
+
+def lookahead(admission: Admission, coming: Coming) -> float:
+    """The chosen node in sampled futures: the step when this request joins, and the most KV that it will ever need.
+
+    A load above 1 means that it does not fit in enough of them.
+    """
+    side, d, facts = coming.question.view.decode, coming.decode, coming.question.facts
+    step_ms, sequence_ms, context_ms = side.step_ms.item(d), side.sequence_ms.item(d), side.context_ms.item(d)
+    block_tokens = coming.question.shape.block_tokens
+    total_tokens = side.total_blocks.item(d) * block_tokens or np.inf
+    flights = admission.flights
+    rows = flights.rows(_decode_id(coming))
+    most = facts.num_tokens + coming.max_tokens + float((flights.context[rows] + flights.limit[rows]).sum())
+    everybody = len(rows) + 1
+    worst = step_ms + sequence_ms * everybody + context_ms * most
+    limit_ms = admission.limits.tbt_ms
+    if worst <= COMFORT * limit_ms and most <= COMFORT * total_tokens:
+        return max(worst / limit_ms, most / total_tokens)
+    step_s = max(step_ms + sequence_ms * everybody + context_ms * side.context_tokens.item(d), 0.01) / 1e3
+    lengths = admission.lengths
+    left, held, decodes = flights.futures(rows, coming.now, coming.joins_at, step_s, lengths, admission.rng)
+    own = lengths.sample(coming.kind, coming.max_tokens, NUM_SAMPLES, admission.rng)
+    left = np.concatenate((left, own[:, None]), axis=1)  # [samples, sequences]: tokens to come when it joins
+    held = np.concatenate((held, np.full((NUM_SAMPLES, 1), float(facts.num_tokens))), axis=1)
+    is_there = left > 0.0
+    steps_with = is_there & np.append(decodes, True)
+    steps = step_ms + sequence_ms * steps_with.sum(axis=1) + context_ms * (held * steps_with).sum(axis=1)
+    loads = np.maximum(steps / limit_ms, _peak_tokens(left, held * is_there) / total_tokens)
+    return float(np.quantile(loads, CONFIDENCE))
+
+
+def _peak_tokens(left: Floats, held: Floats) -> Floats:
+    """[samples]: the most KV tokens at once. Between two ends memory only grows, so it peaks just before an end: with
+    sequences in order of what is left, at the i-th end all later ones are there, grown by what the i-th had left."""
+    order = np.argsort(left, axis=1)
+    left = np.take_along_axis(left, order, axis=1)
+    held = np.take_along_axis(held, order, axis=1)
+    held_from = held[:, ::-1].cumsum(axis=1)[:, ::-1]
+    there = (held > 0.0)[:, ::-1].cumsum(axis=1)[:, ::-1]
+    result: Floats = (held_from + there * left).max(axis=1)
+    return result
+
+
+def _step_load(admission: Admission, question: Question, d: int, here: tuple[float, float], new_tokens: float) -> float:
+    """One step with ``here`` (sequences, context tokens) and, when it brings tokens, one more; over the limit."""
+    side = question.view.decode
+    batch, context = here
+    batch += new_tokens > 0.0
+    step = side.step_ms.item(d) + side.sequence_ms.item(d) * batch + side.context_ms.item(d) * (context + new_tokens)
+    return step / admission.limits.tbt_ms if batch else 0.0
+
+
+def _decode_id(coming: Coming) -> str:
+    return coming.placement.decode.node_id if coming.placement.decode else ""
+
+
+class Flights:
+    """Admitted requests from placement to end, as columns: what they hold, when they join, how long they may become."""
+
+    def __init__(self) -> None:
+        self._row: dict[Ticket, int] = {}
+        self._by_node: dict[str, dict[int, None]] = {}
+        self._kinds: dict[int, Kind] = {}
+        self._free: list[int] = []
+        self.is_open: Bools = np.zeros(0, dtype=bool)
+        self.is_decoding: Bools = np.zeros(0, dtype=bool)
+        self.joins_at: Floats = np.zeros(0)
+        self.context: Floats = np.zeros(0)  # tokens of the prompt
+        self.limit: Floats = np.zeros(0)  # most tokens of the answer
+        self.told: Floats = np.zeros(0)  # tokens generated, as far as we heard
+        self.told_at: Floats = np.zeros(0)
+        self.lengths: Floats = np.zeros((0, NUM_SAMPLES))  # that the answer may get
+        self._grow(64)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def add(self, ticket: Ticket, kind: Kind, max_tokens: int, joins_at: float, lengths: Floats) -> None:
+        if not self._free:
+            self._grow(2 * len(self.context))
+        row = self._row[ticket] = self._free.pop()
+        self._kinds[row] = kind
+        self._by_node.setdefault(ticket.decode_id, {})[row] = None
+        self.is_open[row], self.is_decoding[row] = True, False
+        self.joins_at[row], self.context[row], self.limit[row] = joins_at, ticket.context_tokens, max_tokens
+        self.told[row], self.told_at[row] = 0.0, joins_at
+        self.lengths[row] = lengths
+
+    def joined(self, ticket: Ticket, now: float) -> None:
+        row = self._row.get(ticket)
+        if row is not None and not self.is_decoding[row]:
+            self.is_decoding[row], self.joins_at[row], self.told_at[row] = True, now, now
+
+    def progressed(self, ticket: Ticket, generated: int, now: float) -> None:
+        row = self._row.get(ticket)
+        if row is not None:
+            self.told[row], self.told_at[row] = generated, now
+
+    def remove(self, ticket: Ticket) -> tuple[Kind | None, float]:
+        """Its kind and when it joined (inf: never); nothing when it is not known or was removed before."""
+        row = self._row.pop(ticket, None)
+        if row is None:
+            return None, np.inf
+        joined_at = float(self.joins_at[row]) if self.is_decoding[row] else np.inf
+        self.is_open[row] = self.is_decoding[row] = False
+        rows = self._by_node[ticket.decode_id]
+        del rows[row]
+        if not rows:
+            del self._by_node[ticket.decode_id]
+        self._free.append(row)
+        return self._kinds.pop(row), joined_at
+
+    def rows(self, node_id: str) -> list[int]:
+        return list(self._by_node.get(node_id, ()))
+
+    def on(self, node_id: str, now: float) -> tuple[float, float]:
+        """Sequences that decode on the node now, and their context tokens."""
+        rows = self.rows(node_id)
+        there = self.is_decoding[rows]
+        return float(there.sum()), float((self.context[rows] * there).sum() + (self.told[rows] * there).sum())
+
+    def decoding_at(self, when: float, decode_s: float) -> tuple[float, float]:
+        """Of the whole system, at a later time: who has joined by then, and not decoded for ``decode_s`` yet."""
+        there = self.is_open & (self.joins_at <= when) & (self.joins_at + decode_s > when)
+        return float(np.count_nonzero(there)), float(self.context[there].sum())
+
+    def left_s(self, node_id: str, now: float, step_s: float) -> Floats:
+        """Seconds until each sequence on the node ends, by the median of its sampled lengths."""
+        rows = self.rows(node_id)
+        generated = self._generated(rows, now, step_s)
+        left = np.maximum(np.median(self.lengths[rows], axis=1) - generated, 1.0) if rows else np.zeros(0)
+        result: Floats = left * step_s + np.maximum(self.joins_at[rows] - now, 0.0)
+        return result
+
+    def futures(
+        self, rows: list[int], now: float, when: float, step_s: float, lengths: OutputLengths, rng: np.random.Generator
+    ) -> tuple[Floats, Floats, Bools]:
+        """[samples, rows]: tokens that each sequence has still to come at ``when`` (0: it has ended), and KV tokens it
+        holds then; [rows]: whether it decodes by then. Lengths that a sequence has outgrown are drawn anew."""
+        generated = self._generated(rows, now, step_s)
+        sampled = self.lengths[rows]
+        for at in np.flatnonzero((sampled <= generated[:, None]).any(axis=1)):
+            row, reached = rows[at], generated[at]
+            outgrown = sampled[at] <= reached
+            share = lengths.distribution(self._kinds[row])
+            sampled[at, outgrown] = sample_beyond(
+                share, np.full(int(outgrown.sum()), reached), int(self.limit[row]), rng
+            )
+            self.lengths[row] = sampled[at]
+        begins = np.maximum(self.joins_at[rows], now)
+        more = np.maximum(when - begins, 0.0) / step_s
+        then = np.minimum(generated + more, sampled.T)
+        left: Floats = sampled.T - then
+        return left, self.context[rows] + then, self.joins_at[rows] <= when
+
+    def _generated(self, rows: list[int], now: float, step_s: float) -> Floats:
+        """Tokens so far: what was told, and one a step since."""
+        since = np.where(self.is_decoding[rows], np.maximum(now - self.told_at[rows], 0.0), 0.0)
+        result: Floats = np.minimum(self.told[rows] + since / step_s, self.limit[rows])
+        return result
+
+    def _grow(self, size: int) -> None:
+        """Columns of ``size`` rows that begin with the old ones."""
+        old = len(self.context)
+        more = size - old
+        for name in ("is_open", "is_decoding"):
+            setattr(self, name, np.append(getattr(self, name), np.zeros(more, dtype=bool)))
+        for name in ("joins_at", "context", "limit", "told", "told_at"):
+            setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
+        self.lengths = np.concatenate((self.lengths, np.zeros((more, NUM_SAMPLES))))
+        self._free += range(size - 1, old - 1, -1)
+
+
+ADMISSIONS: dict[str, Rule] = {
+    "none": no_rule,
+    "baseline": baseline,
+    "early": early,
+    "predicted": predicted,
+    "lookahead": lookahead,
+}

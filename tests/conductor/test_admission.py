@@ -1,0 +1,218 @@
+"""Admission: what each rule lets in, how long it says to wait, and what it learns of answers' lengths."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placing import Cluster
+
+from conductor.admission import ADMISSIONS, Admission, Limits, Mode, _peak_tokens
+from conductor.fleet import Ticket
+from conductor.lengths import Kind, OutputLengths
+from conductor.registry import NodeLoad
+
+CHAT = Kind(b"chat", 640)
+
+
+class Door:
+    """A cluster with one prefill and one decode node (10 ms a step and 1 ms a sequence), and a rule at its door."""
+
+    def __init__(self, rule: str, tbt_ms: float = 20.0, ttft_ms: float = 1e6, mode: Mode = Mode.HARD) -> None:
+        self.cluster = Cluster(prefill=1, decode=1, measured=False)
+        costs = self.cluster.fleet.costs
+        for size in (1, 2, 4, 8, 16, 32) * 3:
+            costs.observe_prefill("p0", 100 * size, 0, 10.0 * size)
+            costs.observe_decode("d0", size, 640 * size, 10.0 + size)
+            costs.observe_transfer("p0", "d0", size << 20, 0.01 * size)
+        self.admission = Admission(ADMISSIONS[rule], Limits(ttft_ms, tbt_ms), mode)
+        self.open: list[Ticket] = []
+
+    @property
+    def now(self) -> float:
+        return self.cluster.now
+
+    def ask(
+        self, num_tokens: int = 640, max_tokens: int = 400, enter: bool = True
+    ) -> tuple[bool, float, Ticket | None]:
+        facts = self.cluster.facts(num_tokens)
+        scheduler = self.cluster.scheduler
+        question = scheduler.ask(facts, self.now)
+        placement = scheduler.answer(question)
+        verdict = self.admission.decide(question, placement, self.now, CHAT, max_tokens)
+        if not (verdict.is_admitted and enter):
+            return verdict.is_admitted, verdict.retry_after_s, None
+        ticket = scheduler.book(facts, placement, self.now)
+        self.admission.admitted(ticket, CHAT, max_tokens, placement, self.now)
+        self.open.append(ticket)
+        return True, 0.0, ticket
+
+    def joins(self, ticket: Ticket | None) -> bool:
+        assert ticket is not None
+        self.cluster.scheduler.prefill_done(ticket, self.now)
+        question = self.cluster.scheduler.ask(self.cluster.facts(), self.now)
+        return self.admission.prefill_ended(ticket, question, self.now)
+
+    def ends(self, ticket: Ticket | None, output_tokens: int = 0) -> None:
+        assert ticket is not None
+        self.cluster.scheduler.close(ticket, self.now)
+        self.admission.finished(ticket, self.now, output_tokens)
+        self.open.remove(ticket)
+
+
+def test_nobody_is_refused_without_a_rule_or_with_the_mode_off() -> None:
+    for door in (Door("none"), Door("early", mode=Mode.OFF)):
+        for _ in range(50):
+            assert door.ask()[0]
+            door.joins(door.open[-1])
+    assert door.admission.stats.refused > 20, "what would have been refused is counted"
+
+
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted", "lookahead"])
+def test_a_first_token_that_comes_too_late_is_refused_with_the_time_that_the_queue_needs(rule: str) -> None:
+    door = Door(rule, tbt_ms=1e6, ttft_ms=500.0)
+    while door.ask()[0]:
+        pass
+    assert len(door.open) == 7, "64 ms each"
+    refused, wait_s, _ = door.ask()
+    assert not refused
+    assert wait_s == pytest.approx(0.0625 if wait_s < 0.06 else 8 * 0.064 - 0.5, abs=0.05)
+    for ticket in list(door.open):
+        door.cluster.now += 0.064
+        door.joins(ticket)
+    assert door.ask()[0]
+
+
+def test_early_rejection_does_not_see_who_is_on_the_way_and_prediction_does() -> None:
+    """The paper's oscillation: while prefills run, the decode node looks empty."""
+    entered = {}
+    for rule in ("early", "predicted"):
+        door = Door(rule)
+        for _ in range(30):
+            door.ask()
+        entered[rule] = len(door.open)
+    assert entered["early"] == 30
+    assert 8 <= entered["predicted"] <= 14, "ten sequences make a step of 20 ms"
+
+
+def test_prediction_lets_in_who_joins_when_others_have_left() -> None:
+    door = Door("predicted")
+    door.admission.decode_s = 0.5
+    for _ in range(10):
+        door.joins(door.ask()[2])
+    assert not door.ask(enter=False)[0], "64 ms from now all ten are still there"
+    door.cluster.now += 0.5
+    assert door.ask(enter=False)[0]
+
+
+def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
+    door = Door("baseline")
+    tickets = [door.ask()[2] for _ in range(14)]
+    kept = [door.joins(ticket) for ticket in tickets]
+    assert kept.count(False) == 4
+    assert door.admission.stats.refused_after_prefill == 4
+
+
+def test_the_look_ahead_knows_that_short_answers_end_soon() -> None:
+    """Short answers are there; who needs a second of prefill joins when they are gone."""
+    door = Door("lookahead", tbt_ms=18.0)
+    for _ in range(200):
+        door.admission.lengths.observe(CHAT, 20)
+    while door.ask()[0]:
+        door.joins(door.open[-1])
+    assert 6 <= len(door.open) <= 8, "who joins in 64 ms would make the step too long"
+    assert door.ask(num_tokens=12_000, enter=False)[0] or door.ask(num_tokens=6_400, enter=False)[0]
+    refused, wait_s, _ = door.ask(enter=False)
+    assert not refused
+    assert 0.05 < wait_s < 0.6, "20 tokens of 18 ms"
+
+
+def test_the_look_ahead_keeps_room_for_what_answers_grow_to() -> None:
+    door = Door("lookahead", tbt_ms=1e6)
+    load = NodeLoad(blocks_total=200, blocks_free=200)  # 12,800 tokens
+    info = door.cluster.fleet.view(door.now).decode.nodes[0]
+    door.cluster.fleet.registry.heartbeat("d0", info.incarnation, load, False, door.now)
+    door.cluster.fleet.heard("d0", load)
+    for _ in range(300):
+        door.admission.lengths.observe(CHAT, 640)
+    while door.ask(max_tokens=2000)[0]:
+        door.joins(door.open[-1])
+        assert len(door.open) < 20
+    assert 8 <= len(door.open) <= 11, "1,280 tokens each at the end"
+
+
+def test_who_was_refused_and_would_have_found_room_is_counted() -> None:
+    door = Door("early")
+    tickets = [door.ask()[2] for _ in range(12)]
+    for ticket in tickets:
+        door.joins(ticket)
+    assert not door.ask()[0]
+    for ticket in list(door.open):
+        door.ends(ticket, 10)
+    door.cluster.now += 5.0
+    door.ask(enter=False)
+    stats = door.admission.stats
+    assert (stats.looked_back, stats.could_have_served) == (1, 1)
+
+
+def test_nothing_is_left_of_requests_that_ended() -> None:
+    door = Door("lookahead")
+    tickets = [door.ask()[2] for _ in range(5)]
+    for ticket in tickets:
+        door.joins(ticket)
+        door.ends(ticket, 7)
+        door.admission.finished(ticket, door.now, 7)  # twice is once
+    assert len(door.admission.flights) == 0
+    assert door.admission.flights.on("d0", door.now) == (0.0, 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 100)), min_size=1, max_size=8))
+def test_the_peak_is_that_of_a_simulation_token_by_token(sequences: list[tuple[int, int]]) -> None:
+    left = np.array([[float(left) for left, _ in sequences]])
+    held = np.array([[float(held) for _, held in sequences]])
+    peak = max(
+        sum(held + step for left, held in sequences if left >= step)
+        for step in range(1 + max(left for left, _ in sequences))
+    )
+    assert _peak_tokens(left, held)[0] == peak
+
+
+class TestLengths:
+    def test_intervals_hold_what_they_say(self) -> None:
+        rng, lengths = np.random.default_rng(1), OutputLengths()
+        answers = np.exp(rng.normal(5.0, 0.8, 4000)).astype(int) + 1
+        for answer in answers[:2000]:
+            lengths.observe(CHAT, int(answer))
+        for share in (0.25, 0.5, 0.75, 0.95):
+            limit = lengths.quantile(CHAT, share, 100_000)
+            assert np.mean(answers[2000:] <= limit) == pytest.approx(share, abs=0.03)
+        assert lengths.mean(CHAT, 100_000) == pytest.approx(answers.mean(), rel=0.1)
+
+    def test_what_is_there_already_counts(self) -> None:
+        lengths, rng = OutputLengths(), np.random.default_rng(2)
+        for answer in (10, 10, 10, 1000) * 50:
+            lengths.observe(CHAT, answer)
+        assert np.median(lengths.sample(CHAT, 4096, 200, rng)) < 15
+        assert lengths.sample(CHAT, 4096, 200, rng, generated=50).min() > 800
+        assert (lengths.sample(CHAT, 4096, 20, rng, generated=3000) == 4096).all(), "longer than anything seen"
+
+    def test_kinds_differ_and_unknown_ones_lean_on_all(self) -> None:
+        lengths = OutputLengths()
+        for _ in range(300):
+            lengths.observe(Kind(b"tool", 1000), 20)
+            lengths.observe(Kind(b"chat", 1000), 400)
+        assert lengths.quantile(Kind(b"tool", 1000), 0.5, 4096) < 30
+        assert lengths.quantile(Kind(b"chat", 1000), 0.5, 4096) > 300
+        assert 100 < lengths.mean(Kind(b"new", 50), 4096) < 300
+        assert lengths.mean(Kind(b"new", 50), 64) <= 64
+
+    def test_a_change_is_followed(self) -> None:
+        lengths = OutputLengths()
+        for _ in range(3000):
+            lengths.observe(Kind(b"a", 100), 50)
+        for _ in range(4000):
+            lengths.observe(Kind(b"a", 100), 500)
+        assert lengths.quantile(Kind(b"a", 100), 0.5, 4096) > 400
+
+    def test_nothing_known_is_the_limit(self) -> None:
+        assert OutputLengths().mean(CHAT, 77) == 77.0
+        assert (OutputLengths().sample(CHAT, 77, 4, np.random.default_rng(0)) == 77.0).all()
