@@ -1,29 +1,33 @@
-"""Which block is in which slot of a store, who writes it, who reads it, and what goes when there is no room.
+"""Which block is in which slot of a store's DRAM, who writes it, who reads it, and what goes when there is no room.
 
     free ──reserve──▶ reserved ──seal──▶ sealed ──evict, remove, corrupt──▶ free
                        │     │
                        │     └──time-out──▶ quarantined ──the writer is done or gone──▶ free
                        └──abort, the writer is gone──▶ free
 
-Pure: it takes the time as an argument, draws nothing, does no I/O, and hands out what happened as values and events.
-It must not know about segments, sockets or checksums' meaning. One owner; not thread-safe.
+A sealed block that the policy gives up may have to be saved elsewhere first: it is then *leaving*, still readable, and
+*clean* once it has been saved; a read rescues it. Pure: it takes the time as an argument, draws nothing, does no I/O,
+and hands out what happened as values and events. It must not know about segments, sockets, disks or what checksums
+mean. One owner; not thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.checksum import Checksums
+from kvstore.eviction import Block, EvictionPolicy, make_policy
 from mooncake.errors import OutOfBlocks, Overloaded
-from mooncake.types import BlockEvent, BlockKey
+from mooncake.types import BlockEvent, BlockKey, Tier
 
 MAX_LEASES = 65536
+PIN_CHECK_S = 0.25
+MAX_HARD_SHARE = 0.5  # of the slots: more hard pins would leave nothing to work with
 
 
 class SlotState(StrEnum):
@@ -96,6 +100,17 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """A block that is to be saved elsewhere. Its slot is held until ``saved`` is told how that went."""
+
+    grant: Grant
+    name: BlockName
+    tenant: str
+    length: int
+    checksums: Checksums
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     free: int
     reserved: int
@@ -113,34 +128,61 @@ class _Slot:
     name: BlockName = _NO_NAME
     epoch: int = 0
     writer: str = ""
+    tenant: str = ""
     length: int = 0
     ranges: int = 0
+    parent: bytes = b""  # the block it builds on, if that was here first: so no two blocks can wait for each other
+    position: int = 0  # blocks before it in its chain, as far as they were here
     checksums: Checksums | None = None
-    leases: int = 0
-    children: int = 0  # readable and reserved blocks that were built on this one while it was here
-    parent: Grant | None = None  # the slot this one counts as a child in; over when that has been freed since
-    last_used: int = 0
+    leases: int = 0  # of readers, and of whoever saves it elsewhere
     is_hidden: bool = False  # sealed and removed, but still leased: goes when the last lease ends
-    is_queued: bool = False  # has an entry in the eviction queue
+    is_leaving: bool = False  # the policy has given it up
+    is_clean: bool = False  # … and it may go at once
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenLease:
     expires_s: float
-    content: tuple[Grant, ...]
+    content: tuple[tuple[Grant, BlockKey], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    expires_s: float
+    is_hard: bool
+
+
+def _never(name: BlockName) -> bool:
+    return False
 
 
 class StoreIndex:
     """The table. ``check()`` verifies it as a whole; tests call it after every step.
 
     Epochs and lease ids count from ``first_id``: no two lives of a store may share them, or a late message to the first
-    would be taken by the second.
+    would be taken by the second. ``must_save`` says of a block whether it has to be saved before its slot is used
+    again, ``is_elsewhere`` whether it can be read without this slot; both answer at once. ``tenant_bytes`` bounds what
+    one tenant may have here (0: nothing does).
     """
 
-    def __init__(self, num_slots: int, lease_s: float, reserve_timeout_s: float, first_id: int = 1) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        lease_s: float,
+        reserve_timeout_s: float,
+        first_id: int = 1,
+        policy: EvictionPolicy | None = None,
+        tenant_bytes: int = 0,
+        must_save: Callable[[BlockName], bool] = _never,
+        is_elsewhere: Callable[[BlockName], bool] = _never,
+    ) -> None:
         self.counters: Counter[str] = Counter()
         self._lease_s = lease_s
         self._reserve_timeout_s = reserve_timeout_s
+        self._policy = policy or make_policy("lru", num_slots)
+        self._tenant_bytes = tenant_bytes
+        self._must_save = must_save
+        self._is_elsewhere = is_elsewhere
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots - 1, -1, -1))  # a stack: slots that were touched already come first
         self._num = Counter({SlotState.FREE: num_slots})
@@ -149,34 +191,52 @@ class StoreIndex:
         self._held_by: dict[str, set[int]] = {}  # reserved and quarantined slots of a writer
         self._timeouts: deque[tuple[float, Grant]] = deque()  # in order of time; entries may be out of date
         self._leases: dict[int, _OpenLease] = {}  # in order of expiry
-        self._evictable: list[tuple[int, int]] = []  # heap of (last used, slot); entries may be out of date
+        self._children: Counter[bytes] = Counter()  # readable and reserved blocks that build on a key
+        self._usage: Counter[str] = Counter()  # bytes of each tenant
+        self._by_tenant: dict[str, OrderedDict[BlockKey, None]] = {}  # readable blocks, least recently used first
+        self._pins: dict[BlockKey, _Pin] = {}
+        self._soft: OrderedDict[BlockKey, None] = OrderedDict()  # soft pins, oldest first
+        self._num_hard = 0
+        self._next_pin_check = 0.0
+        self._leaving: list[Leaving] = []  # to be handed out
+        self._num_saving = 0
+        self._clean: OrderedDict[int, None] = OrderedDict()  # slots
         self._events: list[BlockEvent] = []
         self._epochs = itertools.count(first_id)
         self._lease_ids = itertools.count(first_id)
-        self._ticks = itertools.count(1)
 
     # Writing
 
-    def reserve(self, names: Sequence[BlockName], writer: str, length: int, ranges: int, now: float) -> list[Offer]:
-        """A slot for each block that is neither stored nor being written, evicting what has not been used for long.
+    def reserve(
+        self, names: Sequence[BlockName], writer: str, length: int, ranges: int, now: float, tenant: str = ""
+    ) -> list[Offer]:
+        """A slot for each block that is neither stored nor being written, evicting what the policy gives up.
 
-        When room runs out the leading blocks have slots. Raises OutOfBlocks when there was none for any.
+        When room runs out the leading blocks have slots. Raises OutOfBlocks when there was none for any; there may be
+        some as soon as blocks of ``take_leaving`` have been saved.
         """
-        self._expire_leases(now)
+        self._expire(now)
         offers = [Offer() for _ in names]
         wanted: dict[BlockKey, int] = {}
         for index, name in enumerate(names):
             if (slot := self._sealed.get(name.key)) is not None:
-                self._touch(slot)
+                self._touch(slot, now)
                 offers[index] = Offer(is_stored=True)
             elif name.key not in self._reserved:
                 wanted.setdefault(name.key, index)
         waiting = deque(wanted.values())
-        with self._pinned(names[index].parent for index in waiting):
-            while waiting and self._make_room():
+        with self._pinned((names[index].parent for index in waiting), now):
+            if not self._fit_tenant(tenant, length * len(waiting), now):
+                while waiting and self._usage[tenant] + length * len(waiting) > self._tenant_bytes:
+                    waiting.pop()
+                if not waiting:
+                    self.counters["refused_quota"] += 1
+                    raise OutOfBlocks(f"tenant {tenant!r} has used up its {self._tenant_bytes} bytes")
+            asked = len(waiting)
+            while waiting and self._make_room(len(waiting), now):
                 index = waiting.popleft()
-                offers[index] = Offer(self._reserve(names[index], writer, length, ranges, now))
-        if waiting and len(waiting) == len(wanted):
+                offers[index] = Offer(self._reserve(names[index], writer, length, ranges, now, tenant))
+        if waiting and len(waiting) == asked:
             self.counters["refused_full"] += 1
             raise OutOfBlocks("the store is full: every block is being read or written, or others build on it")
         return offers
@@ -188,7 +248,7 @@ class StoreIndex:
             return None
         return Reserved(grant, slot.writer, slot.length, slot.ranges)
 
-    def seal(self, grant: Grant, checksums: Checksums) -> bool:
+    def seal(self, grant: Grant, checksums: Checksums, now: float) -> bool:
         """Make a written block readable. False when the grant is over (timed out, aborted, or never given)."""
         reserved = self.reservation(grant)
         if reserved is None or len(checksums) != reserved.ranges:
@@ -200,10 +260,12 @@ class StoreIndex:
         del self._reserved[slot.name.key]
         self._sealed[slot.name.key] = grant.slot
         slot.checksums = checksums
+        self._by_tenant.setdefault(slot.tenant, OrderedDict())[slot.name.key] = None
         self._events.append(BlockEvent(True, slot.name.key, slot.name.parent))
         self.counters["stored"] += 1
-        self._touch(grant.slot)
-        self._queue_if_evictable(grant.slot)
+        self._enter_policy(slot, now)
+        if slot.parent:
+            self._policy.unpin(slot.parent)  # from now on the policy knows that this block builds on it
         return True
 
     def abort(self, grant: Grant) -> bool:
@@ -222,7 +284,7 @@ class StoreIndex:
     def sweep(self, now: float) -> list[Reserved]:
         """Quarantine reservations that took too long and end leases that ran out. Returns those reservations: their
         grants must be revoked, and ``abort`` frees the slot once its writer can no longer be writing."""
-        self._expire_leases(now)
+        self._expire(now)
         expired: list[Reserved] = []
         while self._timeouts:
             deadline, grant = self._timeouts[0]
@@ -247,10 +309,10 @@ class StoreIndex:
     # Reading
 
     def acquire(self, keys: Sequence[BlockKey], now: float) -> Lease:
-        """Lease the longest stored leading run of ``keys``. Raises Overloaded when far too many leases are open."""
-        self._expire_leases(now)
-        found = list(itertools.takewhile(lambda slot: slot is not None, map(self._sealed.get, keys)))
-        run = [slot for slot in found if slot is not None]
+        """Lease the longest leading run of ``keys`` that is here. Raises Overloaded when far too many leases are
+        open."""
+        self._expire(now)
+        run = [self._sealed[key] for key in itertools.takewhile(self._sealed.__contains__, keys)]
         self.counters["hits"] += len(run)
         self.counters["misses"] += len(keys) - len(run)
         expires_s = now + self._lease_s
@@ -259,24 +321,31 @@ class StoreIndex:
         if len(self._leases) >= MAX_LEASES:
             raise Overloaded(f"{MAX_LEASES} read leases are open", self._lease_s)
         for index in reversed(run):  # so that a parent counts as used after its children, and outlives them
-            self._slots[index].leases += 1
-            self._touch(index)
+            self._touch(index, now)
+            self._hold(index)
         lease_id = next(self._lease_ids)
-        self._leases[lease_id] = _OpenLease(expires_s, tuple(Grant(i, self._slots[i].epoch) for i in run))
+        content = tuple((Grant(index, self._slots[index].epoch), self._slots[index].name.key) for index in run)
+        self._leases[lease_id] = _OpenLease(expires_s, content)
         return Lease(lease_id, expires_s, tuple(map(self._leased, run)))
 
     def release(self, lease_id: int) -> None:
         """End a lease. One that has expired or never was is nothing to end."""
         lease = self._leases.pop(lease_id, None)
-        for content in lease.content if lease else ():
-            slot = self._slots[content.slot]
-            if slot.epoch != content.epoch or slot.state is not SlotState.SEALED:
-                continue  # dropped as corrupt meanwhile, and perhaps used again
-            slot.leases -= 1
-            if slot.leases == 0 and slot.is_hidden:
-                self._set_free(content.slot)
-            else:
-                self._queue_if_evictable(content.slot)
+        for grant, key in lease.content if lease else ():
+            self._let_read(grant, key)
+
+    def is_reserved(self, key: BlockKey) -> bool:
+        """Whether someone is writing this block."""
+        return key in self._reserved
+
+    def reserved_name(self, grant: Grant) -> BlockName:
+        """Of a slot that was reserved under this grant; an empty one when that is over."""
+        slot = self._slots[grant.slot] if 0 <= grant.slot < len(self._slots) else None
+        return slot.name if slot is not None and slot.epoch == grant.epoch else _NO_NAME
+
+    def stored_keys(self) -> list[BlockKey]:
+        """Readable blocks."""
+        return list(self._sealed)
 
     def exists(self, keys: Iterable[BlockKey]) -> list[bool]:
         return [key in self._sealed for key in keys]
@@ -285,22 +354,98 @@ class StoreIndex:
 
     def remove(self, keys: Iterable[BlockKey], now: float) -> int:
         """Make blocks unreadable; a leased one keeps its slot until its leases end. Returns how many there were."""
-        self._expire_leases(now)
+        self._expire(now)
         found = [slot for slot in map(self._sealed.get, dict.fromkeys(keys)) if slot is not None]
         for index in found:
-            self._hide(index)
+            self._hide(index, now)
             if self._slots[index].leases == 0:
                 self._set_free(index)
         return len(found)
 
-    def drop_corrupt(self, keys: Iterable[BlockKey]) -> int:
+    def drop_corrupt(self, keys: Iterable[BlockKey], now: float) -> int:
         """Drop blocks whose bytes are wrong, leased or not: their readers check checksums. Returns how many."""
         found = [slot for slot in map(self._sealed.get, dict.fromkeys(keys)) if slot is not None]
         for index in found:
-            self._hide(index)
+            self._hide(index, now)
             self._set_free(index)
         self.counters["checksum_mismatches"] += len(found)
         return len(found)
+
+    # Pinning
+
+    def pin(self, keys: Iterable[BlockKey], is_hard: bool, expires_s: float, now: float) -> int:
+        """Keep blocks that are here until ``expires_s``: hard for certain, soft as long as anything else can go.
+
+        A second pin of a block replaces the first. Returns how many are pinned. Raises OutOfBlocks when so many hard
+        pins would leave too little room; nothing is pinned then.
+        """
+        self._expire(now)
+        found = [key for key in dict.fromkeys(keys) if key in self._sealed]
+        if is_hard:
+            more = sum(not (key in self._pins and self._pins[key].is_hard) for key in found)
+            if self._num_hard + more > len(self._slots) * MAX_HARD_SHARE:
+                raise OutOfBlocks(f"hard pins may hold {MAX_HARD_SHARE:.0%} of the store's blocks")
+        for key in found:
+            self.unpin([key])
+            self._rescue(self._sealed[key], now)
+            self._pins[key] = _Pin(expires_s, is_hard)
+            self._policy.pin(key)
+            self._num_hard += is_hard
+            if not is_hard:
+                self._soft[key] = None
+        return len(found)
+
+    def unpin(self, keys: Iterable[BlockKey]) -> int:
+        """Returns how many were pinned."""
+        count = 0
+        for key in keys:
+            pin = self._pins.pop(key, None)
+            if pin is not None:
+                self._policy.unpin(key)
+                self._num_hard -= pin.is_hard
+                self._soft.pop(key, None)
+                count += 1
+        return count
+
+    # Leaving: blocks that are saved elsewhere before their slots are used again
+
+    def prepare(self, num_slots: int, now: float) -> None:
+        """See to it that so many slots are free, clean or about to be, so that a later ``reserve`` need not wait."""
+        while len(self._free) + len(self._clean) + self._num_saving < num_slots:
+            if not self._give_up_one(now):
+                return
+
+    def take_leaving(self) -> list[Leaving]:
+        """What has to be saved now; say ``saved`` of each, whatever comes of it."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def hold(self, key: BlockKey) -> Leaving | None:
+        """Keep a block's bytes in place in order to save them, though it is not leaving. None when it is not here."""
+        index = self._sealed.get(key)
+        if index is None:
+            return None
+        self._hold(index)
+        self._num_saving += 1
+        return self._describe(index)
+
+    def saved(self, leaving: Leaving) -> None:
+        """It has been saved, or cannot be: either way its slot may be used again, unless it was read meanwhile."""
+        self._num_saving -= 1
+        slot = self._slots[leaving.grant.slot]
+        if slot.epoch == leaving.grant.epoch and slot.is_leaving and not slot.is_hidden:
+            slot.is_clean = True
+            self._clean[leaving.grant.slot] = None
+        self._let_read(leaving.grant, leaving.name.key)
+
+    def is_built_on(self, key: BlockKey) -> bool:
+        """Whether a block here, readable or being written, comes right after ``key``."""
+        return self._children[key] > 0
+
+    def described(self, key: BlockKey) -> Leaving | None:
+        """What is known of a readable block."""
+        index = self._sealed.get(key)
+        return None if index is None else self._describe(index)
 
     # Accounts
 
@@ -320,6 +465,20 @@ class StoreIndex:
             len(self._leases),
         )
 
+    @property
+    def num_saving(self) -> int:
+        """Blocks handed out to be saved, or about to be."""
+        return self._num_saving
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Bytes of each tenant, readable or being written."""
+        return dict(+self._usage)
+
     def check(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
         by_state = Counter(slot.state for slot in self._slots)
@@ -336,87 +495,144 @@ class StoreIndex:
         )
         held = [index for slots in self._held_by.values() for index in slots]
         assert sorted(held) == sorted(reserved | quarantined) and all(self._held_by.values())
-        links = Counter(self._slots[index].parent for index in sealed | reserved)
-        leases = Counter(content for lease in self._leases.values() for content in lease.content)
+        present = [self._slots[index] for index in sealed | reserved]
+        assert +self._children == Counter(slot.parent for slot in present if slot.parent)
+        usage: Counter[str] = Counter()
+        for slot in present:
+            usage[slot.tenant] += slot.length
+        assert +self._usage == +usage
+        leases = Counter(grant for lease in self._leases.values() for grant, _ in lease.content)
+        extra = 0
         for index, slot in enumerate(self._slots):
             expected = leases[Grant(index, slot.epoch)] if slot.state is SlotState.SEALED else 0
-            assert slot.leases == expected, (index, slot.leases, expected)
+            extra += slot.leases - expected
+            assert slot.leases >= expected, (index, slot.leases, expected)
             assert not slot.is_hidden or slot.leases > 0
-            assert slot.children == (links[Grant(index, slot.epoch)] if slot.epoch else 0), index
-            assert slot.parent is None or slot.parent.epoch < slot.epoch, index  # so nothing is its own ancestor
-            assert slot.is_queued or not self._is_evictable(slot), index
-        assert Counter(index for _, index in self._evictable) == Counter(
-            index for index, slot in enumerate(self._slots) if slot.is_queued
-        )
+            in_policy = slot.state is SlotState.SEALED and not slot.is_hidden and not slot.is_leaving
+            assert not in_policy or slot.name.key in self._policy
+            assert slot.is_clean == (index in self._clean) and (slot.is_leaving or not slot.is_clean)
+        assert extra <= self._num_saving
+        assert len(self._policy) == sum(not self._slots[index].is_leaving for index in sealed)
+        assert sum(map(len, self._by_tenant.values())) == len(sealed)
+        assert self._num_hard == sum(pin.is_hard for pin in self._pins.values())
+        assert self._pins.keys() <= self._sealed.keys()
 
     # Moves
 
-    def _reserve(self, name: BlockName, writer: str, length: int, ranges: int, now: float) -> Grant:
+    def _reserve(self, name: BlockName, writer: str, length: int, ranges: int, now: float, tenant: str) -> Grant:
         grant = Grant(self._free.pop(), next(self._epochs))
         slot = self._slots[grant.slot]
         self._move(slot, SlotState.RESERVED)
         slot.name, slot.writer, slot.epoch, slot.length, slot.ranges = name, writer, grant.epoch, length, ranges
-        slot.parent = self._join_parent(name.parent)
+        slot.tenant = tenant
+        slot.parent, slot.position = self._link(name.parent)
+        self._usage[tenant] += length
+        if slot.parent:
+            self._children[slot.parent] += 1
+            self._policy.pin(slot.parent)
         self._reserved[name.key] = grant.slot
         self._held_by.setdefault(writer, set()).add(grant.slot)
         self._timeouts.append((now + self._reserve_timeout_s, grant))
         return grant
 
-    def _make_room(self) -> bool:
-        """See to it that a slot is free, by dropping the least recently used leaf that nobody reads."""
-        while not self._free and self._evictable:
-            last_used, index = heapq.heappop(self._evictable)
-            slot = self._slots[index]
-            slot.is_queued = False
-            if not self._is_evictable(slot):
-                continue  # comes back when it is evictable again
-            if slot.last_used != last_used:
-                self._queue_if_evictable(index)
-                continue
-            self._hide(index)
-            self._set_free(index)
-            self.counters["evictions"] += 1
+    def _make_room(self, wanted: int, now: float) -> bool:
+        """See to it that a slot is free, by dropping what is clean, else what the policy gives up."""
+        while not self._free:
+            if (index := self._next_clean()) is not None:
+                self._evict(index, now)
+            elif self._num_saving >= wanted or not self._give_up_one(now):
+                break
         return bool(self._free)
+
+    def _next_clean(self) -> int | None:
+        """A block that may go, and that no block which is still being saved builds on."""
+        leaf = next((index for index in self._clean if not self._children[self._slots[index].name.key]), None)
+        return leaf if leaf is not None or self._num_saving else next(iter(self._clean), None)
+
+    def _give_up_one(self, now: float) -> bool:
+        """Let the policy choose a block, and make it clean or have it saved. False when there is none to choose."""
+        key = self._policy.victim(now)
+        while key is None and self._soft:
+            self.unpin([next(iter(self._soft))])
+            key = self._policy.victim(now)
+        if key is None:
+            return False
+        assert isinstance(key, bytes)
+        index = self._sealed[BlockKey(key)]
+        slot = self._slots[index]
+        slot.is_leaving = True
+        if not self._must_save(slot.name):
+            slot.is_clean = True
+            self._clean[index] = None
+            return True
+        self._hold(index)
+        self._num_saving += 1
+        self._leaving.append(self._describe(index))
+        return True
+
+    def _evict(self, index: int, now: float) -> None:
+        self._hide(index, now)
+        if self._slots[index].leases == 0:  # else someone is just saving it
+            self._set_free(index)
+        self.counters["evictions"] += 1
+
+    def _fit_tenant(self, tenant: str, nbytes: int, now: float) -> bool:
+        """Drop what this tenant has not used for longest until so many more bytes fit its quota."""
+        if not self._tenant_bytes:
+            return True
+        for key in list(self._by_tenant.get(tenant, ())):
+            if self._usage[tenant] + nbytes <= self._tenant_bytes:
+                break
+            index = self._sealed[key]
+            if self._slots[index].leases == 0 and not self._children[key] and key not in self._pins:
+                self._evict(index, now)
+        return self._usage[tenant] + nbytes <= self._tenant_bytes
 
     def _forget_reserved(self, slot: _Slot) -> None:
         """The block is not being written any more; another writer may start on it."""
         del self._reserved[slot.name.key]
-        self._leave_parent(slot)
+        self._leave(slot)
+        if slot.parent:
+            self._policy.unpin(slot.parent)
 
-    def _hide(self, index: int) -> None:
-        """The block is not readable any more."""
+    def _hide(self, index: int, now: float) -> None:
+        """The block is not readable here any more."""
         slot = self._slots[index]
-        del self._sealed[slot.name.key]
-        slot.is_hidden = True
-        self._events.append(BlockEvent(False, slot.name.key, slot.name.parent))
-        self._leave_parent(slot)
+        key = slot.name.key
+        del self._sealed[key]
+        self.unpin([key])
+        self._policy.remove(key, now)
+        self._clean.pop(index, None)
+        slot.is_hidden, slot.is_clean = True, False
+        del self._by_tenant[slot.tenant][key]
+        if not self._by_tenant[slot.tenant]:
+            del self._by_tenant[slot.tenant]
+        stays = self._is_elsewhere(slot.name)
+        self._events.append(BlockEvent(stays, key, slot.name.parent, Tier.SSD if stays else Tier.DRAM))
+        self._leave(slot)
 
-    def _join_parent(self, parent: bytes) -> Grant | None:
-        index = self._sealed.get(BlockKey(parent), self._reserved.get(BlockKey(parent)))
-        if index is None:
-            return None
-        self._slots[index].children += 1
-        return Grant(index, self._slots[index].epoch)
-
-    def _leave_parent(self, slot: _Slot) -> None:
-        link, slot.parent = slot.parent, None
-        if link is None or self._slots[link.slot].epoch != link.epoch:
-            return
-        self._slots[link.slot].children -= 1
-        self._queue_if_evictable(link.slot)
+    def _leave(self, slot: _Slot) -> None:
+        self._usage[slot.tenant] -= slot.length
+        if not self._usage[slot.tenant]:
+            del self._usage[slot.tenant]
+        if slot.parent:
+            self._children[slot.parent] -= 1
+            if not self._children[slot.parent]:
+                del self._children[slot.parent]
 
     @contextlib.contextmanager
-    def _pinned(self, keys: Iterable[bytes]) -> Iterator[None]:
+    def _pinned(self, keys: Iterable[bytes], now: float) -> Iterator[None]:
         """A chain's own beginning is not evicted to make room for its end."""
-        found = {slot for key in keys if (slot := self._sealed.get(BlockKey(key))) is not None}
-        for index in found:
-            self._slots[index].children += 1
+        parents = {key for key in keys if key}
+        for key in parents:
+            if (index := self._sealed.get(BlockKey(key))) is not None:
+                self._rescue(index, now)
+            self._policy.pin(key)
         try:
             yield
         finally:
-            for index in found:
-                self._slots[index].children -= 1
-                self._queue_if_evictable(index)
+            for key in parents:
+                self._policy.unpin(key)
 
     def _let_go(self, index: int) -> None:
         """The writer has no more to do with this slot."""
@@ -428,8 +644,8 @@ class StoreIndex:
     def _set_free(self, index: int) -> None:
         slot = self._slots[index]
         self._move(slot, SlotState.FREE)
-        slot.name, slot.epoch, slot.writer = _NO_NAME, 0, ""
-        slot.checksums, slot.leases, slot.children, slot.is_hidden = None, 0, 0, False
+        slot.name, slot.epoch, slot.writer, slot.tenant = _NO_NAME, 0, "", ""
+        slot.checksums, slot.leases, slot.is_hidden, slot.is_leaving, slot.is_clean = None, 0, False, False, False
         self._free.append(index)
 
     def _move(self, slot: _Slot, state: SlotState) -> None:
@@ -438,27 +654,62 @@ class StoreIndex:
         self._num[state] += 1
         slot.state = state
 
-    def _touch(self, index: int) -> None:
-        self._slots[index].last_used = next(self._ticks)
-
-    def _is_evictable(self, slot: _Slot) -> bool:
-        return slot.state is SlotState.SEALED and slot.leases == 0 and not slot.is_hidden and slot.children == 0
-
-    def _queue_if_evictable(self, index: int) -> None:
+    def _touch(self, index: int, now: float) -> None:
         slot = self._slots[index]
-        if not slot.is_queued and self._is_evictable(slot):
-            slot.is_queued = True
-            heapq.heappush(self._evictable, (slot.last_used, index))
+        if slot.is_leaving:
+            self._rescue(index, now)
+        else:
+            self._policy.hit(slot.name.key, now)
+        self._by_tenant[slot.tenant].move_to_end(slot.name.key)
+
+    def _rescue(self, index: int, now: float) -> None:
+        """A block that was about to go is wanted after all."""
+        slot = self._slots[index]
+        if slot.is_leaving:
+            slot.is_leaving = slot.is_clean = False
+            self._clean.pop(index, None)
+            self._enter_policy(slot, now)
+
+    def _enter_policy(self, slot: _Slot, now: float) -> None:
+        self._policy.insert(Block(slot.name.key, slot.parent or None, slot.position), now)
+
+    def _link(self, parent: bytes) -> tuple[bytes, int]:
+        """The parent, if it is here, and the position of a block that comes after it."""
+        index = self._sealed.get(BlockKey(parent), self._reserved.get(BlockKey(parent)))
+        return (b"", 0) if index is None else (parent, self._slots[index].position + 1)
+
+    def _hold(self, index: int) -> None:
+        self._slots[index].leases += 1
+        self._policy.pin(self._slots[index].name.key)
+
+    def _let_read(self, grant: Grant, key: BlockKey) -> None:
+        """Undo ``_hold``."""
+        self._policy.unpin(key)
+        slot = self._slots[grant.slot]
+        if slot.epoch != grant.epoch or slot.state is not SlotState.SEALED:
+            return  # dropped as corrupt meanwhile, and perhaps used again
+        slot.leases -= 1
+        if slot.leases == 0 and slot.is_hidden:
+            self._set_free(grant.slot)
+
+    def _describe(self, index: int) -> Leaving:
+        slot = self._slots[index]
+        assert slot.checksums is not None
+        return Leaving(Grant(index, slot.epoch), slot.name, slot.tenant, slot.length, slot.checksums)
 
     def _leased(self, index: int) -> LeasedBlock:
         slot = self._slots[index]
         assert slot.checksums is not None
         return LeasedBlock(index, slot.length, slot.checksums)
 
-    def _expire_leases(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
+        """End leases and pins that ran out."""
         while self._leases:
             lease_id, lease = next(iter(self._leases.items()))
             if lease.expires_s > now:
-                return
+                break
             self.counters["expired_leases"] += 1
             self.release(lease_id)
+        if self._pins and now >= self._next_pin_check:
+            self._next_pin_check = now + PIN_CHECK_S
+            self.unpin([key for key, pin in self._pins.items() if pin.expires_s <= now])

@@ -7,10 +7,14 @@ import contextlib
 import logging
 import os
 import threading
+from pathlib import Path
 
+from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
-from kvstore.store import Store
+from kvstore.ssd_record import PAGE, padded
+from kvstore.ssd_tier import SsdTier
+from kvstore.store import Store, TierRules
 from kvstore.transfer.server import SegmentServer
 from mooncake.config import Config
 from mooncake.errors import ConfigError
@@ -24,6 +28,7 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
+MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
 
 class StoreNode:
@@ -64,6 +69,8 @@ class StoreNode:
 
     async def _start(self) -> None:
         config, cleanup = self.config, self._cleanup
+        if config.store.ssd_path and self._block_bytes >= MIN_PADDED_BYTES:
+            self._block_bytes = padded(self._block_bytes)  # the disk then reads and writes slots in place
         num_blocks = int(config.store.dram_gb * 1e9) // self._block_bytes
         if num_blocks < 1:
             raise ConfigError(
@@ -83,8 +90,17 @@ class StoreNode:
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
         self._store = Store(
-            self._segment, self._segment_server, events, config.store.lease_s, config.store.reserve_timeout_s
+            self._segment,
+            self._segment_server,
+            events,
+            config.store.lease_s,
+            config.store.reserve_timeout_s,
+            policy=self._policy(num_blocks),
+            ssd=await self._open_ssd(),
+            rules=TierRules(config.store.write_through_sights, config.store.demote_sights),
+            tenant_bytes=int(config.store.tenant_dram_gb * 1e9),
         )
+        cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
         address = self._segment_server.address
         server = RpcServer()
@@ -114,6 +130,24 @@ class StoreNode:
 
     async def stop(self) -> None:
         await self._cleanup.aclose()
+
+    def _policy(self, capacity_blocks: int) -> EvictionPolicy:
+        name = self.config.store.eviction
+        if name not in POLICIES:
+            raise ConfigError(f"store.eviction = {name!r}: known are {', '.join(POLICIES)}")
+        return make_policy(name, capacity_blocks)
+
+    async def _open_ssd(self) -> SsdTier | None:
+        config = self.config.store
+        if not config.ssd_path:
+            return None
+        capacity = int(config.ssd_gb * 1e9)
+        return await SsdTier.open(
+            Path(config.ssd_path),
+            capacity,
+            self._policy(max(1, capacity // self._block_bytes)),
+            tenant_bytes=int(config.tenant_ssd_gb * 1e9),
+        )
 
     def _populate_in_background(self) -> None:
         stop = threading.Event()

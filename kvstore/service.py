@@ -18,6 +18,9 @@ from mooncake.types import BlockKey, SegmentAddress
 MAX_BLOCKS = 65536  # in one message
 MAX_KEY_BYTES = 256
 MAX_WRITER_ID_BYTES = 300
+MAX_TENANT_BYTES = 128
+MAX_WAIT_S = 30.0  # for room
+MAX_PIN_S = 30 * 86400.0
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -31,16 +34,24 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         _check_count(len(request.blocks))
-        if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES:
+        if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES or request.writer_id[0] == "\0":
             raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
+        if len(request.tenant) > MAX_TENANT_BYTES:
+            raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes", "tenant")
         names = [BlockName(_key(block.key), _parent(block.parent)) for block in request.blocks]
-        offers = self._store.reserve(names, request.writer_id, request.length, request.ranges)
+        wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
+        offers = await self._store.reserve(
+            names, request.writer_id, request.length, request.ranges, request.tenant, wait_s
+        )
         return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:  # noqa: N802
         _check_count(len(request.blocks))
         sealings = [Sealing(_grant(block.slot), checksums_from_wire(block.checksums)) for block in request.blocks]
-        return pb.SealResponse(sealed=await self._store.seal(sealings))
+        sealed = await self._store.seal(sealings, request.durable)
+        return pb.SealResponse(
+            sealed=[block.is_sealed for block in sealed], durable=[block.is_durable for block in sealed]
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         _check_count(len(request.slots))
@@ -48,7 +59,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return pb.AbortResponse()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802
-        lease = self._store.acquire(_keys(request.keys))
+        lease = await self._store.acquire(_keys(request.keys), request.recompute_ms)
         blocks = [
             pb.LeasedBlock(slot=block.slot, length=block.length, checksums=checksums_to_wire(block.checksums))
             for block in lease.blocks
@@ -66,10 +77,19 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return pb.ExistsResponse(stored=self._store.exists(_keys(request.keys)))
 
     async def Remove(self, request: pb.RemoveRequest, context: Context) -> pb.RemoveResponse:  # noqa: N802
-        return pb.RemoveResponse(removed=self._store.remove(_keys(request.keys)))
+        return pb.RemoveResponse(removed=await self._store.remove(_keys(request.keys)))
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
+        keys = _keys(request.keys)
+        if request.level == pb.PinRequest.NONE:
+            return pb.PinResponse(pinned=self._store.unpin(keys))
+        if not 0 < request.ttl_s <= MAX_PIN_S:
+            raise InvalidRequest(f"a pin lasts more than 0 and at most {MAX_PIN_S:g} seconds", "ttl_s")
+        is_hard = request.level == pb.PinRequest.HARD
+        return pb.PinResponse(pinned=await self._store.pin(keys, is_hard, request.ttl_s))
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: N802
-        counts = self._store.counts
+        counts, ssd = self._store.counts, self._store.ssd
         return pb.StatsResponse(
             blocks_total=counts.free + counts.reserved + counts.sealed + counts.quarantined,
             blocks_free=counts.free,
@@ -78,6 +98,11 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             blocks_quarantined=counts.quarantined,
             leases=counts.leases,
             counters=self._store.counters,
+            ssd_blocks=len(ssd.index) if ssd else 0,
+            ssd_bytes=ssd.index.live_bytes if ssd else 0,
+            ssd_capacity_bytes=ssd.index.capacity_bytes if ssd else 0,
+            pins=self._store.num_pinned,
+            tenant_bytes=self._store.tenant_bytes,
         )
 
 

@@ -53,7 +53,7 @@ class SsdIndex:
         self.max_segments = max(MIN_SEGMENTS, capacity_bytes // segment_bytes)
         self.live_bytes = 0
         self._policy = policy
-        self._is_built_on = is_built_on
+        self.is_built_on = is_built_on
         self._tenant_bytes = tenant_bytes  # most of one tenant; 0: no bound
         self._blocks: dict[BlockKey, SsdBlock] = {}
         self._by_tenant: dict[str, OrderedDict[BlockKey, None]] = {}  # least recently used first
@@ -143,22 +143,28 @@ class SsdIndex:
 
     def make_room(self, nbytes: int, now: float) -> bool:
         """Evict until so many more bytes may live. False when everything else is pinned or built upon."""
-        limit = int(self.max_segments * self.segment_bytes * MAX_LIVE_SHARE)
+        limit = int(self.capacity_bytes * MAX_LIVE_SHARE)
         held: list[BlockKey] = []
         while self.live_bytes + nbytes > limit:
-            key = self._policy.victim(now)
+            key = self._policy.victim(now) or self._knotted(now)
             if key is None:
                 break
             assert isinstance(key, bytes)
-            block = self._blocks[BlockKey(key)]
-            if self._is_built_on(block.header.key):
-                held.append(block.header.key)
+            if self.is_built_on(BlockKey(key)):
+                held.append(BlockKey(key))
                 continue
-            self._forget(block)
+            self._forget(self._blocks[BlockKey(key)])
             self.counters["ssd_evictions"] += 1
         for key in held:
             self._policy.insert(_policy_block(self._blocks[key].header), now)
         return self.live_bytes + nbytes <= limit
+
+    def _knotted(self, now: float) -> BlockKey | None:
+        """Blocks that claim each other as parents would wait for each other for ever: let one of them go."""
+        key = next((key for key in self._blocks if key in self._policy), None)
+        if key is not None:
+            self._policy.remove(key, now)
+        return key
 
     def fit_tenant(self, tenant: str, nbytes: int, now: float) -> bool:
         """Evict what this tenant has not used for longest until so many more bytes fit its quota."""
@@ -167,7 +173,7 @@ class SsdIndex:
         for key in list(self._by_tenant.get(tenant, ())):
             if self._usage[tenant] + nbytes <= self._tenant_bytes:
                 break
-            if not self._is_built_on(key):
+            if not self.is_built_on(key):
                 self._remove(self._blocks[key], now)
                 self.counters["ssd_evictions"] += 1
         return self._usage[tenant] + nbytes <= self._tenant_bytes
@@ -239,8 +245,8 @@ class SsdIndex:
         return self._segments[number].live
 
     @property
-    def used_bytes(self) -> int:
-        return len(self._segments) * self.segment_bytes
+    def capacity_bytes(self) -> int:
+        return self.max_segments * self.segment_bytes
 
     def check(self) -> None:
         """Raises AssertionError when the accounts do not add up."""

@@ -1,25 +1,33 @@
-"""One store: the index of blocks, the grants on the segment's slots and the events, kept in step.
+"""One store: the index of blocks in DRAM, the SSD under it, the grants on the segment's slots and the events, in step.
 
-Everything here happens on one event loop, except the checksums of large seals, which a thread computes. It must not
-know about gRPC, sockets or nodes.
+Everything here happens on one event loop, except what takes long: checksums of large seals and the disk, which threads
+do. It must not know about gRPC, sockets or nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.checksum import Checksums, first_mismatch
-from kvstore.index import BlockName, Counts, Grant, Lease, Offer, Reserved, StoreIndex
+from kvstore.eviction import EvictionPolicy
+from kvstore.index import BlockName, Counts, Grant, Lease, Leaving, Offer, Reserved, StoreIndex
 from kvstore.segment import Segment
+from kvstore.sights import Sights
+from kvstore.ssd_record import PAGE, BlockHeader, padded
+from kvstore.ssd_tier import SsdTier
 from kvstore.transfer.server import SegmentServer
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, KVLoadFailed, OutOfBlocks
 from mooncake.events import EventLog
-from mooncake.types import BlockKey
+from mooncake.types import BlockEvent, BlockKey, Tier
 
 _INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woken
+AHEAD_SHARE = 1 / 16  # of the slots that are kept free or saved already, so that a put finds room at once
+MIN_AHEAD = 4
+PROMOTER = "\0ssd"  # the writer of blocks that come back from the SSD
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +38,100 @@ class Sealing:
     checksums: Checksums
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What became of it. ``is_durable`` only where that was asked for."""
+
+    is_sealed: bool
+    is_durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """What goes to the SSD: a block that is seen for the ``write_through_sights``-th time, at once; and one that has to
+    leave DRAM, when it was seen ``demote_sights`` times by then. 0 is never."""
+
+    write_through_sights: int = 2
+    demote_sights: int = 1
+
+
 class Store:
     """What the service offers, without the wire. Errors are those of the index."""
 
     def __init__(
-        self, segment: Segment, server: SegmentServer, events: EventLog, lease_s: float, reserve_timeout_s: float
+        self,
+        segment: Segment,
+        server: SegmentServer,
+        events: EventLog,
+        lease_s: float,
+        reserve_timeout_s: float,
+        *,
+        policy: EvictionPolicy | None = None,
+        ssd: SsdTier | None = None,
+        rules: TierRules = TierRules(),
+        tenant_bytes: int = 0,
     ) -> None:
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
         self._server = server
         self._events = events
-        first_id = segment.incarnation >> 1  # 62 random bits: room to count, and nobody else's range
-        self._index = StoreIndex(segment.num_blocks, lease_s, reserve_timeout_s, first_id)
+        self._ssd = ssd
+        self._rules = rules
+        self._sights = Sights(max(65536, 4 * segment.num_blocks))
+        self._ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE)) if ssd else 0
+        self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
+        self._work: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()  # set whenever a slot may have come free
+        self._index = StoreIndex(
+            segment.num_blocks,
+            lease_s,
+            reserve_timeout_s,
+            first_id=segment.incarnation >> 1,  # 62 random bits: room to count, and nobody else's range
+            policy=policy,
+            tenant_bytes=tenant_bytes,
+            must_save=self._must_save,
+            is_elsewhere=self._is_on_ssd,
+        )
+        if ssd is not None:
+            ssd.index.is_built_on = self._index.is_built_on
+            events.append(BlockEvent(True, h.key, h.parent, Tier.SSD) for h in ssd.headers())
 
-    def reserve(self, names: Sequence[BlockName], writer: str, length: int, ranges: int) -> list[Offer]:
-        """Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
+    # Writing
+
+    async def reserve(
+        self, names: Sequence[BlockName], writer: str, length: int, ranges: int, tenant: str = "", wait_s: float = 0.0
+    ) -> list[Offer]:
+        """As the index does, and blocks on the SSD are stored too. While blocks are being saved, waits up to ``wait_s``
+        for their room. Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
         if not 1 <= length <= self.block_bytes:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
             raise InvalidRequest(f"{length} bytes do not divide into {ranges} equal ranges", "ranges")
+        for name in names:
+            self._saw(name.key)
+        deadline = time.monotonic() + wait_s
+        offers = [Offer(is_stored=self._is_on_ssd(name)) for name in names]
         try:
-            offers = self._index.reserve(names, writer, length, ranges, time.monotonic())
-        finally:
-            self._publish()
-        for offer in offers:
-            if offer.grant is not None:
-                self._server.grant([offer.grant.slot], offer.grant.epoch)
-        return offers
+            while True:
+                self._room.clear()
+                full = self._fill(offers, names, writer, length, ranges, tenant)
+                is_short = any(
+                    not (offer.grant or offer.is_stored or self._index.is_reserved(name.key))
+                    for offer, name in zip(offers, names, strict=True)
+                )
+                if is_short and await self._wait_for_room(deadline):
+                    continue
+                if full is not None and not any(offer.grant for offer in offers):
+                    raise full
+                return offers
+        except BaseException:  # the writer will never hear of these
+            self.abort(offer.grant for offer in offers if offer.grant)
+            raise
 
-    async def seal(self, sealings: Sequence[Sealing]) -> list[bool]:
-        """Close the slots to their writers, check what is in them, and make readable what is right."""
+    async def seal(self, sealings: Sequence[Sealing], durable: bool = False) -> list[Sealed]:
+        """Close the slots to their writers, check what is in them, and make readable what is right. With ``durable``,
+        return once it is on the SSD too, or cannot be."""
         jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
         self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
         total = sum(reserved.length for _, reserved in jobs if reserved)
@@ -69,43 +140,112 @@ class Store:
         else:
             verdicts = await asyncio.to_thread(self._verify, jobs)
         sealed = [self._finish(sealing, verdict) for sealing, verdict in zip(sealings, verdicts, strict=True)]
+        saves = [self._write_through(name, durable) if name else None for name in sealed]
+        self._prepare()
         self._publish()
-        return sealed
+        if not durable:
+            return [Sealed(name is not None) for name in sealed]
+        safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
+        return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
     def abort(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
             if self._index.abort(grant):
                 self._server.revoke([grant.slot])
+        self._room.set()
 
-    def acquire(self, keys: Sequence[BlockKey]) -> Lease:
-        return self._index.acquire(keys, time.monotonic())
+    # Reading
+
+    async def acquire(self, keys: Sequence[BlockKey], recompute_ms: float = 0.0) -> Lease:
+        """Lease the leading run of ``keys`` that is stored. Blocks that are on the SSD alone are loaded first, as far
+        as reading them takes less time than computing them does (``recompute_ms`` each; 0: it cannot be done)."""
+        for key in keys:
+            if self._saw(key) and (save := self._write_through(BlockName(key), False)) is not None:
+                self._keep(save)
+        if self._ssd is None:
+            return self._index.acquire(keys, time.monotonic())
+        self._ssd.touch(reversed(keys))
+        with contextlib.ExitStack() as held:
+            for key in self._worth_loading(keys, recompute_ms):
+                if not await self._have(key):
+                    break
+                if (leaving := self._index.hold(key)) is not None:  # so that the next ones do not push it out
+                    held.callback(self._index.saved, leaving)
+            lease = self._index.acquire(keys, time.monotonic())
+        self._prepare()
+        self._publish()
+        return lease
 
     def release(self, lease_ids: Iterable[int], corrupt_keys: Iterable[BlockKey] = ()) -> None:
-        self._index.drop_corrupt(corrupt_keys)
+        corrupt = list(corrupt_keys)
+        if corrupt:
+            self._drop_everywhere(corrupt)
+            self._index.drop_corrupt(corrupt, time.monotonic())
         for lease_id in lease_ids:
             self._index.release(lease_id)
+        self._room.set()
         self._publish()
 
-    def exists(self, keys: Iterable[BlockKey]) -> list[bool]:
-        return self._index.exists(keys)
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each can be read from DRAM or the SSD. Touches nothing."""
+        stored = self._index.exists(keys)
+        if self._ssd is None:
+            return stored
+        return [here or key in self._ssd for here, key in zip(stored, keys, strict=True)]
 
-    def remove(self, keys: Iterable[BlockKey]) -> int:
-        removed = self._index.remove(keys, time.monotonic())
+    # Dropping and keeping
+
+    async def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Make blocks unreadable, also after a restart. Returns how many there were."""
+        count = sum(self.exists(list(dict.fromkeys(keys))))
+        dropped = self._drop_everywhere(keys)
+        self._index.remove(keys, time.monotonic())
+        self._room.set()
         self._publish()
-        return removed
+        if self._ssd is not None and dropped:
+            await self._ssd.committed()
+        return count
+
+    async def pin(self, keys: Sequence[BlockKey], is_hard: bool, ttl_s: float) -> int:
+        """Keep blocks in DRAM, from the SSD too. Returns how many of them are kept. Raises OutOfBlocks."""
+        lease = await self.acquire(keys)
+        try:
+            now = time.monotonic()
+            return self._index.pin(keys, is_hard, now + ttl_s, now)
+        finally:
+            self.release([lease.lease_id])
+
+    def unpin(self, keys: Iterable[BlockKey]) -> int:
+        return self._index.unpin(keys)
 
     def sweep(self) -> None:
         """End what has run out of time. A late writer that maps the segment may still be copying: its slots wait in
         quarantine for it to say that it is done, or to be gone."""
         for reserved in self._index.sweep(time.monotonic()):
             self._server.revoke([reserved.grant.slot])
-            if not self._server.maps_memory(reserved.writer):
+            if reserved.writer != PROMOTER and not self._server.maps_memory(reserved.writer):
                 self._index.abort(reserved.grant)
+        self._room.set()
+        self._prepare()
         self._publish()
 
     def writer_gone(self, writer: str) -> None:
         """Its last connection ended: it writes no more."""
         self._server.revoke(grant.slot for grant in self._index.writer_gone(writer))
+        self._room.set()
+
+    async def close(self) -> None:
+        """Save what is only in DRAM and would have been saved when it left, then let go of the SSD."""
+        if self._ssd is None:
+            return
+        if self._rules.demote_sights:
+            for key in self._index.stored_keys():
+                if self._must_save(BlockName(key)) and (save := self._save_copy(key)) is not None:
+                    self._keep(save)
+        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._ssd.close()
+
+    # Accounts
 
     @property
     def counts(self) -> Counts:
@@ -113,11 +253,58 @@ class Store:
 
     @property
     def counters(self) -> dict[str, int]:
-        return dict(self._index.counters)
+        mine = self._index.counters
+        return dict(mine + self._ssd.counters) if self._ssd else dict(mine)
+
+    @property
+    def ssd(self) -> SsdTier | None:
+        return self._ssd
+
+    @property
+    def num_pinned(self) -> int:
+        return self._index.num_pinned
+
+    @property
+    def tenant_bytes(self) -> dict[str, int]:
+        return self._index.usage
 
     def check(self) -> None:
         """Raises AssertionError when the accounts do not add up."""
         self._index.check()
+        if self._ssd is not None:
+            self._ssd.index.check()
+
+    # Sealing
+
+    def _fill(
+        self, offers: list[Offer], names: Sequence[BlockName], writer: str, length: int, ranges: int, tenant: str
+    ) -> OutOfBlocks | None:
+        """Ask the index for the offers that say nothing yet. Returns why there was no room for any of them."""
+        waiting = [index for index, offer in enumerate(offers) if not (offer.grant or offer.is_stored)]
+        asked = [names[index] for index in waiting]
+        try:
+            answers = self._index.reserve(asked, writer, length, ranges, time.monotonic(), tenant)
+        except OutOfBlocks as error:
+            return error
+        finally:
+            self._save_leaving()
+            self._publish()
+        for index, offer in zip(waiting, answers, strict=True):
+            offers[index] = offer
+            if offer.grant is not None:
+                self._server.grant([offer.grant.slot], offer.grant.epoch)
+        return None
+
+    async def _wait_for_room(self, deadline: float) -> bool:
+        """Whether it is worth asking again: something that was being saved has left."""
+        left = deadline - time.monotonic()
+        if left <= 0 or not self._index.num_saving:
+            return False
+        try:
+            await asyncio.wait_for(self._room.wait(), left)
+        except TimeoutError:
+            return False
+        return True
 
     def _verify(self, jobs: Sequence[tuple[Sealing, Reserved | None]]) -> list[bool]:
         """Whether each slot holds what its writer says. A reservation that is over is wrong."""
@@ -129,12 +316,162 @@ class Store:
         data = self._segment.range(reserved.grant.slot, 0, reserved.length)
         return first_mismatch(data, sealing.checksums) is None
 
-    def _finish(self, sealing: Sealing, is_right: bool) -> bool:
+    def _finish(self, sealing: Sealing, is_right: bool) -> BlockName | None:
+        """The block, when it has been sealed."""
+        name = self._index.reserved_name(sealing.grant)
         if is_right:
-            return self._index.seal(sealing.grant, sealing.checksums)
+            return name if self._index.seal(sealing.grant, sealing.checksums, time.monotonic()) else None
         if self._index.abort(sealing.grant):
             self._index.counters["checksum_mismatches"] += 1
-        return False
+        return None
+
+    # To the SSD
+
+    def _saw(self, key: BlockKey) -> bool:
+        """Count a sight; whether that makes it worth a copy on the SSD."""
+        return self._sights.see(key) == self._rules.write_through_sights
+
+    def _must_save(self, name: BlockName) -> bool:
+        ssd = self._ssd
+        return (
+            ssd is not None
+            and name.key not in ssd
+            and ssd.is_writable
+            and 0 < self._rules.demote_sights <= self._sights.count(name.key)
+        )
+
+    def _is_on_ssd(self, name: BlockName) -> bool:
+        return self._ssd is not None and name.key in self._ssd
+
+    def _write_through(self, name: BlockName, durable: bool) -> asyncio.Task[bool] | None:
+        """Start copying a block to the SSD when it is asked for, or has been seen often enough."""
+        if self._ssd is None:
+            return None
+        is_due = self._sights.count(name.key) >= self._rules.write_through_sights > 0 and name.key not in self._ssd
+        return self._save_copy(name.key) if durable or is_due else None
+
+    def _save_copy(self, key: BlockKey) -> asyncio.Task[bool] | None:
+        leaving = self._index.hold(key)
+        return None if leaving is None else self._start_saving(leaving)
+
+    def _save_leaving(self) -> None:
+        for leaving in self._index.take_leaving():
+            self._keep(self._start_saving(leaving))
+
+    def _start_saving(self, leaving: Leaving) -> asyncio.Task[bool]:
+        """The index holds the slot meanwhile."""
+        return asyncio.get_running_loop().create_task(self._save(leaving))
+
+    async def _save(self, leaving: Leaving) -> bool:
+        assert self._ssd is not None
+        header = BlockHeader(leaving.name.key, leaving.name.parent, leaving.tenant, leaving.length, leaving.checksums)
+        is_saved = False
+        try:
+            is_saved = await self._ssd.save(header, self._pages(leaving.grant.slot, leaving.length))
+        finally:
+            self._index.saved(leaving)
+            self._room.set()
+            self._publish()
+        return is_saved
+
+    def _keep(self, task: asyncio.Task[bool]) -> None:
+        async def run() -> None:
+            await task
+
+        keeper = asyncio.get_running_loop().create_task(run())
+        self._work.add(keeper)
+        keeper.add_done_callback(self._work.discard)
+
+    def _pages(self, slot: int, length: int) -> memoryview:
+        """A block's bytes, up to a whole page where the slot has it: the disk can then take or fill them in place."""
+        room = padded(length)
+        return self._segment.range(slot, 0, room if self.block_bytes % PAGE == 0 else length)
+
+    def _prepare(self) -> None:
+        """Save ahead what will have to go next."""
+        if self._ahead and self._ssd is not None and self._ssd.is_writable:
+            self._index.prepare(self._ahead, time.monotonic())
+            self._save_leaving()
+
+    # From the SSD
+
+    def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float) -> list[BlockKey]:
+        """The leading run that is stored, as far as what has to be loaded is worth it."""
+        assert self._ssd is not None
+        run: list[BlockKey] = []
+        waiting = 0
+        for key, is_here in zip(keys, self._index.exists(keys), strict=True):
+            if not is_here:
+                header = self._ssd.get(key)
+                if header is None:
+                    break
+                waiting += header.length
+                if recompute_ms and self._ssd.load_s(waiting) * 1e3 > recompute_ms * (len(run) + 1):
+                    self._index.counters["promotions_not_worth_it"] += 1
+                    break
+            run.append(key)
+        return run if waiting else []
+
+    async def _have(self, key: BlockKey) -> bool:
+        """Whether the block is in DRAM, after loading it if need be."""
+        if self._index.exists([key])[0]:
+            return True
+        waiting = self._promotions.get(key)
+        if waiting is None:
+            waiting = asyncio.ensure_future(self._promote(key))
+            self._promotions[key] = waiting
+            waiting.add_done_callback(lambda _: self._promotions.pop(key, None))
+        return await asyncio.shield(waiting)
+
+    async def _promote(self, key: BlockKey) -> bool:
+        """Load a block from the SSD into a slot. False when it cannot be had; it may have been lost then."""
+        assert self._ssd is not None
+        header = self._ssd.get(key)
+        if header is None or header.length > self.block_bytes:
+            return False
+        name = BlockName(key, header.parent)
+        deadline = time.monotonic() + self.lease_s
+        grant: Grant | None = None
+        while grant is None:
+            self._room.clear()
+            try:
+                [offer] = self._index.reserve(
+                    [name], PROMOTER, header.length, len(header.checksums), time.monotonic(), header.tenant
+                )
+                if offer.grant is None:
+                    return offer.is_stored
+                grant = offer.grant
+            except OutOfBlocks:
+                self._save_leaving()
+                if not await self._wait_for_room(deadline):
+                    return False
+        self._save_leaving()
+        try:
+            await self._ssd.load(key, self._pages(grant.slot, header.length))
+        except KVLoadFailed:
+            self._index.abort(grant)
+            self._publish()
+            return False
+        except BaseException:
+            self._index.abort(grant)
+            raise
+        if not self._index.seal(grant, header.checksums, time.monotonic()):
+            self._index.abort(grant)  # the disk took so long that the reservation ran out
+            return False
+        self._index.counters["promotions"] += 1
+        return True
+
+    def _drop_everywhere(self, keys: Iterable[BlockKey]) -> int:
+        return self._ssd.drop(keys) if self._ssd is not None else 0
 
     def _publish(self) -> None:
+        """Tell what changed. A block that the SSD lost is still here when DRAM has it."""
+        if self._ssd is not None:
+            for header in self._ssd.take_left():
+                if not self._index.exists([header.key])[0]:
+                    self._events.append([BlockEvent(False, header.key, header.parent)])
         self._events.append(self._index.take_events())
+
+
+async def _nothing() -> bool:
+    return False

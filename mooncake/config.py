@@ -44,6 +44,13 @@ class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dram_gb: float = 1.0
     lease_s: float = 10.0  # a read lease
     reserve_timeout_s: float = 30.0  # a reservation that is neither sealed nor aborted by then is taken back
+    eviction: str = "lru"  # a policy of kvstore.eviction, for DRAM and SSD
+    ssd_path: str = ""  # a directory for the SSD tier; "": none
+    ssd_gb: float = 16.0
+    write_through_sights: int = 2  # a block seen so often is copied to the SSD at once; 0: never
+    demote_sights: int = 1  # a block that leaves DRAM goes to the SSD when it was seen so often; 0: never
+    tenant_dram_gb: float = 0.0  # most that one tenant may have in DRAM; 0: no bound
+    tenant_ssd_gb: float = 0.0  # … and on the SSD
 
 
 class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,6 +179,7 @@ _POSITIVE = (
     "conductor.request_timeout_s",
     "store.dram_gb",
     "store.lease_s",
+    "store.ssd_gb",
     "store.reserve_timeout_s",
     "prefill.kv_gb",
     "decode.kv_gb",
@@ -185,6 +193,10 @@ _NOT_NEGATIVE = (
     "decode.chunk_tokens",
     "decode.threads",
     "transfer.max_mb_per_s",
+    "store.write_through_sights",
+    "store.demote_sights",
+    "store.tenant_dram_gb",
+    "store.tenant_ssd_gb",
 )
 _AT_LEAST_ONE = (
     "conductor.max_requests",

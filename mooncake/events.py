@@ -15,7 +15,7 @@ from typing import Any
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc import common_pb2_grpc
 from mooncake.rpc.convert import event_to_wire
-from mooncake.types import BlockEvent, BlockKey
+from mooncake.types import BlockEvent, BlockKey, Tier
 
 EVENTS_PER_MESSAGE = 4096
 
@@ -27,14 +27,14 @@ class EventLog:
         self.incarnation = incarnation
         self.next_sequence = 0
         self._kept: deque[BlockEvent] = deque(maxlen=keep)
-        self._stored: dict[BlockKey, bytes] = {}  # key -> parent: what a snapshot holds, in order of storing
+        self._stored: dict[BlockKey, tuple[bytes, Tier]] = {}  # parent: what a snapshot holds, in order of storing
         self._changed = asyncio.Event()
 
     def append(self, events: Iterable[BlockEvent]) -> None:
         before = self.next_sequence
         for event in events:
             if event.stored:
-                self._stored[event.key] = event.parent
+                self._stored[event.key] = event.parent, event.tier
             else:
                 self._stored.pop(event.key, None)
             self._kept.append(event)
@@ -51,7 +51,7 @@ class EventLog:
         return list(islice(self._kept, len(self._kept) - behind, None))
 
     def snapshot(self) -> list[BlockEvent]:
-        return [BlockEvent(True, key, parent) for key, parent in self._stored.items()]
+        return [BlockEvent(True, key, parent, tier) for key, (parent, tier) in self._stored.items()]
 
     async def wait(self, sequence: int) -> None:
         """Return once there is something after ``sequence``."""

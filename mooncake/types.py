@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NewType
 
 import numpy as np
@@ -179,22 +179,31 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The bytes of one block, ``[layer][K|V][kv_head][token][head_dim]``, contiguous and the same everywhere."""
+    """The bytes of one block, ``[layer][K|V][kv_head][token][head_dim]``, contiguous and the same everywhere.
+
+    A row (the last axis) of int8 codes ends with the 4 bytes of its float32 scale, so that whoever moves a row, a head
+    or a block moves its scales along.
+    """
 
     num_layers: int
     num_kv_heads: int
     block_tokens: int
     head_dim: int
-    dtype: str  # "float32" | "bfloat16"
+    dtype: str  # "float32" | "bfloat16" | "int8"
 
     @property
     def itemsize(self) -> int:
-        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's key or value of one head."""
+        return self.head_dim * self.itemsize + (4 if self.dtype == "int8" else 0)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's range in one block (K and V together)."""
-        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim * self.itemsize
+        return 2 * self.num_kv_heads * self.block_tokens * self.row_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -214,19 +223,30 @@ class SegmentAddress:
     incarnation: int
     host_id: str
     unix_path: str
-    tcp_address: str  # "host:port", IPv6 as "[::1]:port"
+    tcp_address: str  # "host:port", IPv6 as "[::1]:port"; several, separated by commas, for as many network cards
     block_bytes: int
     num_blocks: int
     rdma: bool = False  # can also be reached by verbs, set up over the TCP address
 
 
+class Tier(IntEnum):
+    """Where a node holds a block; the lower the faster."""
+
+    DRAM = 0
+    SSD = 1
+
+
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """A block became readable in a cache, or left it. ``parent`` is empty for a first block."""
+    """A block became readable in a cache, or left it. ``parent`` is empty for a first block.
+
+    ``tier`` is the fastest one that holds it now: stored again in another tier means that it has moved there.
+    """
 
     stored: bool
     key: BlockKey
     parent: bytes = b""
+    tier: Tier = Tier.DRAM
 
 
 @dataclass(frozen=True, slots=True)

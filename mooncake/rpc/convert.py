@@ -18,6 +18,7 @@ from mooncake.types import (
     SampledToken,
     SamplingParams,
     SegmentAddress,
+    Tier,
     Timings,
     TokenIds,
     TokenLogprob,
@@ -128,8 +129,8 @@ def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:
         tcp_address=address.tcp_address,
         block_bytes=address.block_bytes,
         num_blocks=address.num_blocks,
-    )
         rdma=address.rdma,
+    )
 
 
 def segment_from_wire(message: pb.SegmentAddress) -> SegmentAddress:
@@ -141,16 +142,17 @@ def segment_from_wire(message: pb.SegmentAddress) -> SegmentAddress:
         tcp_address=message.tcp_address,
         block_bytes=message.block_bytes,
         num_blocks=message.num_blocks,
-    )
         rdma=message.rdma,
+    )
 
 
 def event_to_wire(event: BlockEvent) -> pb.BlockEvent:
-    return pb.BlockEvent(stored=event.stored, key=event.key, parent=event.parent)
+    return pb.BlockEvent(stored=event.stored, key=event.key, parent=event.parent, tier=event.tier)
 
 
 def event_from_wire(message: pb.BlockEvent) -> BlockEvent:
-    return BlockEvent(message.stored, BlockKey(message.key), message.parent)
+    tier = Tier.SSD if message.tier else Tier.DRAM
+    return BlockEvent(message.stored, BlockKey(message.key), message.parent, tier)
 
 
 def report_to_wire(report: PrefillReport) -> pb.PrefillReport:

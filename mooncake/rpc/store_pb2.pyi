@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from mooncake.rpc import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -50,11 +51,17 @@ class ReserveRequest(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     writer_id: _builtins.str
     length: _builtins.int
     """bytes of each block"""
     ranges: _builtins.int
     """how many equal ranges carry a checksum each (layers)"""
+    tenant: _builtins.str
+    """whose quota they count against"""
+    wait_ms: _builtins.int
+    """how long to wait for room while blocks are being saved to the SSD"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockName]: ...
     def __init__(
@@ -64,10 +71,12 @@ class ReserveRequest(_message.Message):
         blocks: _abc.Iterable[Global___BlockName] | None = ...,
         length: _builtins.int = ...,
         ranges: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "length", b"length", "ranges", b"ranges", "writer_id", b"writer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "length", b"length", "ranges", b"ranges", "tenant", b"tenant", "wait_ms", b"wait_ms", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,16 +186,20 @@ class SealRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    durable: _builtins.bool
+    """answer once they would survive a crash, or cannot be made to"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sealing]: ...
     def __init__(
         self,
         *,
         blocks: _abc.Iterable[Global___Sealing] | None = ...,
+        durable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "durable", b"durable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,18 +210,24 @@ class SealResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEALED_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sealed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """false: stale epoch, or checksums that do not match"""
+
+    @_builtins.property
+    def durable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """as asked for: the block is on the SSD"""
 
     def __init__(
         self,
         *,
         sealed: _abc.Iterable[_builtins.bool] | None = ...,
+        durable: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,16 +273,20 @@ class AcquireRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    recompute_ms: _builtins.float
+    """what computing one of these blocks anew costs the reader; 0: it cannot be computed"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        recompute_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "recompute_ms", b"recompute_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +472,73 @@ class RemoveResponse(_message.Message):
 Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
 
 @_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Level:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _LevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PinRequest._Level.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        NONE: PinRequest._Level.ValueType  # 0
+        """unpin"""
+        SOFT: PinRequest._Level.ValueType  # 1
+        """evicted last"""
+        HARD: PinRequest._Level.ValueType  # 2
+        """not evicted"""
+
+    class Level(_Level, metaclass=_LevelEnumTypeWrapper): ...
+    NONE: PinRequest.Level.ValueType  # 0
+    """unpin"""
+    SOFT: PinRequest.Level.ValueType  # 1
+    """evicted last"""
+    HARD: PinRequest.Level.ValueType  # 2
+    """not evicted"""
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    level: Global___PinRequest.Level.ValueType
+    ttl_s: _builtins.float
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        level: Global___PinRequest.Level.ValueType = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "level", b"level", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.int
+    """or unpinned"""
+    def __init__(
+        self,
+        *,
+        pinned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
 class StatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -487,6 +577,26 @@ class StatsResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TenantBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     BLOCKS_SEALED_FIELD_NUMBER: _builtins.int
@@ -494,6 +604,11 @@ class StatsResponse(_message.Message):
     BLOCKS_QUARANTINED_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    TENANT_BYTES_FIELD_NUMBER: _builtins.int
     blocks_total: _builtins.int
     blocks_free: _builtins.int
     blocks_sealed: _builtins.int
@@ -501,9 +616,18 @@ class StatsResponse(_message.Message):
     blocks_quarantined: _builtins.int
     """of a writer that has neither sealed nor aborted nor gone"""
     leases: _builtins.int
+    ssd_blocks: _builtins.int
+    ssd_bytes: _builtins.int
+    """used by them"""
+    ssd_capacity_bytes: _builtins.int
+    pins: _builtins.int
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """hits, misses, evictions, checksum_mismatches, …"""
+
+    @_builtins.property
+    def tenant_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """in DRAM"""
 
     def __init__(
         self,
@@ -515,10 +639,15 @@ class StatsResponse(_message.Message):
         blocks_quarantined: _builtins.int = ...,
         leases: _builtins.int = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        ssd_blocks: _builtins.int = ...,
+        ssd_bytes: _builtins.int = ...,
+        ssd_capacity_bytes: _builtins.int = ...,
+        pins: _builtins.int = ...,
+        tenant_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "counters", b"counters", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "counters", b"counters", "leases", b"leases", "pins", b"pins", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

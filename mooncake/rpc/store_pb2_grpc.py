@@ -69,6 +69,11 @@ class StoreStub:
                 request_serializer=mooncake_dot_rpc_dot_store__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_store__pb2.RemoveResponse.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/mooncake.v1.Store/Pin',
+                request_serializer=mooncake_dot_rpc_dot_store__pb2.PinRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_store__pb2.PinResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/mooncake.v1.Store/Stats',
                 request_serializer=mooncake_dot_rpc_dot_store__pb2.StatsRequest.SerializeToString,
@@ -87,7 +92,8 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Seal(self, request, context):
-        """Ends a reservation: verifies the checksums over the slot and makes the block readable.
+        """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
+        the block is on the SSD too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +107,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Leases the longest stored prefix of `keys` for reading.
+        """Leases the longest stored prefix of `keys` for reading, loading what is on the SSD when that beats computing it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,6 +128,13 @@ class StoreServicer:
 
     def Remove(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keeps blocks from being evicted, or stops doing so.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -169,6 +182,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=mooncake_dot_rpc_dot_store__pb2.RemoveRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_store__pb2.RemoveResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=mooncake_dot_rpc_dot_store__pb2.PinRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_store__pb2.PinResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -365,6 +383,33 @@ class Store:
             '/mooncake.v1.Store/Remove',
             mooncake_dot_rpc_dot_store__pb2.RemoveRequest.SerializeToString,
             mooncake_dot_rpc_dot_store__pb2.RemoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Store/Pin',
+            mooncake_dot_rpc_dot_store__pb2.PinRequest.SerializeToString,
+            mooncake_dot_rpc_dot_store__pb2.PinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,15 +34,19 @@ class StoreStub:
     Reserve: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReserveRequest, _store_pb2.ReserveResponse]
     """Reserves a slot for each block. A block that is stored or being written already gets none (`slot` unset)."""
     Seal: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _store_pb2.SealResponse]
-    """Ends a reservation: verifies the checksums over the slot and makes the block readable."""
+    """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
+    the block is on the SSD too.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]
     """Gives up reservations; the writer will write no more."""
     Acquire: _grpc.UnaryUnaryMultiCallable[_store_pb2.AcquireRequest, _store_pb2.AcquireResponse]
-    """Leases the longest stored prefix of `keys` for reading."""
+    """Leases the longest stored prefix of `keys` for reading, loading what is on the SSD when that beats computing it."""
     Release: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]
     Exists: _grpc.UnaryUnaryMultiCallable[_store_pb2.ExistsRequest, _store_pb2.ExistsResponse]
     """Never renews a lease, never touches the eviction order."""
     Remove: _grpc.UnaryUnaryMultiCallable[_store_pb2.RemoveRequest, _store_pb2.RemoveResponse]
+    Pin: _grpc.UnaryUnaryMultiCallable[_store_pb2.PinRequest, _store_pb2.PinResponse]
+    """Keeps blocks from being evicted, or stops doing so."""
     Stats: _grpc.UnaryUnaryMultiCallable[_store_pb2.StatsRequest, _store_pb2.StatsResponse]
 
 @_typing.type_check_only
@@ -51,15 +55,19 @@ class StoreAsyncStub(StoreStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_store_pb2.ReserveRequest, _store_pb2.ReserveResponse]  # type: ignore[assignment]
     """Reserves a slot for each block. A block that is stored or being written already gets none (`slot` unset)."""
     Seal: _aio.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _store_pb2.SealResponse]  # type: ignore[assignment]
-    """Ends a reservation: verifies the checksums over the slot and makes the block readable."""
+    """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
+    the block is on the SSD too.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]  # type: ignore[assignment]
     """Gives up reservations; the writer will write no more."""
     Acquire: _aio.UnaryUnaryMultiCallable[_store_pb2.AcquireRequest, _store_pb2.AcquireResponse]  # type: ignore[assignment]
-    """Leases the longest stored prefix of `keys` for reading."""
+    """Leases the longest stored prefix of `keys` for reading, loading what is on the SSD when that beats computing it."""
     Release: _aio.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]  # type: ignore[assignment]
     Exists: _aio.UnaryUnaryMultiCallable[_store_pb2.ExistsRequest, _store_pb2.ExistsResponse]  # type: ignore[assignment]
     """Never renews a lease, never touches the eviction order."""
     Remove: _aio.UnaryUnaryMultiCallable[_store_pb2.RemoveRequest, _store_pb2.RemoveResponse]  # type: ignore[assignment]
+    Pin: _aio.UnaryUnaryMultiCallable[_store_pb2.PinRequest, _store_pb2.PinResponse]  # type: ignore[assignment]
+    """Keeps blocks from being evicted, or stops doing so."""
     Stats: _aio.UnaryUnaryMultiCallable[_store_pb2.StatsRequest, _store_pb2.StatsResponse]  # type: ignore[assignment]
 
 class StoreServicer(metaclass=_abc_1.ABCMeta):
@@ -77,7 +85,9 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.SealRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.SealResponse, _abc.Awaitable[_store_pb2.SealResponse]]:
-        """Ends a reservation: verifies the checksums over the slot and makes the block readable."""
+        """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
+        the block is on the SSD too.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
@@ -93,7 +103,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.AcquireResponse, _abc.Awaitable[_store_pb2.AcquireResponse]]:
-        """Leases the longest stored prefix of `keys` for reading."""
+        """Leases the longest stored prefix of `keys` for reading, loading what is on the SSD when that beats computing it."""
 
     @_abc_1.abstractmethod
     def Release(
@@ -116,6 +126,14 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.RemoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.RemoveResponse, _abc.Awaitable[_store_pb2.RemoveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _store_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.PinResponse, _abc.Awaitable[_store_pb2.PinResponse]]:
+        """Keeps blocks from being evicted, or stops doing so."""
 
     @_abc_1.abstractmethod
     def Stats(

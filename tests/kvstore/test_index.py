@@ -30,7 +30,7 @@ def make(num_slots: int = 4, lease_s: float = 10.0) -> StoreIndex:
 
 def store(index: StoreIndex, names: list[BlockName], now: float = 0.0, writer: str = "w") -> list[Grant]:
     grants = [offer.grant for offer in index.reserve(names, writer, 100, 1, now) if offer.grant]
-    assert all(index.seal(grant, SUMS) for grant in grants)
+    assert all(index.seal(grant, SUMS, now) for grant in grants)
     index.check()
     return grants
 
@@ -45,7 +45,7 @@ def test_a_block_is_readable_once_it_is_sealed() -> None:
     assert offer.grant is not None
     assert stored(index, "a") == [False]
     assert index.acquire([key("a")], 0.0).blocks == ()
-    assert index.seal(offer.grant, SUMS)
+    assert index.seal(offer.grant, SUMS, 0.0)
     [block] = index.acquire([key("a")], 0.0).blocks
     assert (block.slot, block.length, list(block.checksums)) == (offer.grant.slot, 100, [7])
     [event] = index.take_events()
@@ -126,7 +126,7 @@ def test_a_reservation_that_takes_too_long_is_quarantined_until_its_writer_is_do
     assert offer.grant is not None
     with pytest.raises(OutOfBlocks):
         index.reserve(chain("b"), "w", 100, 1, 31.0)
-    assert not index.seal(offer.grant, SUMS)
+    assert not index.seal(offer.grant, SUMS, 31.0)
     assert index.abort(offer.grant)
     store(index, chain("a"), now=32.0)
     assert not index.abort(offer.grant)
@@ -151,9 +151,9 @@ def test_a_seal_with_another_epoch_is_refused() -> None:
     assert old.grant is not None and index.abort(old.grant)
     [new] = index.reserve(chain("a"), "w", 100, 1, 0.0)
     assert new.grant is not None and new.grant.slot == old.grant.slot
-    assert not index.seal(old.grant, SUMS)
-    assert not index.seal(Grant(99, 1), SUMS)
-    assert index.seal(new.grant, SUMS)
+    assert not index.seal(old.grant, SUMS, 0.0)
+    assert not index.seal(Grant(99, 1), SUMS, 0.0)
+    assert index.seal(new.grant, SUMS, 0.0)
     assert index.counters["refused_seals"] == 2
 
 
@@ -173,7 +173,7 @@ def test_a_corrupt_block_goes_at_once_though_it_is_leased() -> None:
     index = make(1)
     store(index, chain("a"))
     lease = index.acquire([key("a")], 0.0)
-    assert index.drop_corrupt([key("a")]) == 1
+    assert index.drop_corrupt([key("a")], 0.0) == 1
     store(index, chain("b"))
     again = index.acquire([key("b")], 0.0)
     index.release(lease.lease_id)
@@ -248,7 +248,7 @@ class Life(RuleBasedStateMachine):
     def seal(self, data: st.DataObject) -> None:
         grants = [*self.open, *self.late, Grant(0, 10**9), Grant(-1, 1)]
         grant = data.draw(st.sampled_from(grants))
-        assert self.index.seal(grant, SUMS) == (grant in self.open)
+        assert self.index.seal(grant, SUMS, self.now) == (grant in self.open)
         if grant in self.open:
             name, _ = self.open.pop(grant)
             self.content[name.key] = grant
@@ -283,7 +283,7 @@ class Life(RuleBasedStateMachine):
     def drop(self, picks: list[BlockName], corrupt: bool) -> None:
         keys = {name.key for name in picks}
         expected = len(keys & self.content.keys())
-        dropped = self.index.drop_corrupt(keys) if corrupt else self.index.remove(keys, self.now)
+        dropped = self.index.drop_corrupt(keys, self.now) if corrupt else self.index.remove(keys, self.now)
         assert dropped == expected
         self.dropping = True
         self.follow_events()
