@@ -269,8 +269,8 @@ class Link:
         """Claim idle lanes for helpers: no more than there are slices beside the ``skip`` that others will take."""
         crew: list[_Lane] = []
         if len(self._queue) > skip:
-            for lane in self._idle(now)[: len(self._queue) - skip]:
-                if self._would_take(lane, now):
+            for lane in self._idle(now):
+                if len(crew) < len(self._queue) - skip and self._would_take(lane, now):
                     lane.is_driven = True
                     crew.append(lane)
         return crew
@@ -383,7 +383,7 @@ class Link:
         part = part or self._queue.peek(now)
         if part is None or lane.route is not self._current or lane.rest_until > now:
             return False
-        others = [other.pace for other in lane.route.lanes if other is not lane and other.rest_until <= now]
+        others = [other.pace for other in lane.route.lanes if other is not lane and other.path is not None]
         window = lane.path.window_bytes if lane.path is not None else part.nbytes
         return takes(lane.pace, others, part.nbytes, self._waiting_bytes, window, now)
 
@@ -442,7 +442,6 @@ class Link:
             raise
         with self._lock:
             lane.path = path
-            lane.pace = Pace()
             lane.watch = Watch()
             is_late = self._closed
         if is_late:
@@ -457,7 +456,7 @@ class Link:
             route, was_open = lane.route, lane.path is not None
             if lane.path is not None:
                 broken.append(lane.path)
-                lane.path = None
+                lane.path, lane.pace = None, Pace()
             if isinstance(error, StaleEpoch):
                 self._fail_all(error, now)
             elif isinstance(error, DeadlineExceeded):
@@ -537,7 +536,7 @@ class Link:
         for lane in lanes:
             if lane.path is not None and not lane.is_driven:
                 paths.append(lane.path)
-                lane.path = None
+                lane.path, lane.pace = None, Pace()
         return paths
 
 

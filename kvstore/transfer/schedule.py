@@ -117,7 +117,7 @@ class Pace:
 
 
 def takes(path: Pace, others: Sequence[Pace], nbytes: int, waiting_bytes: int, window_bytes: int, now: float) -> bool:
-    """Whether ``path`` should carry the next slice, of ``nbytes``, or leave it for the ``others``, all of them usable.
+    """Whether ``path`` should carry the next slice, of ``nbytes``, or leave it for the ``others``, all of them open.
 
     ``waiting_bytes`` counts that slice, too. Of all paths the one that would finish first always takes it.
     """
