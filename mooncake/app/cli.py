@@ -56,6 +56,8 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 
 BENCHES = {
     "engine": "mooncake.app.bench_engine",
+    "gpu": "mooncake.app.bench_gpu",
+    "layout": "mooncake.app.bench_layout",
     "serve": "mooncake.app.bench_serve",
 }
 
@@ -190,6 +192,46 @@ def replay(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
+    preset: Annotated[str, typer.Option(help="A described cluster; --preset help lists them.")] = "",
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Placement policy.", show_default="the cluster's")] = "",
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill machines.", show_default="the cluster's")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode machines.", show_default="the cluster's")] = None,
+    admission: Annotated[str, typer.Option(help="How requests are refused.", show_default="the cluster's")] = "",
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    speed: Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")] = 1.0,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")] = 3000.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
+    resample: Annotated[
+        int | None, typer.Option(min=1, help="So many requests, from copies of the trace.", show_default=False)
+    ] = None,
+    max_output: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)] = None,
+    requests: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every request as JSONL.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play a recorded trace on a described cluster in virtual time, with the shipped conductor deciding."""
+    from mooncake.app import simulate as command
+    from mooncake.app.sim.simulation import Run
+
+    if preset == "help":
+        command.list_presets()
+        return
+    chosen = command.choose_cluster(preset, cluster)
+    chosen = command.changed(chosen, policy, admission, prefill, decode)
+    run = Run(seed=seed, speed=speed, jitter_s=jitter_ms / 1e3, max_output=max_output)
+    command.simulate(trace, limit, resample, chosen, run, command.Output(as_json, report, requests))
+
+
+@app.command()
 def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Start a cluster, ask it, ask again with what it remembers, replay a small trace, and show where time went."""
     from mooncake.app.demo import demo as show_demo
@@ -241,6 +283,35 @@ def trace_stats(
     from mooncake.app.show import show_trace
 
     show_trace(trace, limit, as_json)
+
+
+@trace_app.command("scale")
+def trace_scale(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="So many, from copies with users of their own.", show_default="as many")
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Make it so much faster.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of when each copy begins.")] = 0,
+) -> None:
+    """The same trace with more requests, or faster."""
+    from mooncake.app.trace_tools import scale_trace
+
+    scale_trace(trace, target, requests, speed, seed)
+
+
+@trace_app.command("generate")
+def trace_generate(
+    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
+    shape: Annotated[str, typer.Option(help="conversation or toolagent: measured on the published traces.")],
+    requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="as published")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+) -> None:
+    """A trace of a published one's measured shape: lengths, arrivals, and what was there before."""
+    from mooncake.app.trace_tools import generate_trace
+
+    generate_trace(shape, target, requests, seed)
 
 
 def _load(path: Path | None, overrides: list[str] | None, flags: dict[str, str | int | None]) -> Config:
