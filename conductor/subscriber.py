@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import grpc
 
-from conductor.prefix_index import PrefixIndex
+from conductor.prefix_index import PrefixIndex, Tier
 from conductor.registry import NodeInfo
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc.common_pb2_grpc import CacheEventsStub
@@ -96,6 +98,7 @@ class Subscriber:
                     return
                 if message.reset:
                     self._index.clear(info.node_id)
-                self._index.apply(info.node_id, [event_from_wire(event) for event in message.events])
+                for tier, events in groupby(map(event_from_wire, message.events), key=attrgetter("tier")):
+                    self._index.apply(info.node_id, events, Tier(tier))
         finally:
             call.cancel()
