@@ -222,10 +222,10 @@ def _check_values(config: Config) -> None:
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
     if config.model.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f'model.dtype must be "float32" or "bfloat16", got {config.model.dtype!r}')
-    if unknown := set(config.transfer.transports) - {"shm", "tcp"}:
-        raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, tcp")
+    if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
+        raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:
-        raise ConfigError("transfer.transports must name at least one of shm, tcp")
+        raise ConfigError("transfer.transports must name at least one of shm, rdma, tcp")
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
 

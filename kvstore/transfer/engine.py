@@ -19,6 +19,7 @@ from typing_extensions import Buffer
 from kvstore.transfer import protocol
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.link import Link, TransportStats
+from kvstore.transfer.rdma import RdmaTransport
 from kvstore.transfer.requests import (
     ReadRange,
     Request,
@@ -260,6 +261,8 @@ def make_transport(name: str, streams: int) -> Transport:
         return ShmTransport()
     if name == "tcp":
         return TcpTransport(streams)
+    if name == "rdma":
+        return RdmaTransport()
     raise ConfigError(f"transfer.transports: {name!r} is none of shm, rdma, tcp")
 
 

@@ -37,6 +37,7 @@ from kvstore.transfer.rdma_verbs import (
     VerbsUnavailable,
     address_of,
 )
+from kvstore.transfer.tcp import attach
 from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice, Work
 from mooncake.errors import DeadlineExceeded, StaleEpoch
 from mooncake.types import SegmentAddress
@@ -67,20 +68,19 @@ class RdmaTransport:
 
     name = "rdma"
 
-    def __init__(self, attach: Callable[[SegmentAddress, Caller, bytes, float], tuple[socket.socket, bytes]]) -> None:
+    def __init__(self, device: str = "") -> None:
+        """``device``: by name; the first one that has an active port when it is empty."""
         self.unavailable = ""
-        self._attach = attach
         self._device: Device | None = None
         self._memory: _RegisteredMemory | None = None
         try:
-            self._device = Device()
+            self._device = Device(device)
             self._memory = _RegisteredMemory(self._device)
         except VerbsUnavailable as error:
             self.unavailable = str(error)
-            log.warning("rdma is configured, but not used here: %s", error)
 
     def paths_to(self, address: SegmentAddress) -> int:
-        return 1 if self._device is not None and getattr(address, "rdma", False) else 0
+        return 1 if self._device is not None and address.rdma else 0
 
     def open(self, address: SegmentAddress, caller: Caller, index: int, deadline: float) -> RdmaPath:
         """Raises PathFailed, StaleEpoch or DeadlineExceeded."""
@@ -90,7 +90,7 @@ class RdmaTransport:
             self._device,
             self._memory,
             address,
-            lambda request, deadline: self._attach(address, caller, request, deadline),
+            lambda request, deadline: attach(address, caller, self.name, request, deadline),
         )
         path.connect(deadline)
         return path

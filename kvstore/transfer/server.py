@@ -124,7 +124,7 @@ class SegmentServer:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind("\0" + self._unix_path[1:])
             self._listen(listener, is_local=True)
-        if "tcp" in self._transports:
+        if {"tcp", "rdma"} & set(self._transports):  # RDMA begins over TCP
             listener = _tcp_listener(self._host)
             host, port = listener.getsockname()[:2]
             self._tcp_address = join_address(host, port)
@@ -376,6 +376,7 @@ class SegmentServer:
             if exporter is None:
                 raise PathFailed("it is not offered here")
             connection.attachment = exporter.attach(request)
+            connection.attachment.on_broken = connection.wire.shut
             status, answer = Status.OK, connection.attachment.reply
         except (PathFailed, MooncakeError) as error:
             log.warning("segment of %s: cannot attach %s by %s: %s", self._node_id, connection.peer, name, error)

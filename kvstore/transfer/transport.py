@@ -7,7 +7,7 @@ have, and fails. Shared memory, TCP, RDMA and the fake for tests all sit behind 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -148,6 +148,9 @@ class Transport(Protocol):
 
 class Attachment(Protocol):
     """The owner's end of a path that a peer set up over a TCP connection; it lives as long as that connection."""
+
+    on_broken: Callable[[], object] | None
+    """Called once when it can carry no more, from any thread, and at once when it was so before. It must not block."""
 
     @property
     def reply(self) -> bytes:
