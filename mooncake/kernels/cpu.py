@@ -1,153 +1,219 @@
 """The functions of ``reference`` in C++ (``cpu_kernels.cpp``), called through ctypes on the tensors' own memory.
 
-What the library does not take (another dtype, a head size that is no multiple of 16, an unusual layout) goes to the
-reference. The C side checks block ids, slots and positions: a wrong one is our bug and raises IndexError before a byte
-is written. Threads are torch's (``torch.get_num_threads``), out of the same OpenMP runtime.
+Activations are float32 here, whatever weights and pages are: what is narrow in memory is widened in registers, so that
+narrow types save memory traffic and nothing else is rounded. What the library does not take (other activations, a head
+size that is no multiple of 16, an unusual layout) goes to the reference. The C side checks block ids, slots and
+positions: a wrong one is our bug and raises IndexError before a byte is written. There are as many threads as torch has
+(``torch.get_num_threads``), but they are the library's own.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import mmap
 from typing import ClassVar
 
 import torch
 
 from mooncake.kernels import reference
-from mooncake.kernels.cpu_build import cpu_features
+from mooncake.kernels.reference import Coding
+from mooncake.precision import has_native_bf16
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_PAGES = [_POINTER, _LONG, _LONG, _LONG, _LONG, _INT, _INT, _INT]
-"""cache, num_blocks, strides of block, K|V and head, block_tokens, num_kv_heads, head_dim"""
 _SIGNATURES = {
     "mc_paged_attention": [
-        *(_POINTER, _LONG, _POINTER),  # query, query_stride, output
-        *(*_PAGES, _INT),  # num_heads
+        *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # query, query_stride, output, pages, num_heads
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # block_tables, table_stride, query_starts, context_lens, B
-        *(_FLOAT, _INT, _INT, _INT),  # scale, window, is_bf16, threads
+        *(_FLOAT, _INT, _INT),  # scale, window, threads
     ],
     "mc_rope_write_kv": [
-        *(_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER),  # qkv, qkv_stride, cos, sin, P, positions
-        *(*_PAGES, _INT),  # num_heads
-        *(
-            _POINTER,
-            _LONG,
-            _POINTER,
-            _POINTER,
-            _FLOAT,
-            _INT,
-            _INT,
-        ),  # slots, T, query_norm, key_norm, eps, is_bf16, threads
+        *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # qkv, qkv_stride, rope, positions, pages
+        *(_INT, _POINTER, _LONG, _INT),  # num_heads, slots, T, threads
     ],
-    "mc_write_kv": [_POINTER, _LONG, _POINTER, _LONG, *_PAGES, _POINTER, _LONG, _INT],
-    "mc_add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT, _FLOAT, _INT, _INT],
-    "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
+    "mc_write_kv": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG],
+    "mc_add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT, _FLOAT, _INT],
+    "mc_silu_mul": [_POINTER, _POINTER, _LONG, _INT, _INT],
     "mc_panel_width": [],
-    "mc_silu_mul": [_POINTER, _POINTER, _LONG, _INT, _INT, _INT],
+    "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
+    "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
+    "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
+    "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
 }
-_IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-_BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
+_PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_CODED_KINDS: dict[Coding, int] = {"int8": 2, "w8a8": 3}
 _TYPICAL_BATCH = 32  # tokens; what oneDNN chooses its packing for
-_PROBLEMS = {1: "a block id or slot lies outside the cache", 2: "a position lies outside the model's length"}
+PROBLEMS = {
+    1: "a block id or slot lies outside the cache",
+    2: "a position lies outside the model's length",
+    3: "a token id or row lies outside its range",
+}
+STOPPED_BY_HOOK = 4
+_CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
 
 
 class _PackedLinear(ctypes.Structure):
-    """Mirrors ``PackedLinear`` of cpu_kernels.cpp."""
+    """Mirrors ``PackedLinear`` of linear.h."""
 
     _fields_: ClassVar = [
         ("panels", _POINTER),
         ("bias", _POINTER),
+        ("scales", _POINTER),
+        ("sums", _POINTER),
         ("inputs", _LONG),
         ("outputs", _LONG),
-        ("is_bf16", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("is_gated", ctypes.c_int32),
+    ]
+
+
+class _Pages(ctypes.Structure):
+    """Mirrors ``CacheLayer`` of pages.h; strides in bytes."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER if name == "base" else _LONG) for name in ("base", "num_blocks", "block_stride")),
+        *((name, _LONG) for name in ("kv_stride", "head_stride")),
+        *((name, ctypes.c_int32) for name in ("block_tokens", "num_kv_heads", "head_dim", "kind")),
+    ]
+
+
+class _Rope(ctypes.Structure):
+    """Mirrors ``Rope`` of steps.h."""
+
+    _fields_: ClassVar = [
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("num_positions", _LONG),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("eps", _FLOAT),
     ]
 
 
 class PanelLinear:
-    """Weights interleaved in panels of some outputs each, ``[ceil(out / width), in, width]``; products in float32.
+    """Weights interleaved in panels of some outputs each (see linear.h), in memory that lies in large pages.
 
     Each output is one sum in a fixed order: a token's result does not depend, to the bit, on which or how many tokens
-    are computed with it. Libraries do not promise that, and it is what makes chunks, batches and reused prefixes agree.
+    are computed with it.
 
-    SmolLM2's layers in float32 on one Cascade Lake core, best ms for 1 / 8 / 32 / 256 tokens: these 42 / 45 / 89 / 520,
-    torch eager 49 / 120 / 137 / 520, oneDNN packed 53 / 64 / 104 / 490, MKL packed 44 / 53 / 88 / 430 (but that packing
-    is for one number of tokens only). Reading the weights once takes 42.
+    ``is_gated``: ``weight`` is gates above ups and both are interleaved, for SwiGLU within the product; then only
+    ``address`` is of use.
     """
 
     def __init__(
         self,
-        function: Callable[[int, int, int, int, int, int], int],
-        width: int,
+        library: ctypes.CDLL,
+        memory: WeightMemory,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        coding: Coding = "",
+        is_gated: bool = False,
     ) -> None:
         outputs, inputs = weight.shape
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % width))
-        self._panels = padded.view(-1, width, inputs).transpose(1, 2).contiguous()
-        self._bias = None if bias is None else bias.contiguous()
-        self._layer = _PackedLinear(
-            self._panels.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            inputs,
-            outputs,
-            _IS_BF16[weight.dtype],
-        )
-        self._address = ctypes.addressof(self._layer)
-        self._function, self._dtype = function, weight.dtype
+        width = int(library.mc_panel_width())
+        source, scales, kind = weight.contiguous(), None, _WEIGHT_KINDS.get(weight.dtype, -1)
+        if coding:
+            source, scales = reference.quantise_rows(weight)
+            kind = _CODED_KINDS[coding]
+        order = torch.arange(outputs)
+        if is_gated:  # as source_row of linear.h
+            order = order.view(2, -1, width // 2).transpose(0, 1).flatten()
+        padding = (0, -outputs % width)
+        sums = source[order].sum(1, dtype=torch.int32) if coding == "w8a8" else None
+        parts = [None if bias is None else bias.float()[order], None if scales is None else scales[order], sums]
+        self._kept = [None if part is None else torch.nn.functional.pad(part, padding).contiguous() for part in parts]
+        num_bytes = (outputs + padding[1]) * (inputs + -inputs % 4) * source.element_size()
+        self._panels = memory.take(num_bytes)
+        pointers = [None if part is None else part.data_ptr() for part in self._kept]
+        self._layer = _PackedLinear(self._panels.data_ptr(), *pointers, inputs, outputs, kind, is_gated)
+        self.address = ctypes.addressof(self._layer)
+        self.num_bytes = num_bytes + sum(part.nbytes for part in self._kept if part is not None)
+        library.mc_pack(self.address, source.data_ptr(), self._panels.data_ptr(), torch.get_num_threads())
+        self._linear, self._unpack_rows = library.mc_linear, library.mc_unpack_rows
         self._inputs, self._outputs = inputs, outputs
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape
         stride, adjacent = hidden.stride()
-        assert hidden.dtype is self._dtype and inputs == self._inputs and adjacent == 1
+        assert hidden.dtype is torch.float32 and inputs == self._inputs and adjacent == 1
         output = hidden.new_empty((tokens, self._outputs))
-        self._function(self._address, hidden.data_ptr(), stride, output.data_ptr(), tokens, torch.get_num_threads())
+        self._linear(self.address, hidden.data_ptr(), stride, output.data_ptr(), tokens, torch.get_num_threads())
         return output
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        width = self._panels.shape[2]
-        return self._panels[indices // width, :, indices % width]
+        """Float32, whatever the weights are."""
+        output = torch.empty((len(indices), self._inputs))
+        _check(self._unpack_rows(self.address, indices.data_ptr(), len(indices), output.data_ptr()))
+        return output
+
+
+class WeightMemory:
+    """Memory for packed weights, in large pages where the system gives them: a step walks through all of it."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Bytes that live as long as the tensor does, or one from the same piece."""
+        rounded = num_bytes + -num_bytes % 4096
+        if rounded > len(self._chunk):
+            area = mmap.mmap(-1, max(rounded, _CHUNK_BYTES))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                area.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk = torch.frombuffer(area, dtype=torch.uint8)
+        taken, self._chunk = self._chunk[:num_bytes], self._chunk[rounded:]
+        return taken
 
 
 class OneDnnLinear:
-    """oneDNN's packed product, for bfloat16 on processors that multiply it natively (several times faster there)."""
+    """oneDNN's packed product, for bfloat16 on processors that multiply it natively (several times faster there).
+
+    As everywhere in this module, activations come and go as float32.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_BATCH)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self._bias, "none", [], "")
-        return output
+        narrow = hidden.to(self._weight.dtype)
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(narrow, self._packed, self._bias, "none", [], "")
+        return output.float()
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(indices, self._weight)
+        return torch.nn.functional.embedding(indices, self._weight).float()
 
 
 class CpuKernels:
-    """``mooncake.kernels.Kernels`` over a built library. Has no state; any thread may call it."""
+    """``mooncake.kernels.Kernels`` over a built library. Any thread may call it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _INT
+        self.library = library
+        self.weight_memory = WeightMemory()
+        self.has_native_bf16 = has_native_bf16()
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
         self._write_kv = library.mc_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
-        self._linear = library.mc_linear
-        self._panel_width = int(library.mc_panel_width())
-        self._has_bf16 = not _BF16_FEATURES.isdisjoint(cpu_features())
 
     def linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = ""
     ) -> reference.Linear | PanelLinear | OneDnnLinear:
-        if weight.dtype not in _IS_BF16:
-            return reference.linear(weight, bias)
-        if weight.dtype is torch.bfloat16 and self._has_bf16:
+        if weight.dtype not in _WEIGHT_KINDS:
+            return reference.linear(weight, bias, coding)
+        if weight.dtype is torch.bfloat16 and self.has_native_bf16 and not coding:
             return OneDnnLinear(weight, bias)
-        return PanelLinear(self._linear, self._panel_width, weight, bias)
+        return self.panel_linear(weight, bias, coding)
+
+    def panel_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "", is_gated: bool = False
+    ) -> PanelLinear:
+        """Of float32 or bfloat16 weights. ``is_gated`` needs a multiple of ``mc_panel_width()`` outputs."""
+        return PanelLinear(self.library, self.weight_memory, weight, bias, coding, is_gated)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)
@@ -160,9 +226,8 @@ class CpuKernels:
     def _norm(
         self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        is_bf16 = _IS_BF16.get(residual.dtype)
-        dense = residual.is_contiguous() and (update is None or update.is_contiguous())
-        if is_bf16 is None or weight.dtype is not residual.dtype or not dense:
+        given = [residual, weight] if update is None else [residual, weight, update]
+        if not all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in given):
             if update is None:
                 return reference.rms_norm(residual, weight, eps)
             return reference.add_rms_norm(residual, update, weight, eps)
@@ -176,34 +241,30 @@ class CpuKernels:
             residual.numel() // width,
             width,
             eps,
-            is_bf16,
             torch.get_num_threads(),
         )
         return output
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        is_bf16 = _IS_BF16.get(gate_up.dtype)
-        if is_bf16 is None or not gate_up.is_contiguous():
+        if gate_up.dtype is not torch.float32 or not gate_up.is_contiguous():
             return reference.silu_mul(gate_up)
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty((tokens, width))
-        self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, is_bf16, torch.get_num_threads())
+        self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, torch.get_num_threads())
         return output
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
-        head_dim = cache_layer.shape[4]
-        rows_fit = key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
-        if not (_takes_pages(cache_layer, key.dtype) and rows_fit and value.dtype is key.dtype):
+        rows_fit = key.stride()[1:] == value.stride()[1:] == (key.shape[2], 1)
+        if not (_takes_pages(cache_layer, key) and rows_fit and value.dtype is key.dtype):
             return reference.write_kv(key, value, cache_layer, slots)
         status = self._write_kv(
             key.data_ptr(),
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            *_pages(cache_layer),
+            ctypes.byref(_pages(cache_layer)),
             slots.data_ptr(),
             slots.shape[0],
-            _IS_BF16[key.dtype],
         )
         _check(status)
         return None
@@ -220,31 +281,27 @@ class CpuKernels:
         key_norm: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> torch.Tensor:
-        if not (_takes_pages(cache_layer, qkv.dtype) and qkv.stride(1) == 1):
+        if not (_takes_pages(cache_layer, qkv) and qkv.stride(1) == 1):
             return reference.rope_write_kv(qkv, cos, sin, positions, cache_layer, slots, query_norm, key_norm, eps)
         pages = _pages(cache_layer)
-        head_dim, num_kv_heads = pages[-1], pages[-2]
+        head_dim = pages.head_dim
         tokens, width = qkv.shape
-        num_heads = width // head_dim - 2 * num_kv_heads
+        num_heads = width // head_dim - 2 * pages.num_kv_heads
+        norms = [None if norm is None else norm.data_ptr() for norm in (query_norm, key_norm)]
+        rope = _Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[0], *norms, eps)
         status = self._rope_write_kv(
             qkv.data_ptr(),
-            width,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[0],
+            qkv.stride(0),
+            ctypes.byref(rope),
             positions.data_ptr(),
-            *pages,
+            ctypes.byref(pages),
             num_heads,
             slots.data_ptr(),
             tokens,
-            None if query_norm is None else query_norm.data_ptr(),
-            None if key_norm is None else key_norm.data_ptr(),
-            eps,
-            _IS_BF16[qkv.dtype],
             torch.get_num_threads(),
         )
         _check(status)
-        return qkv.as_strided((tokens, num_heads, head_dim), (width, head_dim, 1))
+        return qkv.as_strided((tokens, num_heads, head_dim), (qkv.stride(0), head_dim, 1))
 
     def paged_attention(
         self,
@@ -257,7 +314,7 @@ class CpuKernels:
         window: int = 0,
     ) -> torch.Tensor:
         query_stride, *inner = query.stride()
-        if not (_takes_pages(cache_layer, query.dtype) and inner == [query.shape[2], 1]):
+        if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
             return reference.paged_attention(
                 query, cache_layer, block_tables, query_starts, context_lens, scale, window
             )
@@ -266,7 +323,7 @@ class CpuKernels:
             query.data_ptr(),
             query_stride,
             output.data_ptr(),
-            *_pages(cache_layer),
+            ctypes.byref(_pages(cache_layer)),
             query.shape[1],
             block_tables.data_ptr(),
             block_tables.stride(0),
@@ -275,38 +332,35 @@ class CpuKernels:
             context_lens.shape[0],
             scale,
             window,
-            _IS_BF16[query.dtype],
             torch.get_num_threads(),
         )
         _check(status)
         return output
 
 
-def _takes_pages(cache_layer: torch.Tensor, dtype: torch.dtype) -> bool:
-    head_dim = cache_layer.shape[4]
+def _takes_pages(cache_layer: torch.Tensor, activations: torch.Tensor) -> bool:
+    head_dim = reference.head_dim_of(cache_layer)
     return (
-        dtype in _IS_BF16
-        and cache_layer.dtype is dtype
+        activations.dtype is torch.float32
+        and cache_layer.dtype in _PAGE_KINDS
         and head_dim % 16 == 0
-        and cache_layer.stride()[3:] == (head_dim, 1)
+        and cache_layer.stride()[3:] == (cache_layer.shape[4], 1)
     )
 
 
-def _pages(cache_layer: torch.Tensor) -> tuple[int, ...]:
-    num_blocks, _, num_kv_heads, block_tokens, head_dim = cache_layer.shape
-    block_stride, kv_stride, head_stride, _, _ = cache_layer.stride()
-    return (
-        cache_layer.data_ptr(),
-        num_blocks,
-        block_stride,
-        kv_stride,
-        head_stride,
-        block_tokens,
-        num_kv_heads,
-        head_dim,
-    )
+def _pages(cache_layer: torch.Tensor) -> _Pages:
+    num_blocks, _, num_kv_heads, block_tokens, _ = cache_layer.shape
+    strides = [stride * cache_layer.element_size() for stride in cache_layer.stride()[:3]]
+    kind = _PAGE_KINDS[cache_layer.dtype]
+    head_dim = reference.head_dim_of(cache_layer)
+    return _Pages(cache_layer.data_ptr(), num_blocks, *strides, block_tokens, num_kv_heads, head_dim, kind)
+
+
+def page_kind(dtype: torch.dtype) -> int:
+    """As ``PageKind`` of pages.h."""
+    return _PAGE_KINDS[dtype]
 
 
 def _check(status: int) -> None:
     if status:
-        raise IndexError(_PROBLEMS[status])
+        raise IndexError(PROBLEMS[status])

@@ -1,8 +1,9 @@
 """Builds ``cpu_kernels.cpp`` for this very machine at first use, and keeps the result for later processes.
 
-The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source, flags,
-compiler, instruction set. Several processes may build it at once: each renames its finished file into place. Whatever
-goes wrong is said in one sentence of ``BuildFailed``; nothing here knows what the kernels do.
+The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source (with what
+it includes from ``cpp``), flags, compiler, instruction set. Several processes may build it at once: each renames its
+finished file into place. Whatever goes wrong is said in one sentence of ``BuildFailed``; nothing here knows what the
+kernels do.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from mooncake.precision import cpu_features
+
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+HEADERS = Path(__file__).with_name("cpp")
+COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 BUILD_TIMEOUT_S = 120
 
 log = logging.getLogger(__name__)
@@ -66,39 +70,18 @@ def _cache_folder() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    machine = " ".join([platform.machine(), *sorted(cpu_features()), str(_openmp_runtime()), *COMPILE_FLAGS])
-    parts = [SOURCE.read_bytes(), _run([compiler, "--version"]), machine.encode()]
+    machine = " ".join([platform.machine(), *sorted(cpu_features()), *COMPILE_FLAGS])
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(HEADERS.glob("*.h")))]
+    parts = [*sources, _run([compiler, "--version"]), machine.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def cpu_features() -> frozenset[str]:
-    """Names of instruction-set extensions as Linux prints them; empty where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[2:])
-
-
-def _openmp_runtime() -> Path | None:
-    """The OpenMP library that torch brought into this process: two of them would fight over the cores."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")}
-    return next((Path(path) for path in sorted(paths) if Path(path).name.startswith(("libgomp", "libiomp5"))), None)
-
-
 def _build(compiler: str, target: Path) -> None:
-    """Compile, link against the OpenMP library in use, and rename into place."""
-    runtime = _openmp_runtime()
+    """Compile, and rename into place."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-        _run([compiler, *COMPILE_FLAGS, "-c", str(SOURCE), "-o", str(compiled)])
-        openmp = [str(runtime)] if runtime else ["-fopenmp"]
-        _run([compiler, "-shared", str(compiled), *openmp, "-o", str(linked)])
-        linked.replace(target)
+        built = Path(folder) / "kernels.so"
+        _run([compiler, *COMPILE_FLAGS, "-shared", str(SOURCE), "-o", str(built)])
+        built.replace(target)
 
 
 def _run(command: list[str]) -> bytes:

@@ -7,17 +7,30 @@ Letters for shapes, here and in every kernel file:
     D  head size                   G    Hq / Hkv             P  positions of the RoPE tables
 
 ``cache_layer`` is one layer of the paged cache, ``[N, 2, Hkv, block_tokens, D]``, usually a strided view. ``slots[t]``
-is ``block_id * block_tokens + offset``. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the
-last ones of its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
+is ``block_id * block_tokens + offset``. A cache of int8 codes has rows of D codes and the 4 bytes of their float32
+scale, ``[N, 2, Hkv, block_tokens, D + 4]``: a row is quantised once, when it is written, so that whoever shares or
+moves a block has the same bits. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the last ones of
+its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+
+SCALE_BYTES = 4  # a float32 behind the codes of each row of an int8 cache
+MAX_CODE = 127
+
+Coding = Literal["", "int8", "w8a8"]
+"""Of a linear layer: as its weights are; int8 weights; int8 weights and activations."""
 
 
 class Linear:
-    """``x @ weight.T + bias`` for ``weight`` ``[out, in]``; ``rows`` reads the same matrix as an embedding table."""
+    """``x @ weight.T + bias`` for ``weight`` ``[out, in]``; ``rows`` reads the same matrix as an embedding table.
+
+    Weights narrower than the activations are widened.
+    """
 
     __slots__ = ("bias", "weight")
 
@@ -26,16 +39,44 @@ class Linear:
         self.bias = bias
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        weight = self.weight.to(hidden.dtype)
+        return torch.nn.functional.linear(hidden, weight, None if self.bias is None else self.bias.to(hidden.dtype))
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of ``weight``, ``[T, in]``, for int64 ``indices`` ``[T]``."""
         return torch.nn.functional.embedding(indices, self.weight)
 
 
-def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+class CodedLinear(Linear):
+    """int8 weights with a scale an output, activations as they are."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.codes, self.scales = quantise_rows(weight)
+        super().__init__(self.codes * self.scales[:, None], None if bias is None else bias.float())
+
+
+class W8A8Linear(CodedLinear):
+    """Activations are coded too, a token at a time; sums of products of codes are exact."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantise_rows(hidden)
+        exact = (codes.double() @ self.codes.double().T).float()
+        output = exact * (self.scales * scales[:, None])
+        return (output if self.bias is None else output + self.bias).to(hidden.dtype)
+
+
+def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 codes and float32 scales ``[...]`` of rows ``[..., n]``: scale = max|x| / 127, code = x / scale, rounded."""
+    wide = rows.float()
+    scales = wide.abs().amax(-1) / MAX_CODE
+    codes = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round_()
+    return codes.to(torch.int8), scales
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:
     """A linear layer over these weights, in whatever form is fast; ``weight`` need not be kept."""
-    return Linear(weight, bias)
+    kind = {"": Linear, "int8": CodedLinear, "w8a8": W8A8Linear}[coding]
+    return kind(weight, bias)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -68,12 +109,32 @@ def rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: t
     return turned.to(heads.dtype)
 
 
+def head_dim_of(cache_layer: torch.Tensor) -> int:
+    return cache_layer.shape[4] - (SCALE_BYTES if cache_layer.dtype is torch.int8 else 0)
+
+
 def write_kv(key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
     """Put ``key`` and ``value``, ``[T, Hkv, D]``, where ``slots`` says."""
     block_tokens = cache_layer.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
-    cache_layer[blocks, 0, :, offsets] = key.to(cache_layer.dtype)
-    cache_layer[blocks, 1, :, offsets] = value.to(cache_layer.dtype)
+    cache_layer[blocks, 0, :, offsets] = as_page_rows(key, cache_layer.dtype)
+    cache_layer[blocks, 1, :, offsets] = as_page_rows(value, cache_layer.dtype)
+
+
+def as_page_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of keys or values ``[..., D]`` as a cache of this type holds them."""
+    if dtype is not torch.int8:
+        return rows.to(dtype)
+    codes, scales = quantise_rows(rows)
+    return torch.cat([codes, scales.unsqueeze(-1).view(torch.int8)], dim=-1)
+
+
+def from_page_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The float32 values ``[..., D]`` of a cache's rows."""
+    if rows.dtype is not torch.int8:
+        return rows.float()
+    codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return codes.float() * scales
 
 
 def rope_write_kv(
@@ -92,7 +153,7 @@ def rope_write_kv(
     ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads; it may be overwritten.
     Returns the queries, ``[T, Hq, D]``, possibly a view of ``qkv``.
     """
-    num_kv_heads, head_dim = cache_layer.shape[2], cache_layer.shape[4]
+    num_kv_heads, head_dim = cache_layer.shape[2], head_dim_of(cache_layer)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.tensor_split(heads, (num_heads, num_heads + num_kv_heads), dim=1)
@@ -122,8 +183,8 @@ def paged_attention(
     for b, context in enumerate(contexts):
         first, last = starts[b], starts[b + 1]
         num_blocks = -(-context // cache_layer.shape[3])
-        pages = cache_layer[block_tables[b, :num_blocks].long()]  # [n, 2, Hkv, block_tokens, D]
-        key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].float()  # [Hkv, context, D] each
+        pages = from_page_rows(cache_layer[block_tables[b, :num_blocks].long()])  # [n, 2, Hkv, block_tokens, D]
+        key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [Hkv, context, D] each
         queries = query[first:last].float().reshape(-1, num_kv_heads, group, query.shape[2])  # [t, Hkv, G, D]
         scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
         scores.masked_fill_(~_visible(context, last - first, window), float("-inf"))

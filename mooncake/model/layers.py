@@ -13,42 +13,70 @@ import torch
 
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.reference import Coding
 
 Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
+class LayerWeights:
+    """As published, but for the fusing."""
+
     attention_norm: torch.Tensor  # [hidden]
-    qkv: Linear  # hidden -> (Hq + 2 * Hkv) * D
+    qkv: torch.Tensor  # [(Hq + 2 * Hkv) * D, hidden]
+    qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [D], Qwen3
     key_norm: torch.Tensor | None
-    output: Linear  # Hq * D -> hidden
+    output: torch.Tensor  # [hidden, Hq * D]
     mlp_norm: torch.Tensor
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    down: torch.Tensor  # [hidden, intermediate]
 
 
-def decoder_layer(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool, kernels: Kernels) -> DecoderLayer:
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The same, with the matrices as kernels want them."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def layer_weights(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool) -> LayerWeights:
     """Gather and fuse the weights of one layer. Raises ModelError when one is missing."""
     prefix = f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     projections = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-    return DecoderLayer(
-        attention_norm=norm_weight(weights, prefix + "input_layernorm.weight"),
-        qkv=_fused(weights, projections, qkv_bias, kernels),
-        query_norm=norm_weight(weights, attention + "q_norm.weight") if qk_norm else None,
-        key_norm=norm_weight(weights, attention + "k_norm.weight") if qk_norm else None,
-        output=kernels.linear(weight(weights, attention + "o_proj.weight")),
-        mlp_norm=norm_weight(weights, prefix + "post_attention_layernorm.weight"),
-        gate_up=_fused(weights, [mlp + "gate_proj", mlp + "up_proj"], bias=False, kernels=kernels),
-        down=kernels.linear(weight(weights, mlp + "down_proj.weight")),
+    return LayerWeights(
+        attention_norm=weight(weights, prefix + "input_layernorm.weight"),
+        qkv=torch.cat([weight(weights, name + ".weight") for name in projections]),
+        qkv_bias=torch.cat([weight(weights, name + ".bias") for name in projections]) if qkv_bias else None,
+        query_norm=weight(weights, attention + "q_norm.weight") if qk_norm else None,
+        key_norm=weight(weights, attention + "k_norm.weight") if qk_norm else None,
+        output=weight(weights, attention + "o_proj.weight"),
+        mlp_norm=weight(weights, prefix + "post_attention_layernorm.weight"),
+        gate_up=torch.cat([weight(weights, mlp + name) for name in ("gate_proj.weight", "up_proj.weight")]),
+        down=weight(weights, mlp + "down_proj.weight"),
     )
 
 
-def _fused(weights: Weights, names: list[str], bias: bool, kernels: Kernels) -> Linear:
-    matrix = torch.cat([weight(weights, name + ".weight") for name in names])
-    return kernels.linear(matrix, torch.cat([weight(weights, name + ".bias") for name in names]) if bias else None)
+def decoder_layer(source: LayerWeights, kernels: Kernels, coding: Coding = "") -> DecoderLayer:
+    return DecoderLayer(
+        attention_norm=vector(source.attention_norm, kernels),
+        qkv=kernels.linear(source.qkv, source.qkv_bias, coding),
+        query_norm=None if source.query_norm is None else vector(source.query_norm, kernels),
+        key_norm=None if source.key_norm is None else vector(source.key_norm, kernels),
+        output=kernels.linear(source.output, None, coding),
+        mlp_norm=vector(source.mlp_norm, kernels),
+        gate_up=kernels.linear(source.gate_up, None, coding),
+        down=kernels.linear(source.down, None, coding),
+    )
 
 
 def weight(weights: Weights, name: str) -> torch.Tensor:
@@ -59,6 +87,9 @@ def weight(weights: Weights, name: str) -> torch.Tensor:
         raise ModelError(f"the model's files have no weight {name!r}") from None
 
 
-def norm_weight(weights: Weights, name: str) -> torch.Tensor:
-    """A copy: a small view of a mapped file would keep the whole of it in memory."""
-    return weight(weights, name).clone()
+def vector(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """A small weight as these kernels' activations are: float32 on CPUs.
+
+    A copy: a small view of a mapped file would keep the whole of it in memory.
+    """
+    return values.to(torch.float32 if isinstance(kernels, CpuKernels) else values.dtype, copy=True)

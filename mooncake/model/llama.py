@@ -10,35 +10,51 @@ import torch
 
 from mooncake.checkpoint import ModelConfig
 from mooncake.kernels import Kernels, choose_kernels
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, norm_weight, weight
+from mooncake.model.cpu_decoder import CpuDecoder
+from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, vector, weight
 from mooncake.model.rope import rope_tables
+
+_FEW_TOKENS = 16
+"""Up to here reading the weights is what takes time, also where a processor multiplies bfloat16 natively."""
 
 
 class CausalLM:
     """A decoder-only language model. ``max_model_len`` bounds positions: it is the length of the RoPE tables."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, max_model_len: int = 0, kernels: Kernels | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_model_len: int = 0,
+        kernels: Kernels | None = None,
+        coding: Coding = "",
+        is_fused: bool = True,
     ) -> None:
-        """Raises ModelError when a weight is missing or the configuration is not supported."""
+        """``is_fused``: in one call of the library, where there is one that can; the results are the same.
+
+        Raises ModelError when a weight is missing or the configuration is not supported.
+        """
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
-        self._kernels = kernels or choose_kernels()
-        self._layers = [
-            decoder_layer(weights, layer, config.qkv_bias, config.qk_norm, self._kernels)
-            for layer in range(config.num_layers)
-        ]
-        self._final_norm = norm_weight(weights, "model.norm.weight")
-        self._embedding = self._head = self._kernels.linear(weight(weights, "model.embed_tokens.weight"))
-        if not config.tie_embeddings:
-            self._head = self._kernels.linear(weight(weights, "lm_head.weight"))
+        self._kernels = kernels = kernels or choose_kernels()
         tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
-        self._cos, self._sin = (table.to(self._final_norm.device) for table in tables)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._final_norm.dtype
+        self._cos, self._sin = tables
+        layers = [layer_weights(weights, index, config.qkv_bias, config.qk_norm) for index in range(config.num_layers)]
+        dtype = layers[0].qkv.dtype
+        self._fused: CpuDecoder | None = None
+        self._layers: list[DecoderLayer] = []
+        if is_fused and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
+            self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding)
+            if not (kernels.has_native_bf16 and dtype is torch.bfloat16 and not coding):
+                return
+        self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
+        self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
+        self._embedding = self._head = kernels.linear(weight(weights, "model.embed_tokens.weight"), None, coding)
+        if not config.tie_embeddings:
+            self._head = kernels.linear(weight(weights, "lm_head.weight"), None, coding)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
@@ -47,6 +63,8 @@ class CausalLM:
         ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
         afterwards. What the hook raises passes through, and the cache then holds a part of the step.
         """
+        if self._fused is not None and (not self._layers or len(batch.tokens) <= _FEW_TOKENS):
+            return self._fused.forward(batch, cache, hook)
         eps, kernels = self.config.rms_eps, self._kernels
         residual = self._embedding.rows(batch.tokens)
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)

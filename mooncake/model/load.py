@@ -4,17 +4,44 @@ from __future__ import annotations
 
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
+from mooncake.kernels import Kernels
+from mooncake.kernels.reference import Coding
+from mooncake.model.decoder import Decoder
+from mooncake.model.gemma3 import Gemma3
+from mooncake.model.gpt import Gpt2, GptNeoX, Opt
 from mooncake.model.llama import CausalLM
+from mooncake.model.qwen3_moe import Qwen3Moe
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")
+_OTHER_FAMILIES: dict[str, type[Decoder]] = {
+    "gpt2": Gpt2,
+    "opt": Opt,
+    "gpt_neox": GptNeoX,
+    "gemma3_text": Gemma3,
+    "qwen3_moe": Qwen3Moe,
+}
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, max_model_len: int = 0) -> CausalLM:
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    max_model_len: int = 0,
+    coding: Coding = "",
+    kernels: Kernels | None = None,
+) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own.
 
     Raises ModelError when weights are missing, broken or of an unsupported kind.
     """
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return CausalLM(checkpoint.config, load_weights(checkpoint, dtype), max_model_len)
+    config = checkpoint.config
+    family = _OTHER_FAMILIES.get(config.architecture)
+    if family is None:
+        return CausalLM(config, load_weights(checkpoint, dtype), max_model_len, kernels, coding)
+    if coding:
+        raise ModelError(
+            f"int8 weights are for the Llama family; {checkpoint.name} is of the family {config.architecture}"
+        )
+    return family(config, load_weights(checkpoint, dtype), max_model_len, kernels)

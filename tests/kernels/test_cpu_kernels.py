@@ -8,11 +8,20 @@ import pytest
 import torch
 
 from mooncake.kernels import Kernels, reference
-from mooncake.kernels.cpu import CpuKernels, OneDnnLinear, PanelLinear
+from mooncake.kernels.cpu import CpuKernels, OneDnnLinear
 from mooncake.kernels.cpu_build import load_library
+from mooncake.kernels.reference import Coding
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-"""Largest difference, relative to values of size 1: a few roundings of float32, one of bfloat16."""
+PAGES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32 pages", "bf16 pages", "int8 pages"]
+)
+WEIGHTS = pytest.mark.parametrize(
+    ("dtype", "coding"),
+    [(torch.float32, ""), (torch.bfloat16, ""), (torch.float32, "int8"), (torch.bfloat16, "w8a8")],
+    ids=["fp32", "bf16", "int8", "w8a8"],
+)
+TOLERANCE = 2e-6
+"""Largest difference, relative to values of size 1: a few roundings of float32. Narrow pages are read exactly."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,11 @@ class Ragged:
         )
 
 
+def unwritten(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What nobody wrote, so that reading it shows: NaN, or codes with a scale of 3e38."""
+    return torch.full(shape, 0x7F if dtype is torch.int8 else float("nan"), dtype=dtype)
+
+
 def ragged(
     lengths: list[tuple[int, int]],
     *,
@@ -60,19 +74,19 @@ def ragged(
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(order_seed)).int()
     tables = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
-    contents = torch.randn(sum(counts), 2, num_kv_heads, block_tokens, head_dim, generator=random).to(dtype)
-    # a layer of a cache of three layers; what nobody wrote is NaN, so that reading it shows
-    cache = torch.full((num_blocks, 3, 2, num_kv_heads, block_tokens, head_dim), float("nan"), dtype=dtype)
+    contents = torch.randn(sum(counts), 2, num_kv_heads, block_tokens, head_dim, generator=random)
+    contents = reference.as_page_rows(contents, dtype)
+    cache = unwritten(num_blocks, 3, 2, num_kv_heads, block_tokens, contents.shape[-1], dtype=dtype)  # three layers
     used = 0
     for b, count in enumerate(counts):
         tables[b, :count] = order[used : used + count]
         cache[tables[b, :count].long(), 1] = contents[used : used + count]
         tail = contexts[b] % block_tokens
         if tail:
-            cache[tables[b, count - 1], 1, :, :, tail:] = float("nan")
+            cache[tables[b, count - 1], 1, :, :, tail:] = unwritten(1, dtype=dtype)
         used += count
     num_queries = torch.tensor([0] + [new for _, new in lengths])
-    fused = torch.randn(int(num_queries.sum()), (group + 2) * num_kv_heads * head_dim, generator=random).to(dtype)
+    fused = torch.randn(int(num_queries.sum()), (group + 2) * num_kv_heads * head_dim, generator=random)
     return Ragged(
         query=fused.unflatten(1, (-1, head_dim))[:, : group * num_kv_heads],
         cache_layer=cache[:, 1],
@@ -89,7 +103,7 @@ MIXED = [(200, 1), (64, 64), (0, 40), (31, 1), (5, 2), (2500, 3), (2500, 40)]
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@PAGES
 @pytest.mark.parametrize(
     ("block_tokens", "group", "head_dim"), [(1, 1, 32), (7, 3, 64), (16, 8, 128), (64, 3, 64), (64, 1, 80), (32, 4, 48)]
 )
@@ -102,7 +116,7 @@ def test_attention_is_the_reference(
     head_dim: int,
 ) -> None:
     batch = ragged(lengths, block_tokens=block_tokens, group=group, head_dim=head_dim, dtype=dtype)
-    torch.testing.assert_close(batch.attend(cpu), batch.attend(reference), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(batch.attend(cpu), batch.attend(reference), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("window", [1, 9, 64, 400])
@@ -120,7 +134,7 @@ def test_reference_attention_is_sdpa() -> None:
     torch.testing.assert_close(batch.attend(reference), expected.transpose(0, 1), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@PAGES
 def test_where_blocks_lie_changes_no_bit(cpu: CpuKernels, dtype: torch.dtype) -> None:
     one, other = (ragged(MIXED, dtype=dtype, order_seed=seed).attend(cpu) for seed in (1, 2))
     assert torch.equal(one, other)
@@ -147,6 +161,31 @@ def test_neighbours_change_no_bit(cpu: CpuKernels) -> None:
     assert torch.equal(first.attend(cpu), both.attend(cpu)[:1])
 
 
+@PAGES
+@pytest.mark.parametrize("block_tokens", [16, 64, 48])
+def test_neighbours_with_the_same_first_blocks_change_no_bit(
+    cpu: CpuKernels, dtype: torch.dtype, block_tokens: int
+) -> None:
+    """A tree of beginnings: what is shared is computed once for all, and each row as if it were alone."""
+    batch = ragged(
+        [(1500, 1), (1400, 1), (1499, 1), (900, 2), (530, 1), (20, 1)], block_tokens=block_tokens, dtype=dtype
+    )
+    tables = batch.block_tables
+    tables[1, : 1200 // block_tokens] = tables[0, : 1200 // block_tokens]
+    tables[2, : 300 // block_tokens] = tables[0, : 300 // block_tokens]
+    tables[3, : 850 // block_tokens] = tables[0, : 850 // block_tokens]
+    tables[4, : 530 // block_tokens] = tables[2, : 530 // block_tokens]
+    together = batch.attend(cpu)
+    torch.testing.assert_close(together, batch.attend(reference), rtol=TOLERANCE, atol=TOLERANCE)
+    for b in range(len(tables)):
+        first, last = batch.query_starts[b : b + 2].tolist()
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        alone = Ragged(
+            batch.query[first:last], batch.cache_layer, tables[b : b + 1], starts, batch.context_lens[b : b + 1]
+        )
+        assert torch.equal(alone.attend(cpu), together[first:last])
+
+
 def test_a_block_outside_the_cache_is_refused(cpu: CpuKernels) -> None:
     batch = ragged(DECODE)
     batch.block_tables[2, 0] = batch.cache_layer.shape[0]
@@ -154,28 +193,29 @@ def test_a_block_outside_the_cache_is_refused(cpu: CpuKernels) -> None:
         batch.attend(cpu)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@PAGES
 @pytest.mark.parametrize(("num_tokens", "head_dim", "norm"), [(1, 64, False), (200, 64, True), (33, 80, True)])
 def test_rope_and_cache_write_are_the_reference(
     cpu: CpuKernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool
 ) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads, block_tokens = 6, 2, 16
-    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
     angles = torch.outer(torch.arange(300.0), torch.rand(head_dim // 2))
     positions = torch.randint(300, (num_tokens,))
     slots = torch.randperm(40 * block_tokens)[:num_tokens]
-    norms = [torch.randn(head_dim).to(dtype) for _ in range(2)] if norm else [None, None]
-    caches = [torch.zeros(40, 3, 2, num_kv_heads, block_tokens, head_dim, dtype=dtype) for _ in range(2)]
+    norms = [torch.randn(head_dim) for _ in range(2)] if norm else [None, None]
+    row = reference.as_page_rows(torch.zeros(head_dim), dtype).shape[0]
+    caches = [torch.zeros(40, 3, 2, num_kv_heads, block_tokens, row, dtype=dtype) for _ in range(2)]
 
     expected, query = (
         kernels.rope_write_kv(qkv.clone(), angles.cos(), angles.sin(), positions, cache[:, 1], slots, *norms, 1e-5)
         for kernels, cache in zip((reference, cpu), caches, strict=True)
     )
 
-    tolerance = 2e-6 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(query, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(caches[1], caches[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(query, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    one_step = {torch.float32: TOLERANCE, torch.bfloat16: 1e-2, torch.int8: 0.03}[dtype]  # of the pages' roundings
+    torch.testing.assert_close(*map(reference.from_page_rows, caches), rtol=one_step, atol=one_step)
     assert not caches[1][:, [0, 2]].any()
 
 
@@ -189,12 +229,13 @@ def test_positions_and_slots_outside_are_refused_and_nothing_is_written(cpu: Cpu
     assert not cache.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@PAGES
 def test_write_kv_is_the_reference(cpu: CpuKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    key, value = torch.randn(2, 30, 2, 32).to(dtype)
+    key, value = torch.randn(2, 30, 2, 32)
+    value[3] = 0
     slots = torch.randperm(64)[:30]
-    caches = torch.zeros(2, 4, 3, 2, 2, 16, 32, dtype=dtype)
+    caches = torch.zeros(2, 4, 3, 2, 2, 16, 36 if dtype is torch.int8 else 32, dtype=dtype)
     reference.write_kv(key, value, caches[0][:, 1], slots)
     cpu.write_kv(key, value, caches[1][:, 1], slots)
     assert caches[0].any()
@@ -204,45 +245,62 @@ def test_write_kv_is_the_reference(cpu: CpuKernels, dtype: torch.dtype) -> None:
 LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@WEIGHTS
 @pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_linear_is_the_reference(cpu: CpuKernels, dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
+def test_linear_is_the_reference(
+    cpu: CpuKernels, dtype: torch.dtype, coding: Coding, inputs: int, outputs: int, bias: bool
+) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
     shift = torch.randn(outputs).to(dtype) if bias else None
-    layers = [reference.linear(weight, shift), cpu.linear(weight, shift), OneDnnLinear(weight, shift)]
-    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    defined, ours = reference.linear(weight, shift, coding), cpu.panel_linear(weight, shift, coding)
     for num_tokens in (1, 2, 12, 13, 100):
-        hidden = torch.randn(num_tokens, inputs).to(dtype)
-        expected, *others = (layer(hidden) for layer in layers)
-        for actual in others:
-            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        hidden = torch.randn(num_tokens, inputs)
+        hidden[0, :] *= 0 if num_tokens == 2 else 3
+        torch.testing.assert_close(ours(hidden), defined(hidden), rtol=1e-5, atol=1e-5)
     wanted = torch.tensor([0, outputs - 1, 3])
-    assert all(torch.equal(layer.rows(wanted), weight[wanted]) for layer in layers)
+    torch.testing.assert_close(ours.rows(wanted), defined.rows(wanted).float(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_onednn_is_the_reference(cpu: CpuKernels) -> None:
+    torch.manual_seed(0)
+    weight, hidden = (torch.randn(70, 33) * 33**-0.5).bfloat16(), torch.randn(13, 33)
+    expected = reference.linear(weight)(hidden)
+    torch.testing.assert_close(OneDnnLinear(weight, None)(hidden), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
+    """A whole decoder computes SwiGLU within the product; what a gated packing holds shows through a plain product."""
+    torch.manual_seed(0)
+    width = int(cpu.library.mc_panel_width()) // 2
+    weight, hidden = torch.randn(4 * width, 40), torch.randn(3, 40)
+    gates, ups = (hidden @ weight.T).view(3, 2, 2, width).unbind(1)
+    expected = torch.stack([gates, ups], dim=2).flatten(1)
+    actual = cpu.panel_linear(weight, is_gated=True)(hidden)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@WEIGHTS
 @pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
 def test_a_token_alone_and_in_any_batch_has_the_same_bits(
-    cpu: CpuKernels, dtype: torch.dtype, inputs: int, outputs: int
+    cpu: CpuKernels, dtype: torch.dtype, coding: Coding, inputs: int, outputs: int
 ) -> None:
     torch.manual_seed(0)
-    layer = PanelLinear(cpu._linear, cpu._panel_width, torch.randn(outputs, inputs).to(dtype), None)
-    hidden = torch.randn(101, inputs).to(dtype)
+    layer = cpu.panel_linear(torch.randn(outputs, inputs).to(dtype), None, coding)
+    hidden = torch.randn(101, inputs)
     together = layer(hidden)
     for first, last in ((0, 1), (7, 9), (40, 101), (100, 101)):
         assert torch.equal(layer(hidden[first:last]), together[first:last])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 576), (100, 576), (5, 77)])
-def test_norms_and_silu_are_the_reference(cpu: CpuKernels, dtype: torch.dtype, num_tokens: int, width: int) -> None:
+def test_norms_and_silu_are_the_reference(cpu: CpuKernels, num_tokens: int, width: int) -> None:
     torch.manual_seed(0)
-    residual, update = (torch.randn(2, num_tokens, width) * 3).to(dtype)
-    weight = torch.randn(width).to(dtype)
-    gate_up = (torch.randn(num_tokens, 2 * width) * 20).to(dtype)
-    tolerance = 2e-6 if dtype is torch.float32 else 2e-2
+    residual, update = torch.randn(2, num_tokens, width) * 3
+    weight = torch.randn(width)
+    gate_up = torch.randn(num_tokens, 2 * width) * 20
+    tolerance = 2e-6
 
     left, right = residual.clone(), residual.clone()
     expected = reference.add_rms_norm(left, update, weight, 1e-5)

@@ -1,0 +1,141 @@
+// A whole forward pass of a pre-norm decoder with gated MLPs (Llama, Mistral, Qwen2, Qwen3) in one call: products with what
+// follows them done while results are in registers, and no way back to Python but the hooks, when there are any.
+//
+// It computes what mooncake/model/llama.py does step by step, with the same functions, to the bit.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+namespace mooncake {
+
+// Mirrored in cpu.py, as the next three.
+struct DecoderLayer {
+    const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+    const PackedLinear *qkv, *output, *gate_up, *down;
+};
+
+struct Decoder {
+    const DecoderLayer* layers;
+    const PackedLinear *embedding, *head;
+    const float *final_norm, *cos, *sin;
+    int64_t num_layers, num_positions, hidden, intermediate, vocab;
+    int32_t num_heads, num_kv_heads, head_dim, window;
+    float eps, scale;
+};
+
+struct Step {
+    const int64_t *tokens, *positions, *slots, *logit_rows;
+    const int32_t *query_starts, *context_lens, *block_tables;
+    int64_t table_stride, num_tokens, num_sequences, num_logits;
+};
+
+struct Cache {
+    char* base;
+    int64_t num_blocks, block_stride, layer_stride, kv_stride, head_stride;  // bytes
+    int32_t block_tokens, kind;
+};
+
+using LayerCall = int (*)(int layer);  // not 0: stop
+
+class ForwardPass {
+public:
+    ForwardPass(const Decoder& model, const Step& step, const Cache& cache, LayerCall before, LayerCall after, int threads)
+        : model_(model), step_(step), cache_(cache), before_(before), after_(after), threads_(threads) {}
+
+    int run(float* logits) {
+        const int64_t T = step_.num_tokens, most = std::max(T, step_.num_logits), hidden = model_.hidden, width = int64_t(model_.num_heads) * model_.head_dim;
+        const int64_t qkv_width = width + 2 * int64_t(model_.num_kv_heads) * model_.head_dim;
+        static thread_local Scratch memory;
+        memory.start(most * (hidden + width + model_.intermediate) + T * qkv_width + 256);
+        residual_ = memory.take(most * hidden);
+        mixed_ = memory.take(most * width);
+        gated_ = memory.take(most * model_.intermediate);
+        qkv_ = memory.take(T * qkv_width);
+        call_ = {qkv_, qkv_width, mixed_, step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
+                 int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, model_.window,
+                 model_.scale * 1.44269504f};
+        if (int status = check()) return status;
+        Planner(call_, cache_.block_tokens, plan_).run();
+        parallel(T, T < 8 ? 1 : threads_,
+                 [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
+        int64_t rows = T;
+        for (int64_t index = 0; index < model_.num_layers; index++) {
+            const DecoderLayer& layer = model_.layers[index];
+            multiply(*layer.qkv, residual_, T, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
+            if (int status = attention(index, layer)) return status;
+            if (index == model_.num_layers - 1) {  // behind the last attention, nobody asks for rows without logits
+                rows = step_.num_logits;
+                keep_rows(mixed_, width);
+                keep_rows(residual_, hidden);
+            }
+            multiply(*layer.output, mixed_, rows, nullptr, {Then::ADD, residual_, hidden});
+            multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, gated_, model_.intermediate});
+            multiply(*layer.down, gated_, rows, nullptr, {Then::ADD, residual_, hidden});
+        }
+        multiply(*model_.head, residual_, rows, model_.final_norm, {Then::STORE, logits, model_.vocab});
+        return OK;
+    }
+
+private:
+    int check() const {
+        for (int64_t t = 0; t < step_.num_tokens; t++)
+            if (step_.tokens[t] < 0 || step_.tokens[t] >= model_.vocab) return BAD_TOKEN;
+        for (int64_t r = 0; r < step_.num_logits; r++)
+            if (step_.logit_rows[r] < 0 || step_.logit_rows[r] >= step_.num_tokens) return BAD_TOKEN;
+        const CacheLayer first = cache_layer(0);
+        if (int status = check_positions(step_.positions, step_.num_tokens, rope(model_.layers[0]))) return status;
+        if (int status = check_slots(step_.slots, step_.num_tokens, first)) return status;
+        return check_tables(call_, first);
+    }
+
+    CacheLayer cache_layer(int64_t index) const {
+        return {cache_.base + index * cache_.layer_stride, cache_.num_blocks, cache_.block_stride, cache_.kv_stride,
+                cache_.head_stride, cache_.block_tokens, model_.num_kv_heads, model_.head_dim, cache_.kind};
+    }
+
+    Rope rope(const DecoderLayer& layer) const {
+        return {model_.cos, model_.sin, model_.num_positions, layer.query_norm, layer.key_norm, model_.eps};
+    }
+
+    void multiply(const PackedLinear& layer, const float* from, int64_t rows, const float* norm, const Target& target) {
+        if (!rows) return;
+        const Activations x = prepare(layer, from, layer.inputs, rows, norm, model_.eps, turned_, threads_);
+        multiply_by(layer, x, target, threads_);
+    }
+
+    int attention(int64_t index, const DecoderLayer& layer) {
+        const CacheLayer cache = cache_layer(index);
+        if (before_ && before_(int(index))) return STOPPED_BY_HOOK;
+        with_pages(cache_.kind, [&](auto page) {
+            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), step_.positions, cache, step_.slots,
+                                          step_.num_tokens, model_.num_heads, threads_);
+        });
+        if (after_ && after_(int(index))) return STOPPED_BY_HOOK;
+        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan_, cache, threads_); });
+        return OK;
+    }
+
+    void keep_rows(float* rows, int64_t width) const {
+        static thread_local Scratch kept;
+        float* to = kept.start(step_.num_logits * width);
+        for (int64_t r = 0; r < step_.num_logits; r++)
+            std::memcpy(to + r * width, rows + step_.logit_rows[r] * width, width * sizeof(float));
+        std::memcpy(rows, to, step_.num_logits * width * sizeof(float));
+    }
+
+    const Decoder& model_;
+    const Step& step_;
+    const Cache& cache_;
+    const LayerCall before_, after_;
+    const int threads_;
+    float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr;
+    AttentionCall call_{};
+    static thread_local AttentionPlan plan_;
+    static thread_local Scratch turned_;
+};
+
+inline thread_local AttentionPlan ForwardPass::plan_;
+inline thread_local Scratch ForwardPass::turned_;
+
+}  // namespace mooncake

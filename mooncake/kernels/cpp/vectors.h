@@ -1,0 +1,143 @@
+// Vectors of floats as wide as the machine has, on GCC's vector extension: the same source gives AVX-512, AVX2, SSE and
+// NEON. Loads widen bfloat16 and int8 to float32; all arithmetic is float32.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace mooncake {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // floats in a vector
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+using vf = float __attribute__((vector_size(W * 4)));
+using vi = int32_t __attribute__((vector_size(W * 4)));
+using vu = uint32_t __attribute__((vector_size(W * 4)));
+using vh = uint16_t __attribute__((vector_size(W * 2)));
+using vc = int8_t __attribute__((vector_size(W)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class V, class T> inline V load_as(const T* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline vf load(const float* from) { return load_as<vf>(from); }
+inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16); }
+inline vf load(const int8_t* from) {
+    return __builtin_convertvector(__builtin_convertvector(load_as<vc>(from), vi), vf);
+}
+
+inline void store(float* to, vf v) { std::memcpy(to, &v, sizeof v); }
+inline void store(int32_t* to, vi v) { std::memcpy(to, &v, sizeof v); }
+
+inline void store(bf16* to, vf v) {  // round to nearest, ties to even; NaN stays NaN
+    vu bits = (vu)v;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    rounded = v != v ? (bits >> 16 | 0x40) : rounded;
+    vh half = __builtin_convertvector(rounded, vh);
+    std::memcpy(to, &half, sizeof half);
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (x != x) return {uint16_t(bits >> 16 | 0x40)};
+    return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline vf splat(float x) { return x - vf{}; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+inline vf magnitude(vf a) { return (vf)((vu)a & 0x7fffffffu); }
+
+inline float sum(vf v) {
+    float total = 0;
+    for (int i = 0; i < W; i++) total += v[i];
+    return total;
+}
+
+inline float largest(vf v) {
+    float most = v[0];
+    for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+inline vf round_whole(vf x) {  // ties to even; |x| below 2^22
+    const float magic = 12582912.0f;  // 1.5 * 2^23: nothing behind the point survives adding it
+    return (x + magic) - magic;
+}
+
+// 2^(whole + f) for whole an integer in [-126, 126] and |f| ≤ 1/2; relative error 2e-9 plus rounding.
+inline vf exp2_parts(vf whole, vf f) {
+    vf p = splat(1.53458116e-4f);
+    p = p * f + 1.33999312e-3f;
+    p = p * f + 9.61848896e-3f;
+    p = p * f + 5.55032878e-2f;
+    p = p * f + 2.40226469e-1f;
+    p = p * f + 6.93147206e-1f;
+    p = p * f + 1.0f;
+    vi exponent = (__builtin_convertvector(whole, vi) + 127) << 23;
+    return p * (vf)exponent;
+}
+
+// 2^x for x ≤ 0; exactly 1 at 0 and exactly 0 below -126.
+inline vf exp2v(vf x) {
+    vf inside = larger(x, splat(-126.0f));
+    vf whole = round_whole(inside);
+    return x < -126.0f ? vf{} : exp2_parts(whole, inside - whole);
+}
+
+inline float exp2s(float x) { return exp2v(splat(x))[0]; }
+
+// e^x within the range of normal numbers, saturating outside.
+inline vf expv(vf x) {
+    vf inside = larger(x, splat(-87.0f));
+    inside = inside > 87.0f ? splat(87.0f) : inside;
+    vf whole = round_whole(inside * 1.44269504f);
+    vf f = (inside * 1.44269504f - whole) + inside * 1.92596299e-8f;  // log2(e) in two pieces
+    return exp2_parts(whole, f);
+}
+
+inline vf silu(vf x) { return x / (expv(-x) + 1.0f); }
+
+// Lane numbers that pair up, inside segments of SEG lanes, the halves of two vectors: UPPER says which halves.
+template <int SEG, bool UPPER, size_t... LANE> constexpr vi halves(std::index_sequence<LANE...>) {
+    constexpr int half = SEG / 2;
+    return vi{int(LANE / half / 2 * SEG + LANE % half + (LANE / half % 2 ? W : 0) + (UPPER ? half : 0))...};
+}
+
+// The W sums over lanes of W vectors, as one vector: a tree in which each step halves the vectors.
+template <int SEG = W> inline vf sums_of(vf* v) {
+    if constexpr (SEG == 1) {
+        return v[0];
+    } else {
+        constexpr auto lanes = std::make_index_sequence<W>();
+#pragma GCC unroll 16
+        for (int i = 0; i < SEG / 2; i++) {
+            vf lower = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, false>(lanes));
+            vf upper = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, true>(lanes));
+            v[i] = lower + upper;
+        }
+        return sums_of<SEG / 2>(v);
+    }
+}
+
+}  // namespace mooncake

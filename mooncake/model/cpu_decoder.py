@@ -1,0 +1,191 @@
+"""A forward pass in one call of the CPU library: what ``llama.py`` does step by step, with the same functions.
+
+Python's part of a step is then a few microseconds, plus two calls a layer where a hook wants to know about layers.
+It must not know about requests or scheduling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from mooncake.checkpoint import ModelConfig
+from mooncake.kernels.cpu import PROBLEMS, STOPPED_BY_HOOK, CpuKernels, PanelLinear, page_kind
+from mooncake.kernels.reference import Coding
+from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.layers import LayerWeights, Weights, vector, weight
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+
+
+class _Layer(ctypes.Structure):
+    """Mirrors ``DecoderLayer`` of decoder.h, as the next three their namesakes."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("layers", "embedding", "head", "final_norm", "cos", "sin")),
+        *((name, _LONG) for name in ("num_layers", "num_positions", "hidden", "intermediate", "vocab")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, _FLOAT) for name in ("eps", "scale")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
+        *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits")),
+    ]
+
+
+class _Cache(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("base", _POINTER),
+        *((name, _LONG) for name in ("num_blocks", "block_stride", "layer_stride", "kv_stride", "head_stride")),
+        *((name, _INT) for name in ("block_tokens", "kind")),
+    ]
+
+
+class CpuDecoder:
+    """Llama, Mistral, Qwen2 and Qwen3 over packed weights, once ``takes`` has said yes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        layers: Sequence[LayerWeights],
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kernels: CpuKernels,
+        coding: Coding = "",
+    ) -> None:
+        """``tables`` are cosines and sines of all positions. Raises ModelError when a weight is missing."""
+        self._forward = kernels.library.mc_forward
+        self._vocab = config.vocab_size
+        self._kept: list[torch.Tensor | PanelLinear] = [*tables]
+
+        def address(tensor: torch.Tensor | None) -> int | None:
+            if tensor is None:
+                return None
+            kept = vector(tensor, kernels)
+            self._kept.append(kept)
+            return kept.data_ptr()
+
+        def matrix(tensor: torch.Tensor, bias: torch.Tensor | None = None, is_gated: bool = False) -> int:
+            packed = kernels.panel_linear(tensor, bias, coding, is_gated)
+            self._kept.append(packed)
+            return packed.address
+
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(
+                    address(layer.attention_norm),
+                    address(layer.mlp_norm),
+                    address(layer.query_norm),
+                    address(layer.key_norm),
+                    matrix(layer.qkv, layer.qkv_bias),
+                    matrix(layer.output),
+                    matrix(layer.gate_up, is_gated=True),
+                    matrix(layer.down),
+                )
+                for layer in layers
+            )
+        )
+        embedding = matrix(weight(weights, "model.embed_tokens.weight"))
+        cos, sin = tables
+        self._decoder = _Decoder(
+            ctypes.addressof(self._layers),
+            embedding,
+            embedding if config.tie_embeddings else matrix(weight(weights, "lm_head.weight")),
+            address(weight(weights, "model.norm.weight")),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            config.num_layers,
+            cos.shape[0],
+            config.hidden_size,
+            config.intermediate_size,
+            config.vocab_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.sliding_window or 0,
+            config.rms_eps,
+            config.head_dim**-0.5,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed matrices, which a decode step reads once."""
+        return sum(kept.num_bytes for kept in self._kept if isinstance(kept, PanelLinear))
+
+    @staticmethod
+    def takes(config: ModelConfig, dtype: torch.dtype) -> bool:
+        return config.head_dim % 16 == 0 and config.intermediate_size % 16 == 0 and dtype is not torch.float16
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        """As ``CausalLM.forward``."""
+        step = _Step(
+            batch.tokens.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            batch.logit_rows.data_ptr(),
+            batch.query_starts.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.block_tables.stride(0),
+            batch.tokens.shape[0],
+            batch.num_sequences,
+            batch.logit_rows.shape[0],
+        )
+        size = cache.element_size()
+        block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())
+        area = _Cache(cache.data_ptr(), cache.shape[0], block, layer, kv, head, cache.shape[4], page_kind(cache.dtype))
+        logits = torch.empty((step.num_logits, self._vocab))
+        told = _Told(hook)
+        status = self._forward(
+            ctypes.addressof(self._decoder),
+            ctypes.addressof(step),
+            ctypes.addressof(area),
+            told.before,
+            told.after,
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if told.error is not None:
+            raise told.error
+        if status:
+            raise IndexError(PROBLEMS[status])
+        return logits
+
+
+class _Told:
+    """A hook as the library calls it. What it raises stops the pass and is kept."""
+
+    def __init__(self, hook: LayerHook) -> None:
+        self.error: BaseException | None = None
+        self.before = self._call(hook.before_layer, NoHook.before_layer)
+        self.after = self._call(hook.after_layer, NoHook.after_layer)
+
+    def _call(self, method: Callable[[int], None], nothing: object) -> object:
+        """None for a method that does nothing: then the pass need not come back to Python at all."""
+        if getattr(method, "__func__", None) is nothing:
+            return None
+
+        def call(layer: int) -> int:
+            try:
+                method(layer)
+            except BaseException as error:  # C++ cannot pass it on; ``forward`` does
+                self.error = error
+                return STOPPED_BY_HOOK
+            return 0
+
+        return _LayerCall(call)

@@ -1,0 +1,58 @@
+"""Which number formats a model's weights, activations and KV have, from what was asked for and what the processor has.
+
+Decided once, before anything is loaded, and the same everywhere: it must not import torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+WEIGHTS = ("auto", "int8", "w8a8")
+
+_BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    dtype: str  # "float32" | "bfloat16": of the weights
+    kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
+    coding: str  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
+
+    def identity(self, weights_digest: str) -> str:
+        """What tells KV of this precision from KV of the same weights in another; for the cache's fingerprint."""
+        return f"{weights_digest}+{self.coding}" if self.coding else weights_digest
+
+
+def resolve_precision(dtype: str, kv_dtype: str = "auto", weights: str = "auto") -> Precision:
+    """``dtype`` "auto": bfloat16 where the processor multiplies it natively, else float32. ``kv_dtype`` "auto": as
+    ``dtype``. ``weights`` "auto": as ``dtype``. Raises ConfigError for anything unknown."""
+    for name, value, known in (
+        ("dtype", dtype, DTYPES),
+        ("kv_dtype", kv_dtype, KV_DTYPES),
+        ("weights", weights, WEIGHTS),
+    ):
+        if value not in known:
+            raise ConfigError(f"model.{name} must be one of {', '.join(known)}, got {value!r}")
+    if dtype == "auto":
+        dtype = "bfloat16" if has_native_bf16() else "float32"
+    return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, "" if weights == "auto" else weights)
+
+
+def has_native_bf16() -> bool:
+    return not _BF16_FEATURES.isdisjoint(cpu_features())
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Names of instruction-set extensions as Linux prints them; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[2:])
