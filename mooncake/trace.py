@@ -7,13 +7,15 @@ size.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import lzma
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import IO, Annotated, Literal, cast, overload
 
 import msgspec
 import numpy as np
@@ -24,6 +26,7 @@ from mooncake.types import TokenIds
 
 TRACE_BLOCK_TOKENS = 512  # what one id stands for in the published traces
 MAX_LINE_BYTES = 1 << 22
+AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _DIGITS = 4  # leading tokens of a block that spell its id, so that other ids never give an equal block
 
 
@@ -70,6 +73,50 @@ def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_B
     return requests
 
 
+def load_azure(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first ``limit`` requests (or all) of an Azure LLM inference trace (CSV, plain, .gz or .xz), by time.
+
+    It says nothing of prefixes, so every block gets an id of its own. Raises InvalidRequest with the file and line.
+    """
+    rows: list[tuple[float, int, int]] = []
+    for line, text in _lines(path):
+        if line == 1 or not text.strip():
+            if line == 1 and not text.startswith(AZURE_HEADER):
+                raise InvalidRequest(f"{path}:1: expected the columns {AZURE_HEADER.decode()}")
+            continue
+        try:
+            [(moment, context, generated)] = csv.reader([text.decode()])
+            second, _, fraction = moment.partition(".")
+            at_s = datetime.fromisoformat(f"{second}+00:00").timestamp() + float(f"0.{fraction or 0}")
+            rows.append((at_s * 1e3, int(context), int(generated)))
+        except ValueError as error:
+            raise InvalidRequest(f"{path}:{line}: {error}") from None
+    rows.sort()
+    requests, next_id = [], 0
+    for at_ms, prompt, answer in rows[:limit]:
+        num_blocks = _ceil_div(max(prompt, 1), TRACE_BLOCK_TOKENS)
+        ids = tuple(range(next_id, next_id + num_blocks))
+        next_id += num_blocks
+        requests.append(TraceRequest(at_ms - rows[0][0], max(prompt, 1), answer, ids))
+    if not requests:
+        raise InvalidRequest(f"{path}: the trace holds no request")
+    return requests
+
+
+def save_trace(requests: Iterable[TraceRequest], path: Path) -> None:
+    """Mooncake's JSONL form; ``.xz`` and ``.gz`` compress."""
+    encoder = msgspec.json.Encoder()
+    try:
+        with _open(path, "wb") as file:
+            for request in requests:
+                line = _Line(
+                    round(request.timestamp_ms, 3), request.input_length, request.output_length, request.hash_ids
+                )
+                file.write(encoder.encode(line) + b"\n")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write the trace {path}: {error.strerror or error}") from None
+
+
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with _open(path) as file:
@@ -85,10 +132,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InvalidRequest(f"cannot read the trace {path}: {error.strerror or error}") from None
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
     if path.suffix == ".xz":
-        return lzma.open(path)
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+        return lzma.open(path, mode)
+    return cast(IO[bytes], gzip.open(path, mode)) if path.suffix == ".gz" else path.open(mode)
 
 
 def _request(line: _Line, block_tokens: int) -> TraceRequest:
@@ -114,6 +161,58 @@ def scale(
         input_length=_ceil_div(request.input_length * tokens_per_block, block_tokens),
         output_length=output_length if max_output is None else min(output_length, max_output),
     )
+
+
+class ResampledTrace(Sequence[TraceRequest]):
+    """``num_requests`` requests made of copies of a trace, side by side in the same span of time.
+
+    Each copy is another set of users: its ids are its own, so nothing is shared between copies, and it begins at a
+    random moment (seeded) and wraps around, so that their ups and downs do not coincide. The last copy is a random
+    part. The load grows with the number of copies. Requests are made when they are asked for.
+    """
+
+    def __init__(self, trace: Sequence[TraceRequest], num_requests: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        size = len(trace)
+        copies = _ceil_div(num_requests, size)
+        times = np.array([request.timestamp_ms for request in trace])
+        span_ms = float(times[-1] - times[0]) + 1.0
+        shifts = rng.uniform(0.0, span_ms, copies)
+        shifted = ((times - times[0])[None, :] + shifts[:, None]) % span_ms
+        kept = np.arange(copies * size)
+        if copies * size > num_requests:
+            last = rng.permutation(size)[: num_requests - (copies - 1) * size] + (copies - 1) * size
+            kept = np.concatenate([kept[: (copies - 1) * size], np.sort(last)])
+        moments = shifted.ravel()[kept]
+        order = np.argsort(moments, kind="stable")
+        self._trace = trace
+        self._size = size
+        self._number = kept[order]
+        self.timestamps_ms = moments[order]
+        self._stride = 1 + max(max(request.hash_ids) for request in trace)
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    @overload
+    def __getitem__(self, index: int) -> TraceRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TraceRequest]: ...
+    def __getitem__(self, index: int | slice) -> TraceRequest | list[TraceRequest]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        copy, at = divmod(int(self._number[index]), self._size)
+        request = self._trace[at]
+        offset = copy * self._stride
+        ids = tuple([block + offset for block in request.hash_ids])
+        return TraceRequest(float(self.timestamps_ms[index]), request.input_length, request.output_length, ids)
+
+    def lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of all prompts and answers (tokens), without making the requests."""
+        inputs = np.array([request.input_length for request in self._trace], dtype=np.int64)
+        outputs = np.array([request.output_length for request in self._trace], dtype=np.int64)
+        which = self._number % self._size
+        return inputs[which], outputs[which]
 
 
 def trace_tokens(request: TraceRequest, tokens_per_block: int, vocab_size: int) -> TokenIds:

@@ -1,0 +1,48 @@
+"""One host's KV in memory: the shipped block pool, driven by whole prompts instead of by an engine.
+
+It gives the same order of eviction as an engine's cache: least recently used first, leaves before what they build on,
+never a block that somebody holds. Times and bytes are others' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.engine.block_pool import BlockPool
+from mooncake.types import BlockEvent, BlockKey
+
+Keys = Sequence[BlockKey]
+
+
+class HostCache:
+    """``num_blocks`` blocks. What is held is given back with ``release``, once."""
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.pool = BlockPool(num_blocks, block_tokens)
+
+    def match(self, keys: Keys) -> int:
+        return self.pool.match(keys)
+
+    def hold(self, keys: Keys, count: int) -> list[int]:
+        """Keep the first ``count`` blocks, which are here, from being evicted."""
+        return self.pool.take_prefix(keys, count)
+
+    def add(self, keys: Keys) -> None:
+        """Store the chain, as far as there is room; what was here counts as used."""
+        pool = self.pool
+        known = pool.match(keys)
+        table = pool.take_prefix(keys, known)
+        table += pool.allocate(min(len(keys) - known, pool.num_available))
+        for index in range(known, len(table)):
+            pool.seal(table[index], keys[index], keys[index - 1] if index else b"")
+        pool.release(table)
+
+    def release(self, held: list[int]) -> None:
+        self.pool.release(held)
+
+    def clear(self) -> None:
+        """The host has lost its memory; nobody holds anything."""
+        self.pool.drop_cached()
+
+    def take_events(self) -> list[BlockEvent]:
+        return self.pool.take_events()

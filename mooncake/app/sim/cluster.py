@@ -1,0 +1,163 @@
+"""What is simulated: machines with measured step curves, their caches and links, and how the conductor is set.
+
+A cluster is one TOML file; presets are such files beside this one. It holds facts only and knows no events.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from mooncake.errors import ConfigError
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Model(Frozen, frozen=True):
+    """``token_bytes`` of KV over all layers."""
+
+    num_layers: Count
+    token_bytes: Count
+    block_tokens: Annotated[int, msgspec.Meta(ge=512, multiple_of=512)] = 512
+
+
+class StepCurve(Frozen, frozen=True):
+    """Milliseconds of one step on one machine, fitted to measurements: a prompt's part, a batch's part, or both.
+
+    ``prefix_ms`` is paid once by a request that reuses a prefix.
+    """
+
+    prefill_step_ms: NotNegative = 0.0
+    prefill_token_ms: NotNegative = 0.0
+    prefill_pair_ms: NotNegative = 0.0  # a pair of a new token and one that it sees
+    prefix_ms: NotNegative = 0.0
+    decode_step_ms: NotNegative = 0.0
+    decode_sequence_ms: NotNegative = 0.0
+    decode_context_ms: NotNegative = 0.0  # a token of context
+    source: str = ""  # where the numbers are from
+
+    def prefill_ms(self, new_tokens: int, prefix_tokens: int) -> float:
+        work = self.prefill_token_ms + self.prefill_pair_ms * (prefix_tokens + new_tokens / 2)
+        return self.prefill_step_ms + new_tokens * work + (self.prefix_ms if prefix_tokens else 0.0)
+
+    def decode_ms(self, batch: int, context_tokens: float) -> float:
+        return self.decode_step_ms + self.decode_sequence_ms * batch + self.decode_context_ms * context_tokens
+
+
+class Machines(Frozen, frozen=True):
+    """``count`` equal machines. Token counts are capacities."""
+
+    role: Literal["prefill", "decode", "coupled"]
+    count: Count
+    curve: str
+    kv_tokens: Size = 1_000_000  # of KV next to the processors: decode and coupled machines
+    store_tokens: Size = 0  # of KV in host memory, shared with the others; prefill machines
+    nic_gb_per_s: Positive = 87.0
+    load_gb_per_s: Positive = 128.0  # host memory to the processors
+    max_sequences: Count = 256
+    chunk_tokens: Size = 0  # most prompt tokens in a step; 0: whole prompts
+    prefix_caching: bool = True  # coupled: keep what was computed
+
+
+class Conductor(Frozen, frozen=True):
+    policy: str = "milliseconds"
+    heartbeat_s: Positive = 1.0
+    expected_output_tokens: Positive = 256.0  # before anything was seen
+
+
+class SLO(Frozen, frozen=True):
+    ttft_s: Positive = 30.0
+    tbt_ms: Positive = 100.0
+
+
+class Cluster(Frozen, frozen=True):
+    name: str
+    model: Model
+    curves: dict[str, StepCurve]
+    machines: tuple[Machines, ...]
+    note: str = ""
+    latency_ms: NotNegative = 0.1  # of a transfer
+    conductor: Conductor = Conductor()
+    slo: SLO = SLO()
+
+    def __post_init__(self) -> None:
+        for machines in self.machines:
+            if machines.curve not in self.curves:
+                raise ValueError(f"no curve is called {machines.curve!r}; there are: {', '.join(self.curves)}")
+        roles = {machines.role for machines in self.machines}
+        if roles not in ({"prefill", "decode"}, {"coupled"}, {"prefill"}):
+            raise ValueError("a cluster has prefill and decode machines, or coupled ones, or prefill ones alone")
+
+    def count(self, role: str) -> int:
+        return sum(machines.count for machines in self.machines if machines.role == role)
+
+    @property
+    def is_coupled(self) -> bool:
+        return self.machines[0].role == "coupled"
+
+    def with_counts(self, **counts: int) -> Cluster:
+        """So many machines of each role named; the first group of a role takes all of them, none: it is left out."""
+        left = dict(counts)
+        machines = []
+        for group in self.machines:
+            wanted = left.get(group.role, group.count)
+            if group.role in left:
+                left[group.role] = 0
+            if wanted:
+                machines.append(msgspec.structs.replace(group, count=wanted))
+        return msgspec.structs.replace(self, machines=tuple(machines))
+
+    def with_machines(self, role: str = "", **values: object) -> Cluster:
+        """The same values changed on every group of ``role`` (or all)."""
+        machines = tuple(
+            msgspec.structs.replace(group, **values) if role in ("", group.role) else group for group in self.machines
+        )
+        return msgspec.structs.replace(self, machines=machines)
+
+    def with_policy(self, policy: str) -> Cluster:
+        return msgspec.structs.replace(self, conductor=msgspec.structs.replace(self.conductor, policy=policy))
+
+
+def preset_names() -> list[str]:
+    found = (entry.name.removesuffix(".toml") for entry in files(__package__).joinpath("presets").iterdir())
+    return sorted(name for name in found if not name.startswith(("_", ".")))
+
+
+def preset_text(name: str) -> str:
+    """Raises ConfigError, naming those that there are."""
+    if name not in preset_names():
+        near = difflib.get_close_matches(name, preset_names(), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        raise ConfigError(f"no preset is called {name!r}{hint} there are: {', '.join(preset_names())}")
+    return files(__package__).joinpath("presets", f"{name}.toml").read_text()
+
+
+def load_preset(name: str) -> Cluster:
+    return parse_cluster(preset_text(name), f"preset {name}")
+
+
+def load_cluster(path: Path) -> Cluster:
+    try:
+        return parse_cluster(path.read_text(), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster file {path}: {error.strerror or error}") from None
+
+
+def parse_cluster(text: str, origin: str) -> Cluster:
+    """Raises ConfigError with the origin for anything that is not a cluster."""
+    try:
+        return msgspec.convert(tomllib.loads(text), Cluster)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{origin}: {error}") from None

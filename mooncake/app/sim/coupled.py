@@ -1,0 +1,172 @@
+"""A machine that computes prompts and decodes in the same steps: the shipped batching code, played step by step.
+
+What runs in a step is decided by the engine's own scheduler over its own block pool; here a step takes the time of the
+measured curve instead of computing anything. It stands for the coupled baselines, and it is what the summed-up
+machines are tested against.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from mooncake.app.latency import longest_tenth_mean
+from mooncake.app.sim.cluster import Machines, Model, StepCurve
+from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.requests import Flight
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.scheduler import Scheduler, StepPlan
+from mooncake.engine.sequence import Sequence
+from mooncake.types import BlockKey, FinishReason, SamplingParams
+
+MAX_MODEL_LEN = 1 << 18
+MAX_WAITING = 1 << 20
+_NO_TOKENS = np.zeros(1, dtype=np.uint32)
+
+
+class CountedSequence(Sequence):
+    """A sequence whose tokens are only counted: the names of its prompt's blocks are given, its answer has none."""
+
+    __slots__ = ("flight", "gaps_s", "last_token_s", "length")
+
+    def __init__(self, flight: Flight, number: int) -> None:
+        sampling = SamplingParams(max_tokens=flight.output_tokens)
+        super().__init__(str(number), _NO_TOKENS, 1, sampling, b"", eos_ids=(), max_model_len=MAX_MODEL_LEN)
+        self.flight = flight
+        self.num_tokens = self.num_prompt = flight.num_tokens
+        self.block_keys: list[BlockKey] = list(flight.keys)
+        self.length = flight.num_tokens + flight.output_tokens
+        self.last_token_s = math.nan
+        self.gaps_s = array("d")
+
+    def extend_keys(self, block_tokens: int) -> None:
+        """They are known already."""
+
+    def append(self, token_id: int) -> FinishReason | None:
+        self.num_tokens += 1
+        return FinishReason.LENGTH if self.num_tokens >= self.length else None
+
+
+class CoupledMachine:
+    """``on_first`` is called with a flight at its first token, ``on_end`` with the mean of its longest tenth of gaps
+    (ms) at its last one."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Machines,
+        curve: StepCurve,
+        model: Model,
+        agenda: Agenda,
+        on_first: Callable[[Flight, float], None],
+        on_end: Callable[[Flight, float], None],
+    ) -> None:
+        self.name = name
+        self.curve = curve
+        self.pool = BlockPool(group.kv_tokens // model.block_tokens, model.block_tokens)
+        self.scheduler = Scheduler(self.pool, group.chunk_tokens, group.max_sequences, MAX_MODEL_LEN, MAX_WAITING)
+        self.busy_s = 0.0
+        self.tokens = 0
+        self.slowdown = 1.0
+        self.keeps = group.prefix_caching
+        self._block_tokens = model.block_tokens
+        self._agenda = agenda
+        self._on_first = on_first
+        self._on_end = on_end
+        self._is_running = False
+        self._number = 0
+
+    def submit(self, flight: Flight) -> None:
+        self._number += 1
+        self.scheduler.add(CountedSequence(flight, self._number))
+        if not self._is_running:
+            self._begin_step()
+
+    def receive(self, flight: Flight) -> bool:
+        """Take over a sequence that was prefilled elsewhere, as a decode node does. False when there is no room."""
+        sequence = CountedSequence(flight, self._number)
+        self._number += 1
+        self.scheduler.reserve(sequence)
+        sequence.num_computed = sequence.num_tokens
+        sequence.append(0)
+        sequence.last_token_s = flight.first_token_s
+        self.scheduler.start_reserved(sequence)
+        if not self._is_running:
+            self._begin_step()
+        return True
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(sequence.num_tokens - sequence.num_computed for sequence in self.scheduler.waiting)
+
+    def _begin_step(self) -> None:
+        plan = self.scheduler.plan()
+        self._is_running = bool(plan.entries)
+        if not plan.entries:
+            return
+        work_ms = self._step_ms(plan) * self.slowdown
+        self._agenda.after(work_ms / 1e3, self._end_step, plan, work_ms)
+
+    def _step_ms(self, plan: StepPlan) -> float:
+        """Linear layers are bound by reading weights or by computing, whichever is longer; attention adds to that."""
+        curve = self.curve
+        new = batch = context = 0
+        attention_ms = 0.0
+        for entry in plan.entries:
+            if entry.num_tokens == 1 and entry.sequence.is_decoding:
+                batch += 1
+                context += entry.end
+            else:
+                new += entry.num_tokens
+                attention_ms += curve.prefill_pair_ms * entry.num_tokens * (entry.first + entry.num_tokens / 2)
+                attention_ms += curve.prefill_step_ms
+        if batch:
+            attention_ms += curve.decode_sequence_ms * batch + curve.decode_context_ms * context
+        return max(curve.decode_step_ms, curve.prefill_token_ms * new) + attention_ms
+
+    def _end_step(self, plan: StepPlan, work_ms: float) -> None:
+        """What the engine does after a step: its KV counts, full blocks are shared, and whoever is computed to its end
+        has a new token."""
+        now = self._agenda.now
+        self.busy_s += work_ms / 1e3
+        prefill_tokens = sum(e.num_tokens for e in plan.entries if not (e.num_tokens == 1 and e.sequence.is_decoding))
+        for entry in plan.entries:
+            sequence = entry.sequence
+            assert isinstance(sequence, CountedSequence)
+            is_prompt = not (entry.num_tokens == 1 and sequence.is_decoding)
+            if is_prompt:  # a prompt answers for the time that it makes a step longer
+                flight = sequence.flight
+                share = entry.num_tokens / prefill_tokens
+                flight.spent_s += share * max(work_ms - self.curve.decode_step_ms, 0.0) / 1e3
+                if math.isnan(flight.started_s):
+                    flight.started_s = now - work_ms / 1e3
+                    flight.cached_tokens = sequence.num_cached_tokens
+            sequence.num_computed = entry.end
+            if self.keeps:
+                self._seal(sequence)
+            if sequence.num_computed == sequence.num_tokens:
+                self._token(sequence, now)
+        self.pool.take_events()
+        self._begin_step()
+
+    def _seal(self, sequence: CountedSequence) -> None:
+        keys = sequence.block_keys
+        for index in range(sequence.num_sealed, min(sequence.num_computed // self._block_tokens, len(keys))):
+            self.pool.seal(sequence.block_table[index], keys[index], keys[index - 1] if index else b"")
+            sequence.num_sealed = index + 1
+
+    def _token(self, sequence: CountedSequence, now: float) -> None:
+        self.tokens += 1
+        ended = sequence.append(0)
+        flight = sequence.flight
+        if math.isnan(flight.first_token_s):
+            self._on_first(flight, flight.spent_s)
+        else:
+            sequence.gaps_s.append(now - sequence.last_token_s)
+        sequence.last_token_s = now
+        if ended:
+            self.scheduler.finish(sequence)
+            self._on_end(flight, longest_tenth_mean(sequence.gaps_s) * 1e3 if sequence.gaps_s else math.nan)

@@ -1,0 +1,222 @@
+"""A decode machine whose steps are summed up instead of played one by one.
+
+Between two changes of the batch every step is longer than the one before by the same small time (each sequence has one
+token more of context), so the time of n steps has a closed form. Sequences join and leave at the ends of steps, as in
+the shipped engine; a test holds both to the same token times. A sequence is let in when its whole answer fits, so
+nothing is ever preempted: that is the one difference.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+
+from mooncake.app.sim.cluster import Machines, Model, StepCurve
+from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.requests import Flight
+
+_KEEP_RUNS = 2048  # looked through for old ones when there are more
+
+
+class DecodeMachine:
+    """``on_end`` is called with a flight and the mean of the longest tenth of its token gaps (ms)."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Machines,
+        curve: StepCurve,
+        model: Model,
+        agenda: Agenda,
+        on_end: Callable[[Flight, float], None],
+    ) -> None:
+        self.name = name
+        self.slowdown = 1.0
+        self.busy_s = 0.0
+        self.tokens = 0
+        self.waiting: deque[Flight] = deque()
+        self.running: dict[Flight, None] = {}
+        self.context = 0  # tokens of KV that the running ones have, at the present run's first step
+        self.kv_tokens = group.kv_tokens
+        self.reserved_tokens = 0
+        self._curve = curve
+        self._block_tokens = model.block_tokens
+        self._max_sequences = group.max_sequences
+        self._agenda = agenda
+        self._on_end = on_end
+        self._ends: list[tuple[int, int, Flight]] = []  # heap: (step at whose beginning it is complete, order, flight)
+        self._order = 0
+        self._step = 0  # first step of the present run of steps with one batch
+        self._since = 0.0  # when it began
+        self._first_ms = self._growth_ms = 0.0  # its first step; how much longer each next one is
+        self._runs: list[tuple[float, float]] = []  # (first step's ms, growth) of each run of steps
+        self._run_steps: list[int] = []  # and its first step
+        self._version = 0
+
+    def join(self, flight: Flight) -> None:
+        """Its KV is here and its first token is known."""
+        self.waiting.append(flight)
+        if self.running:
+            self._plan()
+        else:
+            self._admit()
+
+    def disturb(self, slowdown: float) -> None:
+        """From the next step on everything takes so much longer."""
+        self.slowdown = slowdown
+        self._plan(must_stop=True)
+
+    def fail(self) -> list[Flight]:
+        """The process dies. What was here, with ``output_tokens`` and ``num_tokens`` as far as they got."""
+        steps = self._steps_until(self._agenda.now, whole=True) if self.running else 0
+        now_step = self._step + steps
+        for flight in self.running:
+            made = min(now_step - flight.start_step, flight.output_tokens - 1)
+            flight.output_tokens -= made
+            flight.num_tokens += made
+        lost = [*self.running, *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        self._ends.clear()
+        self._version += 1
+        self.context = self.reserved_tokens = 0
+        return lost
+
+    def remove(self, flight: Flight) -> None:
+        if flight in self.waiting:
+            self.waiting.remove(flight)
+
+    @property
+    def step_ms(self) -> float:
+        """Of the step that runs now."""
+        return self._first_ms + self._growth_ms * max(self._steps_until(self._agenda.now, whole=True), 0)
+
+    @property
+    def context_now(self) -> int:
+        if not self.running:
+            return 0
+        return self.context + len(self.running) * self._steps_until(self._agenda.now, whole=True)
+
+    def _need(self, flight: Flight) -> int:
+        blocks = -(-(flight.num_tokens + flight.output_tokens) // self._block_tokens)
+        return blocks * self._block_tokens
+
+    def _fits(self, flight: Flight) -> bool:
+        if not self.running:
+            return True
+        has_room = self.reserved_tokens + self._need(flight) <= self.kv_tokens
+        return has_room and len(self.running) < self._max_sequences
+
+    def _admit(self) -> None:
+        """Between two steps: let in who waits, and begin a new run of steps."""
+        while self.waiting and self._fits(self.waiting[0]):
+            flight = self.waiting.popleft()
+            self.running[flight] = None
+            self.reserved_tokens += self._need(flight)
+            self.context += flight.num_tokens + 1
+            flight.start_step = self._step
+            flight.end_step = self._step + flight.output_tokens - 1
+            self._order += 1
+            heapq.heappush(self._ends, (flight.end_step, self._order, flight))
+        batch = len(self.running)
+        self._since = self._agenda.now
+        if not batch:
+            self._version += 1
+            return
+        self._first_ms = self._curve.decode_ms(batch, self.context) * self.slowdown
+        self._growth_ms = self._curve.decode_context_ms * batch * self.slowdown
+        if self._run_steps and self._run_steps[-1] == self._step:
+            self._runs[-1] = (self._first_ms, self._growth_ms)
+        else:
+            self._runs.append((self._first_ms, self._growth_ms))
+            self._run_steps.append(self._step)
+            if len(self._runs) > _KEEP_RUNS:
+                self._drop_old_runs()
+        self._plan()
+
+    def _plan(self, must_stop: bool = False) -> None:
+        """When this run of steps ends: somebody is complete, or somebody can join."""
+        if not self.running:
+            return
+        steps = self._ends[0][0] - self._step
+        if must_stop or (self.waiting and self._fits(self.waiting[0])):
+            steps = min(steps, max(self._steps_until(self._agenda.now, whole=False), 1))
+        self._version += 1
+        self._agenda.at(self._since + self._span_ms(steps) / 1e3, self._end_run, steps, self._version)
+
+    def _end_run(self, steps: int, version: int) -> None:
+        if version != self._version:
+            return
+        self._step += steps
+        batch = len(self.running)
+        self.busy_s += self._agenda.now - self._since
+        self.tokens += steps * batch
+        self.context += steps * batch
+        ended = []
+        while self._ends and self._ends[0][0] <= self._step:
+            ended.append(heapq.heappop(self._ends)[2])
+        for flight in ended:
+            del self.running[flight]
+            self.context -= flight.num_tokens + flight.output_tokens
+            self.reserved_tokens -= self._need(flight)
+        self._admit()
+        for flight in ended:
+            self._on_end(flight, self._tail_ms(flight))
+
+    def _span_ms(self, steps: int) -> float:
+        return steps * (self._first_ms + self._growth_ms * (steps - 1) / 2)
+
+    def _steps_until(self, time_s: float, whole: bool) -> int:
+        """How many steps of the present run are complete at a time; not ``whole``: the present one counts too."""
+        passed = (time_s - self._since) * 1e3
+        if passed <= 0 or not self._first_ms:
+            return 0
+        half, first = self._growth_ms / 2, self._first_ms - self._growth_ms / 2
+        steps = (math.sqrt(first * first + 4 * half * passed) - first) / (2 * half) if half else passed / first
+        # A time that is a step's very end is told from a later one by far more than rounding.
+        return math.floor(steps + 1e-6) if whole else math.ceil(steps - 1e-6)
+
+    def _tail_ms(self, flight: Flight) -> float:
+        """Mean of the longest tenth of the flight's gaps. Its first gap began with the token that prefill gave."""
+        gaps = flight.end_step - flight.start_step
+        if gaps <= 0:
+            return math.nan
+        wanted = -(-gaps // 10)
+        at = bisect_right(self._run_steps, flight.start_step) - 1
+        parts: list[tuple[float, float, int]] = []  # (longest, growth, steps) of each run, in the flight's life
+        begin = flight.start_step
+        span = 0.0
+        while begin < flight.end_step:
+            first, growth = self._runs[at]
+            run_step = self._run_steps[at]
+            end = self._run_steps[at + 1] if at + 1 < len(self._runs) else flight.end_step
+            end = min(end, flight.end_step)
+            count = end - begin
+            shortest, longest = first + growth * (begin - run_step), first + growth * (end - 1 - run_step)
+            span += count * (shortest + longest) / 2
+            if begin == flight.start_step:
+                first_step_ms = shortest
+                count -= 1
+            if count:
+                parts.append((longest, growth, count))
+            begin, at = end, at + 1
+        # The first step waited for the hand-off and for the step before it.
+        waited = max(0.0, (self._agenda.now - flight.first_token_s) * 1e3 - span)
+        parts.append((first_step_ms + waited, 0.0, 1))
+        parts.sort(reverse=True)
+        total, left = 0.0, wanted
+        for longest, growth, count in parts:
+            take = min(left, count)
+            total += take * (longest - growth * (take - 1) / 2)
+            left -= take
+            if not left:
+                break
+        return total / wanted
+
+    def _drop_old_runs(self) -> None:
+        oldest = min(flight.start_step for flight in self.running)
+        keep = max(bisect_right(self._run_steps, oldest) - 1, 0)
+        del self._runs[:keep], self._run_steps[:keep]

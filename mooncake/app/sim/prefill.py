@@ -1,0 +1,109 @@
+"""A prefill machine as one server: prompts are computed whole, one at a time, in the order in which they can start.
+
+A prompt can start when what it fetches has arrived; those that still wait are overtaken. Its time is the measured curve
+plus reading the reused prefix from host memory. How blocks are kept is the cache's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from mooncake.app.sim.cache import HostCache
+from mooncake.app.sim.cluster import Machines, Model, StepCurve
+from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.requests import Flight
+
+
+class PrefillMachine:
+    """``on_start`` is called when a prompt's first layer runs, with how long it will take (s); ``on_end`` after the
+    last layer, when its blocks are in the cache."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Machines,
+        curve: StepCurve,
+        model: Model,
+        agenda: Agenda,
+        cache: HostCache,
+        on_start: Callable[[Flight, float], None],
+        on_end: Callable[[Flight, float], None],
+    ) -> None:
+        self.name = name
+        self.cache = cache
+        self.curve = curve
+        self.slowdown = 1.0  # by a fault; counts from the next prompt on
+        self.busy_s = 0.0
+        self.queue: deque[Flight] = deque()
+        self.running: Flight | None = None
+        self._block_tokens = model.block_tokens
+        self._load_token_ms = model.token_bytes / group.load_gb_per_s / 1e6
+        self._agenda = agenda
+        self._on_start = on_start
+        self._on_end = on_end
+        self._life = 0
+
+    def submit(self, flight: Flight) -> None:
+        self.queue.append(flight)
+        if self.running is None:
+            self._start_next()
+
+    def make_ready(self) -> None:
+        """Something that was waited for has come."""
+        if self.running is None:
+            self._start_next()
+
+    def fail(self) -> list[Flight]:
+        """The process dies. Everything that was here."""
+        lost = list(self.queue) if self.running is None else [self.running, *self.queue]
+        self._life += 1
+        for flight in lost:
+            self.cache.release(flight.held)
+            flight.held = []
+        self.queue.clear()
+        self.running = None
+        return lost
+
+    def remove(self, flight: Flight) -> None:
+        """It is not wanted any more; one that runs is computed to its end for nothing."""
+        if flight in self.queue:
+            self.queue.remove(flight)
+            self.cache.release(flight.held)
+            flight.held = []
+
+    def load_ms(self, tokens: int) -> float:
+        """Of reading so much KV from this host's memory."""
+        return tokens * self._load_token_ms
+
+    def _start_next(self) -> None:
+        flight = next((flight for flight in self.queue if flight.is_ready), None)
+        if flight is None:
+            return
+        if flight is self.queue[0]:
+            self.queue.popleft()
+        else:
+            self.queue.remove(flight)
+        self.running = flight
+        usable = min((flight.num_tokens - 1) // self._block_tokens, len(flight.keys))
+        found = self.cache.match(flight.keys[:usable])
+        held, flight.held = flight.held, self.cache.hold(flight.keys, found)
+        self.cache.release(held)
+        flight.cached_tokens = found * self._block_tokens
+        work_ms = self.curve.prefill_ms(flight.num_tokens - flight.cached_tokens, flight.cached_tokens)
+        work_s = work_ms * self.slowdown / 1e3 + self.load_ms(flight.cached_tokens) / 1e3
+        flight.started_s = self._agenda.now
+        self._agenda.after(work_s, self._end, flight, work_s, self._life)
+        self._on_start(flight, work_s)
+
+    def _end(self, flight: Flight, work_s: float, life: int) -> None:
+        if life != self._life:
+            return
+        self.busy_s += work_s
+        self.running = None
+        self.cache.release(flight.held)
+        flight.held = []
+        self.cache.add(flight.keys)
+        self._on_end(flight, work_s)
+        if self.running is None:
+            self._start_next()

@@ -1,0 +1,113 @@
+"""A request on its way through the simulated cluster, and what became of all of them as flat arrays.
+
+The arrays are all that is kept of a request that has ended, so a million of them fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from conductor.fleet import Ticket
+from conductor.scheduler import Placement
+from mooncake.app.sim.links import Flow
+from mooncake.trace import ResampledTrace, TraceRequest
+from mooncake.types import BlockKey
+
+Floats = npt.NDArray[np.float64]
+
+
+class Fate(IntEnum):
+    OPEN = 0  # not ended: a simulation that has run dry leaves none
+    DONE = 1
+    REJECTED = 2  # at arrival, before anything was spent
+    REJECTED_LATE = 3  # after its prefill
+    FAILED = 4  # its nodes died once too often
+
+
+class Flight:
+    """One request while it runs: what is asked, and where its present attempt stands."""
+
+    __slots__ = (
+        "attempts",
+        "cached_tokens",
+        "decode_id",
+        "end_step",
+        "fetched_tokens",
+        "first_token_s",
+        "held",
+        "index",
+        "is_handed_over",
+        "is_prefilled",
+        "is_ready",
+        "keys",
+        "num_tokens",
+        "output_tokens",
+        "placement",
+        "predicted_ttft_s",
+        "prefill_id",
+        "session",
+        "source_held",
+        "spent_s",
+        "start_step",
+        "started_s",
+        "ticket",
+        "transfers",
+    )
+
+    def __init__(self, index: int, num_tokens: int, output_tokens: int, keys: list[BlockKey]) -> None:
+        self.index = index
+        self.keys = keys  # of the prompt's full blocks
+        self.num_tokens = num_tokens  # of the prompt, and of what earlier attempts have generated
+        self.output_tokens = output_tokens  # still to generate
+        self.attempts = 0
+        self.predicted_ttft_s = math.nan
+        self.first_token_s = math.nan  # of the answer, whichever attempt gave it
+        self.session = ""
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        self.placement: Placement | None = None
+        self.ticket: Ticket | None = None
+        self.prefill_id = self.decode_id = ""
+        self.cached_tokens = self.fetched_tokens = 0
+        self.is_ready = False  # nothing more has to arrive before it can be computed
+        self.is_prefilled = self.is_handed_over = False
+        self.held: list[int] = []  # blocks kept in the cache of its prefill machine
+        self.source_held: list[int] = []  # and in the one that it fetches from
+        self.transfers: list[Flow] = []
+        self.started_s = math.nan
+        self.spent_s = 0.0  # of a machine's time, on the prompt
+        self.start_step = self.end_step = 0
+
+
+class Results:
+    """One number a request and measure, by its place in the trace. Seconds; NaN where it did not come to it."""
+
+    def __init__(self, trace: Sequence[TraceRequest]) -> None:
+        size = len(trace)
+        self.size = size
+        if isinstance(trace, ResampledTrace):
+            self.arrival_s = trace.timestamps_ms / 1e3
+            self.input_tokens, outputs = trace.lengths()
+        else:
+            self.arrival_s = np.array([request.timestamp_ms for request in trace]) / 1e3
+            self.input_tokens = np.array([request.input_length for request in trace], dtype=np.int64)
+            outputs = np.array([request.output_length for request in trace], dtype=np.int64)
+        self.output_tokens = np.maximum(outputs, 1)
+        self.fate = np.zeros(size, dtype=np.int8)
+        self.ttft_s = np.full(size, np.nan)
+        self.queue_s = np.full(size, np.nan)
+        self.predicted_ttft_s = np.full(size, np.nan)
+        self.mean_tbt_ms = np.full(size, np.nan)
+        self.tail_tbt_ms = np.full(size, np.nan)
+        self.end_s = np.full(size, np.nan)
+        self.cached_tokens = np.zeros(size, dtype=np.int64)  # reused, wherever from
+        self.fetched_tokens = np.zeros(size, dtype=np.int64)  # of those, from another host
+        self.prefill_ms = np.zeros(size)  # of the machine's time, over all attempts
+        self.retry_after_s = np.full(size, np.nan)
+        self.attempts = np.zeros(size, dtype=np.int16)

@@ -1,0 +1,177 @@
+"""``mooncake simulate``: one trace on one described cluster in virtual time; a screen, a line of JSON, a page."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from mooncake.app.console import err, ms, out, plain_table, print_json
+from mooncake.app.latency import Spread
+from mooncake.app.sim.cluster import Cluster, load_cluster, load_preset, preset_names
+from mooncake.app.sim.simulation import Run, Simulation
+from mooncake.app.sim.summary import Summary, summarize, to_json
+from mooncake.app.trace_tools import load_any
+from mooncake.errors import ConfigError
+from mooncake.trace import ResampledTrace, TraceRequest
+
+PROGRESS_EVERY = 256  # arrivals
+REQUEST_COLUMNS = (
+    "arrival_s",
+    "input_tokens",
+    "output_tokens",
+    "fate",
+    "ttft_s",
+    "queue_s",
+    "predicted_ttft_s",
+    "mean_tbt_ms",
+    "tail_tbt_ms",
+    "end_s",
+    "cached_tokens",
+    "fetched_tokens",
+    "prefill_ms",
+    "retry_after_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    as_json: bool = False
+    report: Path | None = None
+    requests: Path | None = None
+
+
+def choose_cluster(preset: str, file: Path | None) -> Cluster:
+    """Raises ConfigError when both are given, or neither."""
+    if bool(preset) == (file is not None):
+        raise ConfigError("give either --preset NAME or --cluster FILE")
+    return load_cluster(file) if file is not None else load_preset(preset)
+
+
+def list_presets() -> None:
+    table = plain_table("preset", "machines", "")
+    for name in preset_names():
+        cluster = load_preset(name)
+        machines = ", ".join(f"{group.count} {group.role}" for group in cluster.machines)
+        table.add_row(name, machines, escape(cluster.note))
+    table.columns[2].justify = "left"
+    out.print(table)
+
+
+def changed(cluster: Cluster, policy: str, admission: str, prefill: int | None, decode: int | None) -> Cluster:
+    """The cluster with what the command line says otherwise. Raises ConfigError."""
+    counts = {role: count for role, count in (("prefill", prefill), ("decode", decode)) if count is not None}
+    for role in counts:
+        if not cluster.count(role):
+            raise ConfigError(f"the cluster {cluster.name} has no {role} machines to have another number of")
+    cluster = cluster.with_counts(**counts)
+    if admission:
+        raise ConfigError(f"no admission is called {admission!r}")
+    return cluster.with_policy(policy) if policy else cluster
+
+
+def play(
+    cluster: Cluster, trace: Sequence[TraceRequest], run: Run, title: str = "simulating"
+) -> tuple[Simulation, float]:
+    """Run to the end with a progress bar on a terminal. Returns the simulation and its wall time (s)."""
+    bar = Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+    simulation = Simulation(cluster, trace, run)
+    gc.collect()
+    gc.freeze()  # the trace stays: there is nothing to find in it
+    started_s = time.perf_counter()
+    with bar:
+        task = bar.add_task("", total=len(trace))
+
+        def progress(arrived: int) -> None:
+            if arrived % PROGRESS_EVERY == 0:
+                bar.update(task, completed=arrived)
+
+        simulation.run(progress)
+    gc.unfreeze()
+    return simulation, time.perf_counter() - started_s
+
+
+def simulate(path: Path, limit: int | None, resample: int | None, cluster: Cluster, run: Run, output: Output) -> None:
+    trace: Sequence[TraceRequest] = load_any(path, limit)
+    if resample is not None:
+        trace = ResampledTrace(trace, resample, run.seed)
+    simulation, wall_s = play(cluster, trace, run)
+    summary = summarize(simulation, path.name)
+    line = to_json(summary, cluster, run)
+    line |= {"wall_s": round(wall_s, 3), "peak_memory_gb": round(peak_memory_gb(), 3)}
+    if output.report is not None:
+        from mooncake.app.sim.page import write_page
+
+        write_page(simulation, summary, output.report)
+    if output.requests is not None:
+        write_requests(simulation, output.requests)
+    if output.as_json:
+        print_json(line)
+        return
+    print_summary(summary, cluster)
+    out.print(f"\n[dim]{wall_s:.1f} s for {summary.duration_s:,.0f} s of virtual time[/]")
+    for file in (output.report, output.requests):
+        if file is not None:
+            out.print(f"[dim]wrote {escape(str(file))}[/]")
+
+
+def peak_memory_gb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def print_summary(summary: Summary, cluster: Cluster) -> None:
+    out.print(f"[bold]{escape(summary.trace)}[/] on [bold]{escape(summary.cluster)}[/] with {escape(summary.policy)}")
+    if cluster.note:
+        out.print(f"[dim]{escape(cluster.note)}[/]")
+    out.print()
+    table = plain_table("", "mean", "p50", "p90", "p99", "max")
+    _row(table.add_row, "TTFT", summary.ttft_s, 1e3)
+    _row(table.add_row, "of that, until it is computed", summary.queue_s, 1e3)
+    _row(table.add_row, "TBT, mean of gaps", summary.mean_tbt_ms, 1.0)
+    _row(table.add_row, "TBT, longest tenth", summary.tail_tbt_ms, 1.0)
+    out.print(table)
+    refused = summary.rejected + summary.rejected_late
+    out.print(
+        f"\n{summary.done:,} of {summary.requests:,} answered, {refused:,} rejected, {summary.failed:,} failed\n"
+        f"{summary.goodput:.1%} inside TTFT {cluster.slo.ttft_s:g} s and TBT {cluster.slo.tbt_ms:g} ms\n"
+        f"{summary.hit_tokens:.1%} of prompt tokens reused ({summary.fetched_tokens:.1%} from another host); "
+        f"mean of requests {summary.hit_requests:.1%}\n"
+        f"machines at work: prefill {summary.prefill_use:.0%} (busiest {summary.prefill_use_max:.0%}), "
+        f"decode {summary.decode_use:.0%}; {summary.bytes_moved_gb:,.0f} GB moved\n"
+        f"first token predicted within {summary.ttft_error:.1%} (median)"
+    )
+
+
+def _row(add: object, name: str, spread: Spread, factor: float) -> None:
+    assert callable(add)
+    add(name, *(ms(value * factor) for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)))
+
+
+def write_requests(simulation: Simulation, path: Path) -> None:
+    """One JSON object a request, in the order of the trace."""
+    results = simulation.results
+    columns = [getattr(results, name).tolist() for name in REQUEST_COLUMNS]
+    with path.open("wb") as file:
+        for row in zip(*columns, strict=True):
+            record = {name: _known(value) for name, value in zip(REQUEST_COLUMNS, row, strict=True)}
+            file.write(msgspec.json.encode(record) + b"\n")
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value
