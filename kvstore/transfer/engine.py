@@ -29,7 +29,7 @@ from kvstore.transfer.requests import (
     WriteRange,
     cut,
 )
-from kvstore.transfer.shm import ShmTransport
+from kvstore.transfer.shm import SegmentView, ShmTransport
 from kvstore.transfer.tcp import TcpTransport
 from kvstore.transfer.transport import Caller, Priority, Transport
 from mooncake.errors import ConfigError, NodeUnavailable
@@ -151,6 +151,14 @@ class TransferEngine:
         [transfer] = self.submit([Request(address, ranges, deadline, priority)])
         return await transfer.wait_async()
 
+    def view(self, address: SegmentAddress, deadline: float) -> SegmentView | None:
+        """The segment itself, for whoever reads more pieces of it than ranges are good for; None when it is not to be
+        had through shared memory. Close it. Raises PathFailed, StaleEpoch or DeadlineExceeded."""
+        for transport in self._transports:
+            if isinstance(transport, ShmTransport) and transport.paths_to(address):
+                return transport.view(address, self._caller, deadline)
+        return None
+
     def register(self, memory: Buffer) -> None:
         """A hint that transfers will often use this memory: RDMA then reads and writes it without a copy."""
         view = memoryview(memory).cast("B")
@@ -195,8 +203,11 @@ class TransferEngine:
         slices = cut(request, self._slice_bytes)
         if not slices:
             return TransferReport("", 0, 0.0)
+        link = self._link(request.address)
+        if len(slices) == 1 and (report := link.run_alone(slices[0])) is not None:
+            return report
         transfer = Transfer(slices, request.deadline, request.priority)
-        self._link(request.address).run(transfer, slices)
+        link.run(transfer, slices)
         return transfer.result()
 
     def _link(self, address: SegmentAddress) -> Link:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvstore.transfer.limiter import Pacer
-from kvstore.transfer.requests import Transfer
+from kvstore.transfer.requests import Transfer, TransferReport
 from kvstore.transfer.schedule import Pace, Queue, Watch, backoff_s, takes
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
@@ -123,6 +123,36 @@ class Link:
         self._current = self._routes[0] if self._routes else None
         self._tried: dict[str, str] = {}  # transports that failed since anything arrived, and why
 
+    def run_alone(self, part: Slice) -> TransferReport | None:
+        """Move one slice past the queue, in this thread, when a path is free and nothing waits.
+
+        None when that is not so, or the path broke: ``run`` will see to it. Raises what ended it otherwise.
+        """
+        self._look_after()
+        with self._lock:
+            lane = self._free_lane()
+            if lane is None or lane.path is None:
+                return None
+            path, lane.is_driven, started = lane.path, True, time.monotonic()
+            lane.pace.began(part.nbytes, started)
+            lane.route.began(started)
+        work = _Alone(part)
+        failure: Exception | None = None
+        try:
+            path.carry(work)
+        except (PathFailed, OSError, MooncakeError) as error:
+            failure = error
+        except BaseException as error:
+            failure = InternalError(f"a bug, or an interrupt: {error!r}")
+            raise
+        finally:
+            self._finish_alone(lane, part, work, failure)
+        if work.error is not None:
+            raise work.error
+        if isinstance(failure, DeadlineExceeded):
+            raise failure
+        return work.report(lane.route.transport.name, started) if work.is_done else None
+
     def run(self, transfer: Transfer, slices: Sequence[Slice]) -> None:
         """Move it, in this thread as far as possible, and return when it has ended."""
         lane, crew = self._accept(transfer, slices, is_driver=True)
@@ -145,7 +175,7 @@ class Link:
                 self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
             stalled = self._stalled(now)
             crew = self._crew(now)
-            is_busy = bool(self._live)
+            is_busy = bool(self._live) or any(lane.is_driven for route in self._routes for lane in route.lanes)
         for lane, path in stalled:
             log.warning("%s: %s path %d stands still", self.address.node_id, lane.route.transport.name, lane.index)
             path.cut()
@@ -242,6 +272,38 @@ class Link:
             _close(left)
             self._send_out(crew)
             return
+
+    def _free_lane(self) -> _Lane | None:
+        """The fastest open lane that is idle, if nothing at all asks for a decision."""
+        route = self._current
+        if self._closed or self._waiting_bytes or self._tried or self._pacer or route is None:
+            return None
+        if route is not self._routes[0]:  # it may be time to try a better one again
+            return None
+        best: _Lane | None = None
+        for lane in route.lanes:
+            if lane.path is not None and not lane.is_driven and (best is None or lane.pace.rate > best.pace.rate):
+                best = lane
+        return best
+
+    def _finish_alone(self, lane: _Lane, part: Slice, work: _Alone, failure: Exception | None) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if work.is_done:
+                lane.pace.arrived(part.nbytes, now)
+                lane.route.arrived(part.nbytes, now)
+                lane.failures = lane.route.failed_in_row = 0
+            else:
+                lane.pace.gave_back(part.nbytes)
+                lane.route.on_way -= 1
+        if failure is not None:
+            self._failed(lane, failure)
+        with self._lock:
+            lane.is_driven = False
+            left = self._take_idle_paths([lane]) if self._closed else []
+            crew = self._crew(now) if self._waiting_bytes else []
+        _close(left)
+        self._send_out(crew)
 
     def _await(self, transfer: Transfer) -> None:
         """Others carry it. They keep its deadline for what is on its way; this looks after what is not."""
@@ -561,6 +623,34 @@ class _Work:
 
     def give_back(self, parts: Iterable[Slice]) -> None:
         self._link.give_back(self._lane, parts)
+
+
+class _Alone:
+    """One slice that passes the queue."""
+
+    __slots__ = ("_part", "error", "is_done", "nbytes")
+
+    def __init__(self, part: Slice) -> None:
+        self._part: Slice | None = part
+        self.nbytes = part.nbytes
+        self.error: MooncakeError | None = None
+        self.is_done = False
+
+    def take(self) -> Slice | None:
+        part, self._part = self._part, None
+        return part
+
+    def done(self, part: Slice) -> None:
+        self.is_done = True
+
+    def refuse(self, part: Slice, error: MooncakeError) -> None:
+        self.error = error
+
+    def give_back(self, parts: Iterable[Slice]) -> None:
+        pass
+
+    def report(self, transport: str, started: float) -> TransferReport:
+        return TransferReport(transport, self.nbytes, time.monotonic() - started)
 
 
 def _route(transport: Transport, address: SegmentAddress) -> _Route:

@@ -23,7 +23,7 @@ ON_WAY_S = 0.020  # a path takes as many slices at once as it is predicted to ca
 EWMA_WEIGHT = 0.3
 MIN_SAMPLE_BYTES = 64 << 10
 STALL_S = 0.050  # without a byte moving, while another path to the same peer moves some
-LONG_STALL_S = 0.250  # without a byte moving, while another path is idle
+LONG_STALL_S = 1.0  # without a byte moving, while another path is idle
 BACKOFF_S = 0.1  # before a path that failed is opened again; doubles each time,
 MAX_BACKOFF_S = 5.0  # up to this
 
@@ -147,9 +147,9 @@ class Watch:
     still_since: float = 0.0  # that, or when it last had nothing to do
     is_busy: bool = False
 
-    def saw(self, progress: int, is_busy: bool, now: float) -> None:
-        if progress != self.progress:
-            self.progress = progress
+    def saw(self, progress: int | None, is_busy: bool, now: float) -> None:
+        if progress is None or progress != self.progress:
+            self.progress = progress or 0
             self.moved_at = self.still_since = now
         if not is_busy:
             self.still_since = now

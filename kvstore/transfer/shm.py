@@ -54,6 +54,10 @@ class ShmTransport:
             mapping.users += 1
         return ShmPath(mapping, lambda: self._leave(key, mapping))
 
+    def view(self, address: SegmentAddress, caller: Caller, deadline: float) -> SegmentView:
+        """Like ``open``, for whoever copies by itself."""
+        return SegmentView(self.open(address, caller, 0, deadline))
+
     def register(self, memory: memoryview) -> None:
         """Nothing to do: any memory can be copied."""
 
@@ -105,7 +109,10 @@ class ShmPath:
         self._mapping = mapping
         self._leave: Callable[[], None] | None = leave
         self._is_cut = False
-        self.progress = 0
+
+    @property
+    def progress(self) -> None:
+        """A copy does not stand still: at most its thread waits for a processor."""
 
     def carry(self, work: Work) -> None:
         """A slice at a time; nothing is ever on its way."""
@@ -124,7 +131,6 @@ class ShmPath:
             except BaseException:
                 work.give_back([part])
                 raise
-            self.progress += 1
             if refusal is not None:
                 work.refuse(part, refusal)
             else:
@@ -155,6 +161,22 @@ class ShmPath:
         for (block, offset, length, _), local in part.pieces:
             start = block * size + offset
             np.copyto(np.frombuffer(local, np.uint8), source[start : start + length])
+
+
+class SegmentView:
+    """A peer's segment in this process's memory, to be read. Not to be used after ``close``."""
+
+    def __init__(self, path: ShmPath) -> None:
+        self._path = path
+        self.bytes: npt.NDArray[np.uint8] = path._mapping.bytes[:]
+        self.bytes.flags.writeable = False
+
+    def check(self) -> None:
+        """Whether what was read before this was the owner's memory still. Raises PathFailed when the owner is gone."""
+        self._path._mapping.check_owner()
+
+    def close(self) -> None:
+        self._path.close()
 
 
 def _map(address: SegmentAddress, caller: Caller, deadline: float) -> _Mapping:

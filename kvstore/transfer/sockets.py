@@ -66,9 +66,11 @@ class Wire:
     def receive_when_it_comes(self, into: memoryview, timeout_s: float) -> None:
         """Wait for ever for the first byte, then ``timeout_s`` for the rest. Raises like ``receive``."""
         while True:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 received = self.sock.recv_into(into, 0, _WAITALL)
                 break
+            except BlockingIOError:  # a tick
+                continue
         if received == 0:
             raise PeerClosed("the peer closed the connection")
         if received < len(into):
@@ -77,6 +79,7 @@ class Wire:
     def receive_into(self, parts: Sequence[memoryview], deadline: float) -> None:
         """Fill all ``parts`` (bytes, none empty), in order. Raises like ``receive``."""
         waiting = list(parts)
+        size = sum(map(len, waiting))
         while waiting:
             self._arm(socket.SO_RCVTIMEO, deadline)
             try:
@@ -88,7 +91,8 @@ class Wire:
                 continue
             if received == 0:
                 raise PeerClosed("the peer closed the connection")
-            waiting = _after(waiting, received)
+            waiting = _after(waiting, received) if received < size else []
+            size -= received
 
     def send(self, parts: Sequence[memoryview | bytes], deadline: float, more: bool = False) -> None:
         """Send all ``parts`` (bytes), in order; with ``more``, more follows at once. Raises like ``receive``."""

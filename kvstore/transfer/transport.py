@@ -101,9 +101,10 @@ class Path(Protocol):
         ...
 
     @property
-    def progress(self) -> int:
+    def progress(self) -> int | None:
         """A count that grows while bytes move, from any thread: so that a path that stands still can be told from
-        one that is slow. Bytes where they are known within a slice, whole slices otherwise."""
+        one that is slow. Bytes where they are known within a slice, whole slices otherwise; None where no path can
+        stand still by itself."""
         ...
 
     def cut(self) -> None:
