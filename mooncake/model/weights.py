@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelConfig, hf_name, weight_shapes
 from mooncake.errors import ModelError
+from mooncake.families import published_name
 from mooncake.gguf_file import GGUFFile, TensorInfo
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype) -> dict[s
     needed = weight_shapes(checkpoint.config)
     weights: dict[str, torch.Tensor] = {}
     for shard in checkpoint.shards:
-        for name, tensor in _mapped(shard.path).items():
+        for stored_name, tensor in _mapped(shard.path).items():
+            name = published_name(checkpoint.config.architecture, stored_name)
             if name in needed:
                 if not tensor.is_floating_point():
                     raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")

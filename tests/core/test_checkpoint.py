@@ -185,7 +185,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config nested": (lambda f: (f / "config.json").write_text("[" * 99999), "is not valid JSON"),
     "config binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
     "family": (
-        lambda f: edit(f / "config.json", model_type="gpt_neox"),
+        lambda f: edit(f / "config.json", model_type="mamba"),
         "not supported; supported families: llama, mistral, qwen2, qwen3",
     ),
     "no family": (lambda f: edit(f / "config.json", model_type=None), "model_type None"),

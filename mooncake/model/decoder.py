@@ -1,0 +1,138 @@
+"""What every family's forward pass shares: a step over the paged cache, and the loop over layers.
+
+A family says how tokens are embedded, what a layer does and how logits are made (``Decoder``); ``Step.attend`` is the
+only way to the cache. The Llama family has a faster pass of its own in ``llama``; these are over the same kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.errors import ModelError
+from mooncake.kernels import Kernels, Linear, choose_kernels
+from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.layers import Weights, vector, weight
+from mooncake.model_config import ModelConfig
+
+Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [P, D / 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch on its way through the layers."""
+
+    config: ModelConfig
+    kernels: Kernels
+    batch: ForwardBatch
+    cache_layers: tuple[torch.Tensor, ...]
+    hook: LayerHook
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        tables: Tables,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the step's keys and values of ``layer`` and attend over the whole context: ``[T, Hq * D]``.
+
+        ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten.
+        """
+        batch, cache = self.batch, self.cache_layers[layer]
+        self.hook.before_layer(layer)
+        query = self.kernels.rope_write_kv(
+            qkv, *tables, batch.positions, cache, batch.slots, query_norm, key_norm, self.config.rms_eps
+        )
+        self.hook.after_layer(layer)
+        mixed = self.kernels.paged_attention(
+            query,
+            cache,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            self.config.softmax_scale,
+            self.config.window_of(layer),
+        )
+        return mixed.flatten(1)
+
+
+class Decoder(ABC):
+    """A decoder-only model: ``engine.CausalModel``. Raises ModelError when a weight is missing."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, max_model_len: int = 0, kernels: Kernels | None = None
+    ) -> None:
+        self.config = config
+        self.max_model_len = max_model_len or config.max_model_len
+        self.kernels = kernels or choose_kernels()
+        self._weights: Weights = weights
+        self._build()
+        del self._weights
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Take the weights (``self.linear``, ``self.vector``) into the form that ``forward`` wants."""
+
+    @abstractmethod
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """``[T, hidden]``."""
+
+    @abstractmethod
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """The residual stream behind layer ``index``; must call ``step.attend`` once."""
+
+    @abstractmethod
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the wanted rows ``[R, hidden]``, ``[R, V]``."""
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        """As ``llama.CausalLM.forward``."""
+        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook)
+        hidden = self._embed(batch)
+        for index in range(self.config.num_layers):
+            hidden = self._layer(index, hidden, step)
+        return self._logits(hidden[batch.logit_rows]).float()
+
+    # For _build
+
+    def weight(self, name: str) -> torch.Tensor:
+        return weight(self._weights, name)
+
+    def vector(self, name: str) -> torch.Tensor:
+        return vector(self.weight(name), self.kernels)
+
+    def linear(self, *names: str, biased: bool = False) -> Linear:
+        """One product from several published ones, stacked."""
+        bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
+        return self.kernels.linear(torch.cat([self.weight(f"{name}.weight") for name in names]), bias)
+
+    def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Layer normalisation with its own weight and bias (Ba et al. 2016)."""
+        scale, shift, eps = self.vector(f"{name}.weight"), self.vector(f"{name}.bias"), self.config.rms_eps
+        return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, shift, eps)
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Raises ModelError for a name that ``ModelConfig.activation`` does not have."""
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": torch.nn.functional.silu,
+        "relu": torch.nn.functional.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda values: torch.nn.functional.gelu(values, approximate="tanh"),
+    }
+    try:
+        return functions[name]
+    except KeyError:
+        raise ModelError(f"there is no activation {name!r}; there are {', '.join(functions)}") from None
+
+
+def no_rotation(num_positions: int, head_dim: int) -> Tables:
+    """Tables that leave every element as it is, to the bit: models with learned positions rotate nothing."""
+    half = head_dim // 2
+    return torch.ones(num_positions, half), torch.zeros(num_positions, half)

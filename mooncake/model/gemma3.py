@@ -1,0 +1,80 @@
+"""Gemma 3's text model over a paged cache (Gemma team 2025): local layers with a window among global ones.
+
+Norms stand before and behind attention and the MLP, and their weights are stored less one. Local layers rotate by a
+frequency base of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.kernels import Linear
+from mooncake.model.batch import ForwardBatch
+from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.layers import vector
+from mooncake.model.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+    output: Linear
+    behind_attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    behind_mlp_norm: torch.Tensor
+
+
+class Gemma3(Decoder):
+    def _build(self) -> None:
+        config = self.config
+        self._activation = activation(config.activation)
+        self._embedding = self._head = self.linear("model.embed_tokens")
+        if not config.tie_embeddings:
+            self._head = self.linear("lm_head")
+        # As published: the factor is rounded to the weights' own type.
+        self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.weight("model.norm.weight").dtype)
+        self._final_norm = self._norm("model.norm")
+        self._global_tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None)
+        self._local_tables = rope_tables(config.head_dim, self.max_model_len, config.local_rope_theta, None)
+        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return vector(1.0 + self.weight(f"{name}.weight").float(), self.kernels)
+
+    def _take(self, prefix: str) -> _Layer:
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        return _Layer(
+            self._norm(prefix + "input_layernorm"),
+            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
+            self._norm(attention + "q_norm"),
+            self._norm(attention + "k_norm"),
+            self.linear(attention + "o_proj"),
+            self._norm(prefix + "post_attention_layernorm"),
+            self._norm(prefix + "pre_feedforward_layernorm"),
+            self.linear(mlp + "gate_proj", mlp + "up_proj"),
+            self.linear(mlp + "down_proj"),
+            self._norm(prefix + "post_feedforward_layernorm"),
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        rows = self._embedding.rows(batch.tokens)
+        return rows * self._embedding_scale.to(rows.dtype)
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer, norm, eps = self._layers[index], self.kernels.rms_norm, self.config.rms_eps
+        tables = self._local_tables if self.config.window_of(index) else self._global_tables
+        qkv = layer.qkv(norm(hidden, layer.attention_norm, eps))
+        attended = layer.output(step.attend(index, qkv, tables, layer.query_norm, layer.key_norm))
+        hidden = hidden + norm(attended, layer.behind_attention_norm, eps)
+        gate, up = layer.gate_up(norm(hidden, layer.mlp_norm, eps)).chunk(2, dim=-1)
+        return hidden + norm(layer.down(self._activation(gate) * up), layer.behind_mlp_norm, eps)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))

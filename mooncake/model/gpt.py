@@ -1,0 +1,154 @@
+"""The GPT line over a paged cache: GPT-2, OPT and GPT-NeoX. Layer norms, biases everywhere, an MLP without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.families import OPT_POSITION_OFFSET
+from mooncake.kernels import Linear
+from mooncake.model.batch import ForwardBatch
+from mooncake.model.decoder import Decoder, Step, activation, no_rotation
+from mooncake.model.rope import rope_tables
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: Norm
+    qkv: Linear
+    output: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+class _Gpt(Decoder):
+    """A layer of this line: attention, then the MLP, each behind its norm; in parallel where the model says so."""
+
+    _layers: list[_Layer]
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        attended = layer.output(step.attend(index, layer.qkv(layer.attention_norm(hidden)), self._tables))
+        if self.config.parallel_residual:
+            return hidden + attended + self._mlp(layer, hidden)
+        hidden = hidden + attended
+        return hidden + self._mlp(layer, hidden)
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        return layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._final_norm(hidden))
+
+    def _finish(self, embedding: str, final_norm: str, head: str) -> None:
+        self._activation = activation(self.config.activation)
+        self._embedding = self._head = self.linear(embedding)
+        if not self.config.tie_embeddings:
+            self._head = self.linear(head)
+        self._final_norm = self.layer_norm(final_norm)
+        self._tables = no_rotation(self.max_model_len, self.config.head_dim)
+
+
+class Gpt2(_Gpt):
+    """GPT-2 (Radford et al. 2019): learned positions; matrices stored ``[in, out]``."""
+
+    def _build(self) -> None:
+        self._finish("transformer.wte", "transformer.ln_f", head="")
+        self._positions = self.vector("transformer.wpe.weight")
+        self._layers = [self._take(f"transformer.h.{index}.") for index in range(self.config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        def transposed(name: str) -> Linear:
+            return self.kernels.linear(
+                self.weight(f"{prefix}{name}.weight").T.contiguous(), self.weight(f"{prefix}{name}.bias")
+            )
+
+        return _Layer(
+            self.layer_norm(prefix + "ln_1"),
+            transposed("attn.c_attn"),
+            transposed("attn.c_proj"),
+            self.layer_norm(prefix + "ln_2"),
+            transposed("mlp.c_fc"),
+            transposed("mlp.c_proj"),
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens) + self._positions[batch.positions]
+
+
+class Opt(_Gpt):
+    """OPT (Zhang et al. 2022): learned positions behind two unused rows."""
+
+    def _build(self) -> None:
+        top = "model.decoder."
+        self._finish(top + "embed_tokens", top + "final_layer_norm", head="")
+        self._positions = self.vector(top + "embed_positions.weight")
+        self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        attention = prefix + "self_attn."
+        return _Layer(
+            self.layer_norm(prefix + "self_attn_layer_norm"),
+            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=True),
+            self.linear(attention + "out_proj", biased=True),
+            self.layer_norm(prefix + "final_layer_norm"),
+            self.linear(prefix + "fc1", biased=True),
+            self.linear(prefix + "fc2", biased=True),
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens) + self._positions[batch.positions + OPT_POSITION_OFFSET]
+
+
+class GptNeoX(_Gpt):
+    """GPT-NeoX and Pythia (Black et al. 2022): parallel residual, and only a part of each head rotates."""
+
+    def _build(self) -> None:
+        top = "gpt_neox."
+        self._finish(top + "embed_in", top + "final_layer_norm", head="embed_out")
+        self._tables = self._partial_rotation()
+        self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        qkv = prefix + "attention.query_key_value"
+        return _Layer(
+            self.layer_norm(prefix + "input_layernorm"),
+            self.kernels.linear(self._by_kind(self.weight(qkv + ".weight")), self._by_kind(self.weight(qkv + ".bias"))),
+            self.linear(prefix + "attention.dense", biased=True),
+            self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(prefix + "mlp.dense_h_to_4h", biased=True),
+            self.linear(prefix + "mlp.dense_4h_to_h", biased=True),
+        )
+
+    def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
+        """Rows from ``[head][q, k, v][D]`` to ``[q, k, v][head][D]``, queries and keys in ``_head_order``."""
+        config = self.config
+        rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
+        order = self._head_order()
+        return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
+
+    def _head_order(self) -> torch.Tensor:
+        """Rotating pairs at (i, i + D/2), as the kernels have them; what stays fills the rest of both halves.
+
+        Queries and keys are reordered alike, so their products are what they were.
+        """
+        rotating, dim = self.config.rotary_dim // 2, self.config.head_dim
+        still = torch.arange(2 * rotating, dim)
+        first, second = still[: dim // 2 - rotating], still[dim // 2 - rotating :]
+        return torch.cat([torch.arange(rotating), first, torch.arange(rotating, 2 * rotating), second])
+
+    def _partial_rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.config
+        cos, sin = no_rotation(self.max_model_len, config.head_dim)
+        if config.rotary_dim:
+            turning = rope_tables(config.rotary_dim, self.max_model_len, config.rope_theta, None)
+            cos[:, : config.rotary_dim // 2], sin[:, : config.rotary_dim // 2] = turning
+        return cos, sin
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)

@@ -1,0 +1,81 @@
+"""Qwen3's mixture of experts over a paged cache (Qwen team 2025): a token uses a few of each MLP's experts.
+
+A step computes each expert once, for the tokens that chose it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.kernels import Linear
+from mooncake.model.batch import ForwardBatch
+from mooncake.model.decoder import Decoder, Step
+from mooncake.model.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+    output: Linear
+    mlp_norm: torch.Tensor
+    router: Linear
+    gate_up: list[Linear]  # one an expert
+    down: list[Linear]
+
+
+class Qwen3Moe(Decoder):
+    def _build(self) -> None:
+        config = self.config
+        self._embedding = self._head = self.linear("model.embed_tokens")
+        if not config.tie_embeddings:
+            self._head = self.linear("lm_head")
+        self._final_norm = self.vector("model.norm.weight")
+        self._tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None)
+        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        attention = prefix + "self_attn."
+        experts = [f"{prefix}mlp.experts.{expert}." for expert in range(self.config.num_experts)]
+        return _Layer(
+            self.vector(prefix + "input_layernorm.weight"),
+            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
+            self.vector(attention + "q_norm.weight"),
+            self.vector(attention + "k_norm.weight"),
+            self.linear(attention + "o_proj"),
+            self.vector(prefix + "post_attention_layernorm.weight"),
+            self.linear(prefix + "mlp.gate"),
+            [self.linear(expert + "gate_proj", expert + "up_proj") for expert in experts],
+            [self.linear(expert + "down_proj") for expert in experts],
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer, eps = self._layers[index], self.config.rms_eps
+        qkv = layer.qkv(self.kernels.rms_norm(hidden, layer.attention_norm, eps))
+        attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
+        hidden = hidden + layer.output(attended)
+        return hidden + self._mixture(layer, self.kernels.rms_norm(hidden, layer.mlp_norm, eps))
+
+    def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+        """Sum over each token's experts, in the order of the experts' numbers, so that batches do not change it."""
+        shares = layer.router(normed).float().softmax(-1)
+        chosen, experts = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
+        if self.config.norm_expert_weights:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        mixed = torch.zeros_like(normed)
+        for expert in sorted(set(experts.flatten().tolist())):
+            tokens, choice = torch.where(experts == expert)
+            inner = self.kernels.silu_mul(layer.gate_up[expert](normed[tokens]))
+            part = layer.down[expert](inner) * chosen[tokens, choice, None].to(normed.dtype)
+            mixed.index_add_(0, tokens, part.to(mixed.dtype))
+        return mixed
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))

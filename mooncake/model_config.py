@@ -1,0 +1,113 @@
+"""The shape of a model, and typed look-ups in a config.json: what checkpoints and families share. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mooncake.errors import ModelError
+
+MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder. Differences within the Llama family are fields, not code; others add theirs at the end.
+
+    ``rope_scaling`` is None or holds "rope_type" ("linear" or "llama3") and its parameters, named as in config.json.
+    """
+
+    architecture: str  # the family, as config.json's model_type names it
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int  # tokens of prompt plus answer
+    rope_theta: float
+    rope_scaling: Mapping[str, object] | None
+    rms_eps: float  # of either kind of norm
+    tie_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    sliding_window: int | None  # tokens a query sees, itself included; None: all
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    activation: str = "silu"  # of the MLP: silu, relu, gelu, gelu_tanh
+    rotary_dim: int = -1  # elements of a head that rotate: -1 all, 0 none (learned positions)
+    parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
+    layer_windows: tuple[int, ...] = ()  # Gemma 3: each layer's own sliding window, 0 for none
+    local_rope_theta: float = 0.0  # Gemma 3: of the layers that have a window
+    attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    num_experts: int = 0  # of every layer's MLP, each expert ``intermediate_size`` wide; 0: a dense one
+    experts_per_token: int = 0
+    norm_expert_weights: bool = False  # the chosen experts' weights sum to one
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.attention_scale or self.head_dim**-0.5
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of the layer sees, itself included; 0: all."""
+        return self.layer_windows[layer] if self.layer_windows else self.sliding_window or 0
+
+    def __post_init__(self) -> None:
+        """Raises ModelError for numbers that cannot describe a model."""
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            self._check(name, 1, 1 << 24)
+        self._check("num_layers", 1, MAX_LAYERS)
+        self._check("max_model_len", 1, 1 << 28)
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ModelError(f"rotary positions need an even head size, got {self.head_dim}")
+        for value in (self.rope_theta, self.rms_eps):
+            if not (math.isfinite(value) and value > 0):
+                raise ModelError(f"rope_theta and rms_eps must be positive, got {self.rope_theta} and {self.rms_eps}")
+        wrong = [i for i in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))) if not self._has_token(i)]
+        if wrong:
+            raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+
+    def _has_token(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size
+
+    def _check(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            raise ModelError(f"{name} of the model must be between {low} and {high}, got {value}")
+
+
+class Settings:
+    """Typed look-ups in config.json."""
+
+    def __init__(self, tree: Mapping[str, object], source: str) -> None:
+        self.tree = tree
+        self.source = source
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ModelError(f"{self.source}: {key} must be an integer, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{self.source}: {key} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._get(key, default))
+
+    def get(self, key: str) -> object:
+        return self.tree.get(key)
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.tree.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.source} lacks {key}")
+        return value

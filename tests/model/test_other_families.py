@@ -1,0 +1,176 @@
+"""GPT-2, OPT, GPT-NeoX, Gemma 3 and Qwen3-MoE: folders as publishers write them, against transformers' own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import ModelError
+from mooncake.kernels import choose_kernels, reference
+from mooncake.model.load import load_model
+from mooncake.types import SamplingParams
+
+VOCAB = 97
+NEW_TOKENS = 12
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+EVEN = {"vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, **IDS}
+GATED = {**EVEN, "intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=6, n_positions=512, initializer_range=0.15, **IDS)
+    ),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(**EVEN, ffn_dim=160, word_embed_proj_dim=96, max_position_embeddings=512, init_std=0.15)
+    ),
+    "gpt-neox": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**EVEN, intermediate_size=160, max_position_embeddings=512, initializer_range=0.15)
+    ),
+    "gpt-neox-in-turn": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            **EVEN,
+            intermediate_size=160,
+            max_position_embeddings=512,
+            use_parallel_residual=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+            initializer_range=0.15,
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **GATED,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=24,
+            initializer_range=0.15,
+        )
+    ),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **GATED,
+            moe_intermediate_size=48,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            initializer_range=0.2,
+        )
+    ),
+}
+
+
+class Published:
+    """A random model of transformers', and the folder that its publisher would upload."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        torch.manual_seed(7)
+        self.theirs = FAMILIES[family]().eval()
+        with torch.no_grad():  # published models have neither zero biases nor all-one norms
+            for parameter in self.theirs.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+        self.theirs.save_pretrained(folder)
+        self.folder = folder
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(str(self.folder))
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int]) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def answers(
+    checkpoint: Checkpoint, prompts: list[list[int]], chunk_tokens: int, use_reference: bool
+) -> list[list[int]]:
+    """Greedy tokens through the engine: prompts in chunks, then all in one batch."""
+    model = load_model(checkpoint, "float32", kernels=reference if use_reference else choose_kernels())
+    layout = checkpoint.kv_layout(16, "float32")
+    limit = checkpoint.config.max_model_len
+    engine = Engine(model, KVCache(layout, 80), EngineConfig(16, chunk_tokens, 8, limit))
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        tokens = np.array(prompt, np.uint32)
+        engine.add(Sequence(str(index), tokens, len(tokens), sampling, bytes(32), eos_ids=(), max_model_len=limit))
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for output in engine.step():
+            found[int(output.request_id)].append(output.token.token_id)
+    return found
+
+
+@pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
+def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
+    random = np.random.default_rng(4)
+    prompts = [random.integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
+    found = answers(published.checkpoint, prompts, chunk_tokens=32, use_reference=use_reference)
+    assert found == [published.greedy(prompt) for prompt in prompts]
+    assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_names_without_the_familys_prefix_are_the_same_model(family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published = Published(family, tmp_path)
+    expected = published.checkpoint.config
+    file = tmp_path / "model.safetensors"
+    prefix = {"gpt2": "transformer.", "opt": "model."}[family]
+    bare = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+    save_file(bare, file)
+    assert published.checkpoint.config == expected
+    assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "sentence"),
+    [
+        ("gpt2", {"activation_function": "mish"}, "activation 'mish'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("opt", {"do_layer_norm_before": False}, "norms after each layer"),
+        ("opt", {"word_embed_proj_dim": 48}, "projects its embeddings"),
+        ("gpt-neox", {"attention_bias": False}, "attention_bias"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "each of the 3 layers"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "only some layers experts"),
+        ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
+    ],
+)
+def test_what_is_not_supported_is_one_sentence(
+    family: str, change: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    Published(family, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(ModelError, match=sentence):
+        open_checkpoint(str(tmp_path))
