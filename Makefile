@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
 
-.PHONY: help setup demo test test-all check bench proto clean
+.PHONY: help setup demo test test-all check bench gpu proto clean
 
 help:
 	@echo 'make demo      a cluster on this machine: a streamed answer, a second turn that reuses the first, a replay'
@@ -13,6 +13,7 @@ help:
 	@echo 'make test-all  all tests'
 	@echo 'make check     lint, formatting, types, the import diagram, generated code'
 	@echo 'make bench     measure the engine and the served cluster'
+	@echo 'make gpu       check every GPU kernel and time it against the limits of the card; needs a GPU'
 	@echo 'make proto     generate the Python code of proto/*.proto anew'
 	@echo 'make setup     only the environment; TORCH=cuda for GPUs, PYTHON=... for another interpreter'
 	@echo 'make clean     remove the environment and everything built'
@@ -49,6 +50,12 @@ proto: setup
 bench: setup
 	$(BIN)/mooncake bench engine
 	$(BIN)/mooncake bench serve
+
+# GPU_PYTHON: an interpreter with a CUDA build of torch; the environment of `make setup TORCH=cuda` has one.
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/kernels/test_attention_plan.py tests/kernels/test_gpu_kernels.py
+	$(GPU_PYTHON) -m mooncake.app.bench_gpu --out gpu.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,7 +31,9 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Third-party libraries that only these rooms (or single modules) may import.
-BENCHES = {"mooncake.app.bench_engine", "mooncake.app.bench_kernels", "mooncake.app.peers"}
+BENCHES = {
+    *("mooncake.app.bench_engine", "mooncake.app.bench_gpu", "mooncake.app.bench_kernels", "mooncake.app.peers"),
+}
 HEAVY: dict[str, set[str]] = {
     "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},
     "transformers": {"mooncake.app.peers"},

@@ -55,6 +55,7 @@ System = Annotated[str, typer.Option(help="A system message.", show_default=Fals
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
 
 BENCHES = {
+    "conductor": "mooncake.app.bench_conductor",
     "engine": "mooncake.app.bench_engine",
     "gpu": "mooncake.app.bench_gpu",
     "layout": "mooncake.app.bench_layout",

@@ -134,8 +134,11 @@ class GpuKernels:
 
     # Products and norms
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> reference.Linear:
-        return reference.linear(weight.to(self.device), None if bias is None else bias.to(self.device))
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: reference.Coding = ""
+    ) -> reference.Linear | Int8Linear:
+        weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
+        return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)
@@ -200,6 +203,8 @@ class GpuKernels:
 
         A negative slot is skipped: a token that only fills a captured graph.
         """
+        if cache_layer.dtype is torch.int8 and scales is None:
+            cache_layer, scales = codes_and_scales(cache_layer)
         _, _, num_kv_heads, block_tokens, head_dim = cache_layer.shape
         tokens, width = qkv.shape
         num_heads = width // head_dim - 2 * num_kv_heads
@@ -217,8 +222,8 @@ class GpuKernels:
                 key_norm if normed else cos,
                 eps,
                 qkv.stride(0),
-                *cache_layer.stride()[:3],
-                *((0, 0, 0) if scales is None else scales.stride()[:3]),
+                *cache_layer.stride()[:4],
+                *((0, 0, 0, 0) if scales is None else scales.stride()),
                 NUM_HEADS=num_heads,
                 HEADS_PAD=triton.next_power_of_2(num_heads),
                 NUM_KV_HEADS=num_kv_heads,
@@ -302,6 +307,8 @@ class GpuKernels:
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``reference.paged_attention``. Without a ``plan`` it makes one, for which it waits for the lengths."""
+        if cache_layer.dtype is torch.int8 and scales is None:
+            cache_layer, scales = codes_and_scales(cache_layer)
         tokens, num_heads, head_dim = query.shape
         _, _, num_kv_heads, block_tokens, _ = cache_layer.shape
         output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
@@ -333,8 +340,8 @@ class GpuKernels:
             plan.partial,
             plan.partial_lse,
             query.stride(0),
-            *cache_layer.stride()[:3],
-            *((0, 0, 0) if scales is None else scales.stride()[:3]),
+            *cache_layer.stride()[:4],
+            *((0, 0, 0, 0) if scales is None else scales.stride()),
             block_tables.stride(0),
             scale,
             window,
@@ -372,9 +379,12 @@ class Int8Linear:
     """W8A8 on a GPU: int8 weights with a scale an output, activations coded a token at a time; sums are int32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.scales = (weight.float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        self.codes = (weight.float() / self.scales[:, None]).round().clamp(-127, 127).to(torch.int8)
-        self.bias = bias
+        self.codes, self.scales = reference.quantise_rows(weight)
+        self.bias, self._dtype = bias, weight.dtype
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the weights, ``[T, in]``, for int64 ``indices`` ``[T]``."""
+        return (self.codes[indices] * self.scales[indices][:, None]).to(self._dtype)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape
@@ -457,6 +467,12 @@ def _as_words(pages: torch.Tensor) -> torch.Tensor:
         raise ValueError("pages must be contiguous runs of whole 8-byte words")
     raw = pages.as_strided((pages.shape[0], pages[0].numel()), (pages.stride(0), 1))
     return raw.view(torch.int64) if pages.element_size() == 8 else raw.view(torch.uint8).view(torch.int64)
+
+
+def codes_and_scales(cache_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[N, 2, Hkv, block_tokens, D]`` and float32 scales of an int8 cache whose rows carry their own scale."""
+    head_dim = cache_layer.shape[-1] - reference.SCALE_BYTES
+    return cache_layer[..., :head_dim], cache_layer[..., head_dim:].view(torch.float32)[..., 0]
 
 
 def _max_code(dtype: torch.dtype) -> float:

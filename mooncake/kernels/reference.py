@@ -9,7 +9,7 @@ Letters for shapes, here and in every kernel file:
 ``cache_layer`` is one layer of the paged cache, ``[N, 2, Hkv, block_tokens, D]``, usually a strided view. ``slots[t]``
 is ``block_id * block_tokens + offset``. A cache of int8 codes has rows of D codes and the 4 bytes of their float32
 scale, ``[N, 2, Hkv, block_tokens, D + 4]``: a row is quantised once, when it is written, so that whoever shares or
-moves a block has the same bits. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the last ones of
+moves a block has the same bits. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the last of
 its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
 """
 

@@ -40,9 +40,11 @@ def _visit(
     block_stride,
     kv_stride,
     head_offset,
+    row_stride,
     scale_block_stride,
     scale_kv_stride,
     scale_head_offset,
+    scale_row_stride,
     softmax_scale,
     window,
     HEAD_DIM: tl.constexpr,
@@ -64,7 +66,7 @@ def _visit(
     else:
         pages = tl.load(table + keys // BLOCK_TOKENS).to(tl.int64)
     in_page = keys % BLOCK_TOKENS
-    at = pages[:, None] * block_stride + head_offset + in_page[:, None] * HEAD_DIM + dims[None, :]
+    at = pages[:, None] * block_stride + head_offset + in_page[:, None] * row_stride + dims[None, :]
     if MASKED:  # what lies behind the last token was never written and may be anything
         loaded = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(cache + at, mask=loaded, other=0.0)
@@ -78,7 +80,7 @@ def _visit(
         value = tl.load(cache + at + kv_stride)
     scores = _dot(query, tl.trans(key.to(query.dtype)), WIDE) * softmax_scale
     if SCALED:
-        scale_at = pages * scale_block_stride + scale_head_offset + in_page
+        scale_at = pages * scale_block_stride + scale_head_offset + in_page * scale_row_stride
         key_scale = tl.load(scales + scale_at, mask=keys < end, other=0.0)
         value_scale = tl.load(scales + scale_at + scale_kv_stride, mask=keys < end, other=0.0)
         scores = scores * key_scale[None, :]
@@ -102,7 +104,7 @@ def _visit(
 def attend(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 2, Hkv, block_tokens, D]
-    scales,  # float32 [N, 2, Hkv, block_tokens], if SCALED
+    scales,  # float32 [N, 2, Hkv, block_tokens], if SCALED; may lie between the rows of the cache
     block_tables,  # int32 [B, M]
     pieces,  # int32 [>= num_pieces, PIECE_FIELDS]
     num_pieces,  # int32 [1]
@@ -113,9 +115,11 @@ def attend(
     block_stride,
     kv_stride,
     head_stride,
+    row_stride,
     scale_block_stride,
     scale_kv_stride,
     scale_head_stride,
+    scale_row_stride,
     table_stride,
     softmax_scale,
     window,
@@ -162,15 +166,17 @@ def attend(
         for start in range(begin, begin + whole, KEYS):
             accumulated, peak, total = _visit(
                 rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
-                block_stride, kv_stride, kv_head * head_stride,
-                scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, softmax_scale, window,
+                block_stride, kv_stride, kv_head * head_stride, row_stride,
+                scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
+                softmax_scale, window,
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, SCALED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             accumulated, peak, total = _visit(
                 rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
-                block_stride, kv_stride, kv_head * head_stride,
-                scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, softmax_scale, window,
+                block_stride, kv_stride, kv_head * head_stride, row_stride,
+                scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
+                softmax_scale, window,
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, SCALED, WIDE,
             )  # fmt: skip
 

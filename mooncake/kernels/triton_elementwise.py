@@ -104,9 +104,11 @@ def rope_write_kv(
     block_stride,
     kv_stride,
     head_stride,
+    row_stride,
     scale_block_stride,
     scale_kv_stride,
     scale_head_stride,
+    scale_row_stride,
     NUM_HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -158,8 +160,8 @@ def rope_write_kv(
         low, high = low * cosine - high * sine, high * cosine + low * sine
     low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
     block, in_block = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
-    to = block * block_stride + kv_heads[:, None] * head_stride + in_block * (2 * HALF) + halves[None, :]
-    scale_to = block * scale_block_stride + kv_heads * scale_head_stride + in_block
+    to = block * block_stride + kv_heads[:, None] * head_stride + in_block * row_stride + halves[None, :]
+    scale_to = block * scale_block_stride + kv_heads * scale_head_stride + in_block * scale_row_stride
     _store_head(cache, scales, to, scale_to, low, high, halves, stored, head_ok, HALF, SCALED, MAX_CODE)
 
     at = at + NUM_KV_HEADS * (2 * HALF)

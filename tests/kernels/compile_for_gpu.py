@@ -91,8 +91,16 @@ def _attention(
             "output": POINTERS[query],
             **dict.fromkeys(
                 (
-                    *("query_stride", "block_stride", "kv_stride", "head_stride"),
-                    *("scale_block_stride", "scale_kv_stride", "scale_head_stride", "table_stride", "window"),
+                    *(
+                        "query_stride",
+                        "block_stride",
+                        "kv_stride",
+                        "head_stride",
+                        "row_stride",
+                        "table_stride",
+                        "window",
+                    ),
+                    *("scale_block_stride", "scale_kv_stride", "scale_head_stride", "scale_row_stride"),
                 ),
                 "i32",
             ),
@@ -113,7 +121,7 @@ def _attention(
         },
         launch.num_warps,
         launch.num_stages,
-        plain=frozenset({"table_stride", "window"}),
+        plain=frozenset({"table_stride", "window", "scale_row_stride"}),
     )
 
 
@@ -150,8 +158,8 @@ def elementwise_cases() -> Iterator[Case]:
                 "eps": "fp32",
                 **dict.fromkeys(
                     (
-                        *("qkv_stride", "block_stride", "kv_stride", "head_stride"),
-                        *("scale_block_stride", "scale_kv_stride", "scale_head_stride"),
+                        *("qkv_stride", "block_stride", "kv_stride", "head_stride", "row_stride"),
+                        *("scale_block_stride", "scale_kv_stride", "scale_head_stride", "scale_row_stride"),
                     ),
                     "i32",
                 ),

@@ -178,6 +178,25 @@ def test_coded_pages_are_written_and_read_with_their_scales(kernels: GpuKernels,
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_an_int8_cache_may_carry_its_scales_in_its_rows(kernels: GpuKernels) -> None:
+    tokens, num_heads, num_kv_heads, head_dim, block_tokens = 20, 4, 2, 32, 16
+    qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=torch.Generator().manual_seed(8))
+    angles = torch.rand(64, head_dim // 2, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    rest = (angles.cos(), angles.sin(), torch.arange(tokens, device=DEVICE))
+    shape = (3, 2, num_kv_heads, block_tokens, head_dim + reference.SCALE_BYTES)
+    caches = [torch.zeros(shape, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+    slots = torch.arange(16, 16 + tokens, device=DEVICE)
+    tables = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    arguments = (tables, starts, starts[1:].clone(), head_dim**-0.5)
+    results = []
+    for functions, cache in zip((reference, kernels), caches, strict=True):
+        query = functions.rope_write_kv(qkv.to(DEVICE).clone(), *rest, cache, slots)
+        results.append(functions.paged_attention(query, cache, *arguments))
+    torch.testing.assert_close(results[1], results[0], atol=2e-2, rtol=2e-2)
+    assert (caches[0].int() - caches[1].int())[..., :head_dim].abs().max() <= 1  # ties may round either way
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_and_the_cache_write(kernels: GpuKernels, dtype: torch.dtype, normed: bool) -> None:

@@ -72,4 +72,4 @@ def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: st
         return CausalLM(config, weights, kernels=kernels)
 
     expected = tokens_of(CausalLM(config, weights, kernels=reference), prompts)
-    assert tokens_of(GpuModel(build, max_blocks=16, buckets=()), prompts) == expected
+    assert tokens_of(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts) == expected

@@ -1,0 +1,43 @@
+"""``mooncake bench gpu`` itself, at tiny shapes in Triton's interpreter: it must be ready when a GPU is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from mooncake.app import bench_gpu
+
+
+@pytest.mark.slow
+def test_every_part_runs_and_every_target_has_its_ratio_and_its_prediction(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "mooncake.app.bench_gpu", "--tiny", "--out", file],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    report = json.loads(file.read_text())
+    assert report["config"]["gpu"] == "none (interpreter)"
+    assert any("no time here means anything" in note for note in report["notes"])
+    assert set(bench_gpu.TARGETS) <= set(report["ratios"])
+    assert set(bench_gpu.TARGETS) == set(bench_gpu.PREDICTED)
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "mooncake", "bench", "gpu"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert "no GPU that torch can use" in run.stderr
+    assert "Traceback" not in run.stderr
