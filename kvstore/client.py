@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from typing_extensions import Buffer
 
 from kvstore.checksum import Checksums, checksums_from_wire, checksums_of, checksums_to_wire, verify
 from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
-from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, MooncakeError
+from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, MooncakeError, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
 from mooncake.rpc.convert import segment_from_wire
@@ -33,6 +33,7 @@ from mooncake.types import BlockKey, SegmentAddress
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
+WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
 
 T = TypeVar("T")
 
@@ -76,6 +77,11 @@ class StoreStats:
     quarantined: int
     leases: int
     counters: Mapping[str, int]
+    ssd_blocks: int = 0
+    ssd_bytes: int = 0
+    ssd_capacity_bytes: int = 0
+    pins: int = 0
+    tenant_bytes: Mapping[str, int] = field(default_factory=dict)  # in DRAM
 
 
 class StoreClient:
@@ -85,10 +91,11 @@ class StoreClient:
     NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
     """
 
-    def __init__(self, address: str, transfer: TransferEngine, channels: Channels) -> None:
+    def __init__(self, address: str, transfer: TransferEngine, channels: Channels, tenant: str = "") -> None:
         """``address`` is the store's gRPC address. The engine and the channels are shared, and closed by their owner;
-        ``connect`` makes a client that has its own."""
+        ``connect`` makes a client that has its own. What it stores counts against the quota of ``tenant``."""
         self.address = address
+        self.tenant = tenant
         self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
         self._transfer = transfer
         self._stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
@@ -105,12 +112,13 @@ class StoreClient:
         transports: tuple[str, ...] = ("shm", "tcp"),
         streams: int = 2,
         max_mb_per_s: float = 0.0,
+        tenant: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> StoreClient:
         """A client with its own transfer engine, once the store answers. Raises NodeUnavailable when it does not."""
         transfer = TransferEngine(name, transports, streams, max_mb_per_s)
         channels = Channels()
-        client = cls(address, transfer, channels)
+        client = cls(address, transfer, channels, tenant)
         client._owned.push_async_callback(channels.close)
         client._owned.callback(transfer.close)
         try:
@@ -136,11 +144,21 @@ class StoreClient:
 
     # Whole blocks
 
-    async def put(self, key: bytes, data: Buffer, parent: bytes = b"", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+    async def put(
+        self,
+        key: bytes,
+        data: Buffer,
+        parent: bytes = b"",
+        *,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> bool:
         """Store ``data`` (contiguous, at most a slot long). True when it is stored afterwards, also when it was
         before; False when another writer is at it or the store did not accept the bytes.
 
-        ``parent`` is the key of the block it builds on: a store evicts it before its parent. Raises OutOfBlocks.
+        ``parent`` is the key of the block it builds on: a store evicts it before its parent. With ``durable`` it
+        returns once the block would survive a crash of the store, and raises OutOfBlocks when it was stored but the
+        store's SSD did not take it (there is none, it is full, it fails). Raises OutOfBlocks when there is no room.
         """
         view = memoryview(data).cast("B")
         deadline = time.monotonic() + timeout_s
@@ -148,7 +166,7 @@ class StoreClient:
         if slot is None:
             return stored
         sums = checksums_of([view])
-        return await self._write_and_seal([slot], [view], [sums], deadline) == 1
+        return await self._write_and_seal([slot], [view], [sums], deadline, durable) == 1
 
     async def put_blocks(
         self,
@@ -225,13 +243,22 @@ class StoreClient:
         return await self._transfer.write_async(segment, ranges, time.monotonic() + timeout_s)
 
     async def seal(
-        self, sealings: Sequence[tuple[Reservation, Checksums]], *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        sealings: Sequence[tuple[Reservation, Checksums]],
+        *,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[bool]:
         """End reservations: the store verifies the bytes and makes them readable. False where it did not accept them:
-        the reservation was over, or the checksums differ. The writer must not write into these slots any more."""
+        the reservation was over, or the checksums differ. The writer must not write into these slots any more.
+
+        With ``durable`` it returns once they are on the SSD too, and raises OutOfBlocks when one of them is not."""
         blocks = [pb.Sealing(slot=_slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
+        request = pb.SealRequest(blocks=blocks, durable=durable)
         with self._owing([slot for slot, _ in sealings]):
-            response = await self._call(self._stub.Seal(pb.SealRequest(blocks=blocks), timeout=timeout_s))
+            response = await self._call(self._stub.Seal(request, timeout=timeout_s))
+        if durable and any(sealed and not safe for sealed, safe in zip(response.sealed, response.durable, strict=True)):
+            raise OutOfBlocks("stored, but not durable: the store's SSD did not take the block")
         return list(response.sealed)
 
     async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -244,10 +271,17 @@ class StoreClient:
 
     # Reading in ranges: acquire, read_ranges as often as needed, then release
 
-    async def acquire(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Lease:
-        """Lease the longest stored leading run of ``keys``; perhaps none of them."""
+    async def acquire(
+        self, keys: Sequence[bytes], *, recompute_ms: float = 0.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Lease:
+        """Lease the longest stored leading run of ``keys``; perhaps none of them.
+
+        What only the SSD has is loaded first, but no further than that takes less time than computing the run anew,
+        which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
         asked_s = time.monotonic()  # the store's clock starts later, so ours ends earlier
-        response = await self._call(self._stub.Acquire(pb.AcquireRequest(keys=keys), timeout=timeout_s))
+        response = await self._call(
+            self._stub.Acquire(pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms), timeout=timeout_s)
+        )
         blocks = tuple(
             StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
         )
@@ -297,6 +331,21 @@ class StoreClient:
         response = await self._call(self._stub.Remove(pb.RemoveRequest(keys=keys), timeout=timeout_s))
         return response.removed
 
+    async def pin(
+        self, keys: Sequence[bytes], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> int:
+        """Keep blocks in the store's DRAM for ``ttl_s``: not evicted at all when ``hard``, else as long as anything
+        else can go. Those that only the SSD has are loaded. Returns how many are pinned. Raises OutOfBlocks when hard
+        pins would hold more than half of the store."""
+        level = pb.PinRequest.HARD if hard else pb.PinRequest.SOFT
+        request = pb.PinRequest(keys=keys, level=level, ttl_s=ttl_s)
+        return (await self._call(self._stub.Pin(request, timeout=timeout_s))).pinned
+
+    async def unpin(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Returns how many were pinned."""
+        request = pb.PinRequest(keys=keys, level=pb.PinRequest.NONE)
+        return (await self._call(self._stub.Pin(request, timeout=timeout_s))).pinned
+
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
         response = await self._call(self._stub.Stats(pb.StatsRequest(), timeout=timeout_s))
         return StoreStats(
@@ -307,6 +356,11 @@ class StoreClient:
             quarantined=response.blocks_quarantined,
             leases=response.leases,
             counters=dict(response.counters),
+            ssd_blocks=response.ssd_blocks,
+            ssd_bytes=response.ssd_bytes,
+            ssd_capacity_bytes=response.ssd_capacity_bytes,
+            pins=response.pins,
+            tenant_bytes=dict(response.tenant_bytes),
         )
 
     async def _reserve(
@@ -321,6 +375,8 @@ class StoreClient:
             blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
             length=length,
             ranges=ranges,
+            tenant=self.tenant,
+            wait_ms=int(_left_s(deadline) * 1e3 * WAIT_SHARE),
         )
         response = await self._call(self._stub.Reserve(request, timeout=_left_s(deadline)))
         segment = segment_from_wire(response.segment)
@@ -341,7 +397,12 @@ class StoreClient:
             raise
 
     async def _write_and_seal(
-        self, slots: list[Reservation], views: list[memoryview], checksums: list[Checksums], deadline: float
+        self,
+        slots: list[Reservation],
+        views: list[memoryview],
+        checksums: list[Checksums],
+        deadline: float,
+        durable: bool = False,
     ) -> int:
         """How many were sealed. On any error the reservations are given up."""
         if not slots:
@@ -353,7 +414,7 @@ class StoreClient:
         except BaseException:
             self._later(self.abort(slots))  # the transfer has ended: nothing is written any more
             raise
-        return sum(await self.seal(list(zip(slots, checksums, strict=True)), timeout_s=left_s))
+        return sum(await self.seal(list(zip(slots, checksums, strict=True)), durable=durable, timeout_s=left_s))
 
     async def _get(self, key: bytes, lease: Lease, into: memoryview, deadline: float) -> None:
         corrupt: list[BlockKey] = []

@@ -100,9 +100,11 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """A block that is to be saved elsewhere. Its slot is held until ``saved`` is told how that went."""
+class Held:
+    """A block that is held in place, because it is being saved elsewhere or is about to be read. ``let_go`` ends that.
+    ``must_go`` when the policy has given it up: its slot is to be used again once it is safe."""
 
+    must_go: bool
     grant: Grant
     name: BlockName
     tenant: str
@@ -198,8 +200,9 @@ class StoreIndex:
         self._soft: OrderedDict[BlockKey, None] = OrderedDict()  # soft pins, oldest first
         self._num_hard = 0
         self._next_pin_check = 0.0
-        self._leaving: list[Leaving] = []  # to be handed out
+        self._leaving: list[Held] = []  # to be handed out
         self._num_saving = 0
+        self._num_held = 0
         self._clean: OrderedDict[int, None] = OrderedDict()  # slots
         self._events: list[BlockEvent] = []
         self._epochs = itertools.count(first_id)
@@ -415,37 +418,35 @@ class StoreIndex:
             if not self._give_up_one(now):
                 return
 
-    def take_leaving(self) -> list[Leaving]:
-        """What has to be saved now; say ``saved`` of each, whatever comes of it."""
+    def take_leaving(self) -> list[Held]:
+        """What has to be saved now; ``let_go`` of each, whatever comes of it."""
         leaving, self._leaving = self._leaving, []
         return leaving
 
-    def hold(self, key: BlockKey) -> Leaving | None:
-        """Keep a block's bytes in place in order to save them, though it is not leaving. None when it is not here."""
+    def hold(self, key: BlockKey) -> Held | None:
+        """Keep a block's bytes in place for a while. None when it is not here."""
         index = self._sealed.get(key)
         if index is None:
             return None
         self._hold(index)
-        self._num_saving += 1
-        return self._describe(index)
+        self._num_held += 1
+        return self._describe(index, must_go=False)
 
-    def saved(self, leaving: Leaving) -> None:
-        """It has been saved, or cannot be: either way its slot may be used again, unless it was read meanwhile."""
-        self._num_saving -= 1
-        slot = self._slots[leaving.grant.slot]
-        if slot.epoch == leaving.grant.epoch and slot.is_leaving and not slot.is_hidden:
+    def let_go(self, held: Held) -> None:
+        """It has been saved, or cannot be: if it had to go, its slot may be used again unless it was read meanwhile."""
+        if held.must_go:
+            self._num_saving -= 1
+        else:
+            self._num_held -= 1
+        slot = self._slots[held.grant.slot]
+        if held.must_go and slot.epoch == held.grant.epoch and slot.is_leaving and not slot.is_hidden:
             slot.is_clean = True
-            self._clean[leaving.grant.slot] = None
-        self._let_read(leaving.grant, leaving.name.key)
+            self._clean[held.grant.slot] = None
+        self._let_read(held.grant, held.name.key)
 
     def is_built_on(self, key: BlockKey) -> bool:
         """Whether a block here, readable or being written, comes right after ``key``."""
         return self._children[key] > 0
-
-    def described(self, key: BlockKey) -> Leaving | None:
-        """What is known of a readable block."""
-        index = self._sealed.get(key)
-        return None if index is None else self._describe(index)
 
     # Accounts
 
@@ -467,7 +468,7 @@ class StoreIndex:
 
     @property
     def num_saving(self) -> int:
-        """Blocks handed out to be saved, or about to be."""
+        """Blocks that are to go once they have been saved."""
         return self._num_saving
 
     @property
@@ -511,7 +512,7 @@ class StoreIndex:
             in_policy = slot.state is SlotState.SEALED and not slot.is_hidden and not slot.is_leaving
             assert not in_policy or slot.name.key in self._policy
             assert slot.is_clean == (index in self._clean) and (slot.is_leaving or not slot.is_clean)
-        assert extra <= self._num_saving
+        assert extra <= self._num_saving + self._num_held
         assert len(self._policy) == sum(not self._slots[index].is_leaving for index in sealed)
         assert sum(map(len, self._by_tenant.values())) == len(sealed)
         assert self._num_hard == sum(pin.is_hard for pin in self._pins.values())
@@ -555,6 +556,8 @@ class StoreIndex:
         while key is None and self._soft:
             self.unpin([next(iter(self._soft))])
             key = self._policy.victim(now)
+        if key is None and (key := self._below_others()) is not None:
+            self._policy.remove(key, now)
         if key is None:
             return False
         assert isinstance(key, bytes)
@@ -567,8 +570,18 @@ class StoreIndex:
             return True
         self._hold(index)
         self._num_saving += 1
-        self._leaving.append(self._describe(index))
+        self._leaving.append(self._describe(index, must_go=True))
         return True
+
+    def _below_others(self) -> BlockKey | None:
+        """When one chain fills the store: a block that others build on, but that stays readable elsewhere."""
+        for keys in self._by_tenant.values():
+            for key in keys:
+                slot = self._slots[self._sealed[key]]
+                is_idle = slot.leases == 0 and not slot.is_leaving and key not in self._pins
+                if is_idle and (self._is_elsewhere(slot.name) or self._must_save(slot.name)):
+                    return key
+        return None
 
     def _evict(self, index: int, now: float) -> None:
         self._hide(index, now)
@@ -692,10 +705,10 @@ class StoreIndex:
         if slot.leases == 0 and slot.is_hidden:
             self._set_free(grant.slot)
 
-    def _describe(self, index: int) -> Leaving:
+    def _describe(self, index: int, must_go: bool) -> Held:
         slot = self._slots[index]
         assert slot.checksums is not None
-        return Leaving(Grant(index, slot.epoch), slot.name, slot.tenant, slot.length, slot.checksums)
+        return Held(must_go, Grant(index, slot.epoch), slot.name, slot.tenant, slot.length, slot.checksums)
 
     def _leased(self, index: int) -> LeasedBlock:
         slot = self._slots[index]

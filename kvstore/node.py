@@ -16,7 +16,7 @@ from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store, TierRules
 from kvstore.transfer.server import SegmentServer
-from mooncake.config import Config
+from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
@@ -86,6 +86,7 @@ class StoreNode:
             config.transfer.transports,
             config.node.host,
             on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
+            secret=transfer_secret(config),
         )
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
@@ -146,6 +147,7 @@ class StoreNode:
             Path(config.ssd_path),
             capacity,
             self._policy(max(1, capacity // self._block_bytes)),
+            self._block_bytes,
             tenant_bytes=int(config.tenant_ssd_gb * 1e9),
         )
 

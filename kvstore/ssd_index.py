@@ -52,6 +52,7 @@ class SsdIndex:
         self.segment_bytes = segment_bytes
         self.max_segments = max(MIN_SEGMENTS, capacity_bytes // segment_bytes)
         self.live_bytes = 0
+        self._largest = 0  # record
         self._policy = policy
         self.is_built_on = is_built_on
         self._tenant_bytes = tenant_bytes  # most of one tenant; 0: no bound
@@ -141,11 +142,13 @@ class SsdIndex:
         """Nothing more is written there (it failed)."""
         self._open = None
 
-    def make_room(self, nbytes: int, now: float) -> bool:
-        """Evict until so many more bytes may live. False when everything else is pinned or built upon."""
-        limit = int(self.capacity_bytes * MAX_LIVE_SHARE)
+    def make_room(self, nbytes: int, waiting: int, now: float) -> bool:
+        """Evict until a record of so many bytes may live, beside those ``waiting`` to be written. False when everything
+        else is built upon. A record does not cross segments, so each may end with the room of the largest unused."""
+        self._largest = max(self._largest, nbytes)
+        limit = int(self.max_segments * (self.segment_bytes - self._largest) * MAX_LIVE_SHARE)
         held: list[BlockKey] = []
-        while self.live_bytes + nbytes > limit:
+        while self.live_bytes + waiting + nbytes > limit:
             key = self._policy.victim(now) or self._knotted(now)
             if key is None:
                 break
@@ -157,7 +160,7 @@ class SsdIndex:
             self.counters["ssd_evictions"] += 1
         for key in held:
             self._policy.insert(_policy_block(self._blocks[key].header), now)
-        return self.live_bytes + nbytes <= limit
+        return self.live_bytes + waiting + nbytes <= limit
 
     def _knotted(self, now: float) -> BlockKey | None:
         """Blocks that claim each other as parents would wait for each other for ever: let one of them go."""

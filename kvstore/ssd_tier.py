@@ -21,11 +21,11 @@ from typing import TypeVar
 
 from kvstore.checksum import first_mismatch
 from kvstore.eviction import EvictionPolicy
-from kvstore.ssd_index import SsdBlock, SsdIndex
+from kvstore.ssd_index import MIN_SEGMENTS, SsdBlock, SsdIndex
 from kvstore.ssd_log import Place, SsdLog
 from kvstore.ssd_record import (
     MAX_DROPS,
-    MAX_HEADER_BYTES,
+    PAGE,
     BlockHeader,
     Drop,
     block_size,
@@ -34,13 +34,14 @@ from kvstore.ssd_record import (
     pack_drops,
     padded,
 )
-from mooncake.errors import ChecksumMismatch, KVLoadFailed
+from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together
 SEGMENT_BYTES = 64 << 20
+RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
 MAX_QUEUE = 4096  # blocks waiting to be saved
 READ_THREADS = 4
 CLOSE_TIMEOUT_S = 30.0
@@ -95,14 +96,19 @@ class SsdTier:
         directory: Path,
         capacity_bytes: int,
         policy: EvictionPolicy,
+        largest_block: int,
         *,
         segment_bytes: int = SEGMENT_BYTES,
         direct: bool = True,
         is_built_on: Callable[[BlockKey], bool] = lambda key: False,
         tenant_bytes: int = 0,
     ) -> SsdTier:
-        """Find what earlier lives left there. Raises ConfigError."""
-        segment_bytes = padded(min(segment_bytes, max(capacity_bytes // 8, 1 << 20)))
+        """Find what earlier lives left there. Larger blocks than ``largest_block`` (bytes) are refused. Raises
+        ConfigError."""
+        segment_bytes = padded(max(min(segment_bytes, capacity_bytes // 8), RECORDS_A_SEGMENT * (largest_block + PAGE)))
+        if MIN_SEGMENTS * segment_bytes > capacity_bytes:
+            needed = MIN_SEGMENTS * segment_bytes / 1e9
+            raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
         files = SsdLog(directory, segment_bytes, direct)
         try:
             scan = await asyncio.to_thread(files.scan)
@@ -159,7 +165,11 @@ class SsdTier:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if header.key in self._index:
             done.set_result(True)
-        elif not self.is_writable or len(self._saving) >= MAX_QUEUE or block_size(header) > self._index.segment_bytes:
+        elif (
+            not self.is_writable
+            or len(self._saving) >= MAX_QUEUE
+            or block_size(header) > self._index.segment_bytes // 2
+        ):
             self.counters["ssd_refused"] += 1
             done.set_result(False)
         else:
@@ -284,7 +294,7 @@ class SsdTier:
         total = 0
         for saving in group:
             size = block_size(saving.header)
-            if self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(total + size, now):
+            if self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(size, total, now):
                 kept.append(saving)
                 total += size
             else:
@@ -314,7 +324,7 @@ class SsdTier:
     async def _write_drops(self) -> None:
         while drops := self._index.take_drops(MAX_DROPS):
             try:
-                await self._ensure_room(MAX_HEADER_BYTES)
+                await self._ensure_room(len(pack_drops(drops, 0, 0, 0)))
                 write = self._place_drops(drops)
                 await self._write([write])
             except BaseException:
@@ -337,8 +347,11 @@ class SsdTier:
         self._index.opened(number)
 
     async def _reclaim(self) -> None:
-        """Empty the segment with the fewest live bytes into the open one, and delete it."""
-        while self._index.needs_reclaim() and (found := self._index.emptiest()) is not None:
+        """Empty segments with the fewest live bytes into the open one, and delete them, until there is room for one."""
+        for _ in range(self._index.max_segments):
+            found = self._index.emptiest() if self._index.needs_reclaim() else None
+            if found is None:
+                return
             number, blocks = found
             for block in blocks:
                 await self._copy(block)

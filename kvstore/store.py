@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
-from kvstore.index import BlockName, Counts, Grant, Lease, Leaving, Offer, Reserved, StoreIndex
+from kvstore.index import BlockName, Counts, Grant, Held, Lease, Offer, Reserved, StoreIndex
 from kvstore.segment import Segment
 from kvstore.sights import Sights
 from kvstore.ssd_record import PAGE, BlockHeader, padded
@@ -169,8 +169,8 @@ class Store:
             for key in self._worth_loading(keys, recompute_ms):
                 if not await self._have(key):
                     break
-                if (leaving := self._index.hold(key)) is not None:  # so that the next ones do not push it out
-                    held.callback(self._index.saved, leaving)
+                if (block := self._index.hold(key)) is not None:  # so that the next ones do not push it out
+                    held.callback(self._index.let_go, block)
             lease = self._index.acquire(keys, time.monotonic())
         self._prepare()
         self._publish()
@@ -351,28 +351,26 @@ class Store:
         return self._save_copy(name.key) if durable or is_due else None
 
     def _save_copy(self, key: BlockKey) -> asyncio.Task[bool] | None:
-        leaving = self._index.hold(key)
-        return None if leaving is None else self._start_saving(leaving)
+        held = self._index.hold(key)
+        return None if held is None else self._start_saving(held)
 
     def _save_leaving(self) -> None:
-        for leaving in self._index.take_leaving():
-            self._keep(self._start_saving(leaving))
+        for held in self._index.take_leaving():
+            self._keep(self._start_saving(held))
 
-    def _start_saving(self, leaving: Leaving) -> asyncio.Task[bool]:
+    def _start_saving(self, held: Held) -> asyncio.Task[bool]:
         """The index holds the slot meanwhile."""
-        return asyncio.get_running_loop().create_task(self._save(leaving))
+        return asyncio.get_running_loop().create_task(self._save(held))
 
-    async def _save(self, leaving: Leaving) -> bool:
+    async def _save(self, held: Held) -> bool:
         assert self._ssd is not None
-        header = BlockHeader(leaving.name.key, leaving.name.parent, leaving.tenant, leaving.length, leaving.checksums)
-        is_saved = False
+        header = BlockHeader(held.name.key, held.name.parent, held.tenant, held.length, held.checksums)
         try:
-            is_saved = await self._ssd.save(header, self._pages(leaving.grant.slot, leaving.length))
+            return await self._ssd.save(header, self._pages(held.grant.slot, held.length))
         finally:
-            self._index.saved(leaving)
+            self._index.let_go(held)
             self._room.set()
             self._publish()
-        return is_saved
 
     def _keep(self, task: asyncio.Task[bool]) -> None:
         async def run() -> None:

@@ -41,7 +41,7 @@ def header(number: int, size: int = SIZE, ranges: int = 4, parent: bytes = b"", 
 async def tier(
     path: Path, capacity: int = 64 * MIB, segment_bytes: int = 8 * MIB, **options: int
 ) -> AsyncIterator[SsdTier]:
-    opened = await SsdTier.open(path, capacity, make_policy("lru", 1024), segment_bytes=segment_bytes, **options)
+    opened = await SsdTier.open(path, capacity, make_policy("lru", 1024), SIZE, segment_bytes=segment_bytes, **options)
     try:
         yield opened
         opened.index.check()
@@ -143,6 +143,10 @@ async def test_a_directory_serves_one_store(tmp_path: Path) -> None:
         SsdLog(tmp_path / "lock" / "deeper", MIB)
 
 
+def size_of(path: Path) -> int:
+    return sum(segment.stat().st_size for segment in path.glob("*.kvlog"))
+
+
 def only_segment(path: Path) -> Path:
     [segment] = path.glob("*.kvlog")
     return segment
@@ -206,8 +210,7 @@ async def test_the_room_is_never_exceeded_and_the_oldest_leave(tmp_path: Path) -
             opened.touch([key(0), key(1)])  # these two are read all the time
             if step % 4 == 0:
                 opened.drop([key(int(rng.integers(2, step * 8 + 8)))])
-            on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.kvlog"))
-            assert on_disk <= capacity + opened.index.segment_bytes
+            assert size_of(tmp_path) <= capacity + opened.index.segment_bytes
             opened.index.check()
         assert opened.counters["ssd_segments_compacted"] > 5 and opened.counters["ssd_evictions"] > 100
         assert await found(opened, 0) and await found(opened, 1) and not await found(opened, 2)

@@ -1,0 +1,267 @@
+"""DRAM over SSD in one store node: nothing is lost while the SSD has room, and a restart finds what was saved."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvstore.checksum import range_checksums
+from kvstore.client import StoreClient
+from kvstore.node import StoreNode
+from mooncake.config import load_config
+from mooncake.errors import ConfigError, OutOfBlocks
+from mooncake.rpc import common_pb2, common_pb2_grpc
+from mooncake.types import BlockKey, Tier
+
+BLOCK = 256 << 10
+
+
+def data(seed: int, size: int = BLOCK) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def name(i: int) -> bytes:
+    return f"block {i}".encode()
+
+
+@asynccontextmanager
+async def store(path: Path, num_blocks: int = 8, ssd_mb: float = 64, *settings: str) -> AsyncIterator[StoreNode]:
+    size = f"store.dram_gb={num_blocks * BLOCK / 1e9 + 1e-6}"
+    tier = [f'store.ssd_path="{path}"', f"store.ssd_gb={ssd_mb / 1e3}"]
+    node = StoreNode(load_config(None, ["node.id=store", size, *tier, *settings]), BLOCK, join_cluster=False)
+    await node.start()
+    try:
+        yield node
+        node.store.check()
+    finally:
+        await node.stop()
+
+
+def damage(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\x55\xaa" * 50, offset)
+        os.fsync(file.fileno())
+
+
+async def join(node: StoreNode, **options: Any) -> StoreClient:
+    return await StoreClient.connect(node.control_address, **options)
+
+
+async def test_more_than_fits_dram_is_kept_and_read_back(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(40):  # five times what DRAM holds, and never refused
+            assert await client.put(name(i), data(i), name(i - 1) if i else b"")
+        for i in range(40):
+            assert await client.get(name(i)) == data(i), i
+        assert await client.exists([name(i) for i in range(41)]) == [True] * 40 + [False]
+        stats = await client.stats()
+        assert stats.ssd_blocks >= 32 and stats.counters["promotions"] >= 32
+        assert stats.free + stats.sealed + stats.reserved + stats.quarantined == stats.total
+
+
+async def test_without_an_ssd_the_oldest_are_gone(tmp_path: Path) -> None:
+    async with store(tmp_path, 8, 64, 'store.ssd_path=""') as node, await join(node) as client:
+        for i in range(16):
+            assert await client.put(name(i), data(i))
+        assert await client.exists([name(i) for i in range(16)]) == [False] * 8 + [True] * 8
+
+
+async def test_a_restart_finds_the_blocks_and_announces_them_with_their_tier(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(12):
+            await client.put(name(i), data(i), name(i - 1) if i else b"")
+        await client.remove([name(3)])
+    async with store(tmp_path) as node, await join(node) as client:
+        async with grpc.aio.insecure_channel(node.control_address) as channel:
+            events = common_pb2_grpc.CacheEventsStub(channel).Subscribe(common_pb2.SubscribeRequest())
+            snapshot = await asyncio.wait_for(events.read(), 5)
+            told = {event.key: (event.parent, event.tier) for event in snapshot.events}
+            kept = [i for i in range(12) if i != 3]
+            assert told == {name(i): (name(i - 1) if i else b"", Tier.SSD) for i in kept}
+            assert await client.get(name(5)) == data(5)
+            news = await asyncio.wait_for(events.read(), 5)
+            assert [(event.stored, event.key, event.tier) for event in news.events] == [(True, name(5), Tier.DRAM)]
+            events.cancel()
+        assert await client.get(name(3)) is None
+        assert [await client.get(name(i)) for i in kept] == [data(i) for i in kept]
+
+
+async def test_a_block_that_moves_to_the_ssd_says_so(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(20):
+            await client.put(name(i), data(i))
+        held = {key: tier for key, (_, tier) in node.store._events._stored.items()}
+        assert set(held) == {name(i) for i in range(20)}
+        assert {tier for key, tier in held.items() if key == name(0)} == {Tier.SSD}
+        assert held[name(19)] is Tier.DRAM
+
+
+async def test_a_long_run_is_loaded_in_order_and_leased_as_a_whole(tmp_path: Path) -> None:
+    async with store(tmp_path, 16) as node, await join(node) as client:
+        for i in range(48):
+            await client.put(name(i), data(i), name(i - 1) if i else b"")
+        lease = await client.acquire([name(i) for i in range(12)])
+        assert len(lease.blocks) == 12
+        await client.release([lease])
+        too_many = await client.acquire([name(i) for i in range(48)], timeout_s=20)
+        assert 8 <= len(too_many.blocks) <= 16  # as many as DRAM can hold at once
+        await client.release([too_many])
+
+
+async def test_what_is_cheaper_to_compute_is_not_loaded(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(20):
+            await client.put(name(i), data(i))
+        assert len((await client.acquire([name(0)], recompute_ms=1e-6)).blocks) == 0
+        lease = await client.acquire([name(0)], recompute_ms=1e6)
+        assert len(lease.blocks) == 1
+        await client.release([lease])
+        assert (await client.stats()).counters["promotions_not_worth_it"] == 1
+
+
+async def test_only_what_was_seen_twice_is_written(tmp_path: Path) -> None:
+    async with store(tmp_path, 8, 64, "store.demote_sights=2") as node, await join(node) as client:
+        for i in range(24):
+            await client.put(name(i), data(i))
+            if i % 4 == 0:
+                assert await client.get(name(i)) == data(i)  # the second sight
+        stored = await client.exists([name(i) for i in range(24)])
+        assert stored[:16] == [i % 4 == 0 for i in range(16)]
+
+
+async def test_a_durable_put_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        assert await client.put(name(0), data(0), durable=True)
+        assert (await client.stats()).ssd_blocks == 1
+    async with store(tmp_path, 8, 64, 'store.ssd_path=""') as node, await join(node) as client:
+        with pytest.raises(OutOfBlocks, match="durable"):
+            await client.put(name(0), data(0), durable=True)
+
+
+async def test_a_flipped_bit_on_the_disk_is_a_miss_and_an_event(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(16):
+            await client.put(name(i), data(i))
+        assert node.store.ssd is not None
+        block = node.store.ssd.index.get(BlockKey(name(0)))
+        assert block is not None
+        damage(tmp_path / f"{block.place.segment:016x}.kvlog", block.place.offset + block.place.header_bytes + 1000)
+        assert await client.get(name(0)) is None
+        assert await client.exists([name(0)]) == [False]
+        assert (await client.stats()).counters["checksum_mismatches"] == 1
+        assert name(0) not in node.store._events._stored
+        assert await client.put(name(0), data(0)) and await client.get(name(0)) == data(0)
+
+
+async def test_a_disk_that_is_full_costs_hits_and_no_more(tmp_path: Path) -> None:
+    """The SSD evicts its oldest when its share is used up."""
+    async with store(tmp_path, 8, 12) as node, await join(node) as client:
+        for i in range(100):
+            assert await client.put(name(i), data(i))
+        stored = await client.exists([name(i) for i in range(100)])
+        assert 20 < sum(stored) < 60 and all(stored[-8:])
+        found = [await client.get(name(i)) for i in range(100)]  # which makes others leave
+        assert all(block in (None, data(i)) for i, block in enumerate(found)) and sum(map(bool, found)) > 15
+
+
+async def test_pins_hold_what_they_promise(tmp_path: Path) -> None:
+    async with store(tmp_path, 8, 64, 'store.ssd_path=""') as node, await join(node) as client:
+        for i in range(4):
+            await client.put(name(i), data(i))
+        assert await client.pin([name(0), name(9)], hard=True, ttl_s=60) == 1
+        assert await client.pin([name(1)], ttl_s=60) == 1
+        with pytest.raises(OutOfBlocks, match="hard pins"):
+            for i in range(4, 8):
+                await client.put(name(i), data(i))
+                await client.pin([name(i)], hard=True, ttl_s=60)
+        await client.unpin([name(i) for i in range(4, 8)])
+        for i in range(10, 17):
+            assert await client.put(name(i), data(i))
+        assert await client.exists([name(0), name(1), name(2)]) == [True, True, False]
+        leases = [await client.acquire([name(i)]) for i in range(11, 17)]  # now there is nothing else to take
+        assert await client.put(name(20), data(20))
+        assert await client.exists([name(0), name(1)]) == [True, False]
+        await client.release(leases)
+        assert await client.unpin([name(0)]) == 1
+        assert (await client.stats()).pins == 0
+
+
+async def test_a_pin_ends_with_its_time(tmp_path: Path) -> None:
+    async with store(tmp_path, 8, 64, 'store.ssd_path=""') as node, await join(node) as client:
+        await client.put(name(0), data(0))
+        await client.pin([name(0)], hard=True, ttl_s=0.2)
+        assert node.store.num_pinned == 1
+        await asyncio.sleep(0.2)
+        node.store.sweep()
+        await asyncio.sleep(0.3)  # ends of pins are looked at so often
+        node.store.sweep()
+        assert node.store.num_pinned == 0
+
+
+async def test_a_tenant_cannot_push_others_out(tmp_path: Path) -> None:
+    settings = ('store.ssd_path=""', f"store.tenant_dram_gb={3 * BLOCK / 1e9}")
+    async with store(tmp_path, 8, 64, *settings) as node:
+        quiet, greedy = await join(node, tenant="quiet"), await join(node, tenant="greedy")
+        async with quiet, greedy:
+            for i in range(3):
+                await quiet.put(name(i), data(i))
+            for i in range(100, 120):
+                await greedy.put(name(i), data(i))
+            assert await quiet.exists([name(i) for i in range(3)]) == [True] * 3
+            assert await greedy.exists([name(i) for i in range(100, 120)]) == [False] * 17 + [True] * 3
+            assert (await quiet.stats()).tenant_bytes == {"quiet": 3 * BLOCK, "greedy": 3 * BLOCK}
+            held = await greedy.acquire([name(117), name(118), name(119)])  # one lease for each run that is stored
+            with pytest.raises(OutOfBlocks, match="greedy"):
+                await greedy.put(name(200), data(200))
+            await greedy.release([held])
+
+
+async def test_a_late_writer_is_fenced_though_its_block_went_to_the_ssd(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        assert slot is not None
+        await client.abort([slot])
+        for i in range(20):
+            await client.put(name(i), data(i))
+        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]
+        assert await client.get(name(0)) == data(0)
+
+
+async def test_readers_and_writers_over_both_tiers_at_once(tmp_path: Path) -> None:
+    async with store(tmp_path, 12, 64) as node:
+        clients = [await join(node, name=f"c{i}", transports=("shm" if i % 2 else "tcp",)) for i in range(4)]
+
+        async def use(client: StoreClient, seed: int) -> int:
+            hits = 0
+            for i in map(int, np.random.default_rng(seed).integers(0, 60, 60)):
+                found = await client.get(name(i), timeout_s=20)
+                if found is None:
+                    await client.put(name(i), data(i), timeout_s=20)
+                else:
+                    assert found == data(i)
+                    hits += 1
+            return hits
+
+        assert sum(await asyncio.gather(*(use(client, i) for i, client in enumerate(clients)))) > 60
+        for client in clients:
+            await client.close()
+        counts = node.store.counts
+        assert counts.reserved == counts.quarantined == counts.leases == 0
+
+
+async def test_a_directory_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="ssd_path"):
+        async with store(tmp_path / "file"):
+            pass
+    with pytest.raises(ConfigError, match="eviction"):
+        async with store(tmp_path, 8, 64, "store.eviction=oldest"):
+            pass
