@@ -17,7 +17,7 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.checkpoint import open_checkpoint
-from mooncake.config import Config
+from mooncake.config import Config, transfer_secret
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership
@@ -43,7 +43,10 @@ class DecodeNode:
         plan = plan_cache(config, config.decode, checkpoint)
         self._segment = Segment.create(self.node_id, plan.layout.block_bytes, plan.num_blocks)
         memory = np.frombuffer(self._segment.buffer, np.uint8).reshape(plan.num_blocks, plan.layout.block_bytes)
-        self._transfer = TransferEngine(self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s)
+        secret = transfer_secret(config)
+        self._transfer = TransferEngine(
+            self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s, secret
+        )
         self._channels = Channels()
         self._stores: dict[str, StoreClient] = {}
         self._writeback = WriteBack(self._store, memory, plan.layout)
@@ -58,6 +61,7 @@ class DecodeNode:
             transfer.transports,
             config.node.host,
             on_peer_gone=self._on_peer_gone,
+            secret=secret,
         )
         self._receiver = Receiver(
             self.host.thread, self._segment_server, memory, plan.layout, transfer.handoff_timeout_s
@@ -118,6 +122,12 @@ class DecodeNode:
         report = cluster_pb2.HeartbeatRequest(load=load, samples=self.host.samples.take())
         for peer in self._transfer.stats():
             report.transports.add(
-                peer=peer.node_id, transport=peer.transport, bytes=peer.nbytes, gb_per_s=peer.gb_per_s
+                peer=peer.node_id,
+                transport=peer.transport,
+                bytes=peer.nbytes,
+                gb_per_s=peer.gb_per_s,
+                failures=peer.failures,
+                current=peer.is_current,
+                reason=peer.reason,
             )
         return report

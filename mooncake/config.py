@@ -66,6 +66,7 @@ class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
     streams: int = 2  # TCP connections a peer
     max_mb_per_s: float = 0.0  # cap on what a node sends, MB/s; 0: none
+    secret_file: str = ""  # what this file holds, every node must know to read or write another's memory over TCP
     handoff_timeout_s: float = 60.0  # a hand-off that is neither committed nor failed by then has expired
 
 
@@ -228,6 +229,19 @@ def _check_values(config: Config) -> None:
         raise ConfigError("transfer.transports must name at least one of shm, rdma, tcp")
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
+
+
+def transfer_secret(config: Config) -> str:
+    """The secret that nodes prove to each other, or "" where none is configured. Raises ConfigError."""
+    if not config.transfer.secret_file:
+        return ""
+    try:
+        secret = Path(config.transfer.secret_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"transfer.secret_file: cannot read {config.transfer.secret_file}: {error}") from None
+    if not secret:
+        raise ConfigError(f"transfer.secret_file: {config.transfer.secret_file} is empty")
+    return secret
 
 
 def _require(config: Config, names: Iterable[str], rule: str, holds: Callable[[float], bool]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import checksum
-from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 
@@ -143,7 +143,7 @@ class PrefixLoad:
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(self._blocks, targets, strict=True)
         ]
-        report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s))
+        report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
         self.transport = report.transport
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")

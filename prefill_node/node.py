@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.engine import Priority, TransferEngine
 from mooncake.checkpoint import open_checkpoint
-from mooncake.config import Config
+from mooncake.config import Config, transfer_secret
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership
@@ -39,12 +39,14 @@ class PrefillNode:
         self.streamer = LayerStreamer(config.block.tokens)
         await self.host.start(self.streamer)
         transfer = config.transfer
-        self._transfer = TransferEngine(self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s)
+        self._transfer = TransferEngine(
+            self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(config)
+        )
         self._channels = Channels()
         memory = self.host.engine.cache.memory
         self._loader = Loader(self._transfer, memory)
-        self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent)
-        self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent)
+        self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
+        self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
         shop = Workshop(
             self.node_id,
             self.host,
@@ -96,7 +98,13 @@ class PrefillNode:
         report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
         for peer in self._transfer.stats():
             report.transports.add(
-                peer=peer.node_id, transport=peer.transport, bytes=peer.nbytes, gb_per_s=peer.gb_per_s
+                peer=peer.node_id,
+                transport=peer.transport,
+                bytes=peer.nbytes,
+                gb_per_s=peer.gb_per_s,
+                failures=peer.failures,
+                current=peer.is_current,
+                reason=peer.reason,
             )
         return report
 

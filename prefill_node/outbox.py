@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import checksum
-from kvstore.transfer.engine import TransferEngine, WriteRange
+from kvstore.transfer.engine import Priority, TransferEngine, WriteRange
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress
 
@@ -95,7 +95,7 @@ class Sink:
         with self._writing:
             pass
 
-    def drain_some(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8]) -> bool:
+    def drain_some(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8], priority: Priority) -> bool:
         """Write up to LAYERS_PER_TURN runs. True when more is waiting. Called by one sender thread at a time."""
         with self._writing:
             with self._lock:
@@ -105,7 +105,7 @@ class Sink:
                 runs = [self._pending.popleft() for _ in range(min(LAYERS_PER_TURN, len(self._pending)))]
             try:
                 if runs:
-                    self._write(runs, destination, transfer, memory)
+                    self._write(runs, destination, transfer, memory, priority)
             except MooncakeError as error:
                 self.fail(error)
                 return False
@@ -121,7 +121,12 @@ class Sink:
         return more
 
     def _write(
-        self, runs: list[LayerRun], destination: Destination, transfer: TransferEngine, memory: npt.NDArray[np.uint8]
+        self,
+        runs: list[LayerRun],
+        destination: Destination,
+        transfer: TransferEngine,
+        memory: npt.NDArray[np.uint8],
+        priority: Priority,
     ) -> None:
         ranges: list[WriteRange] = []
         for run in runs:
@@ -135,7 +140,7 @@ class Sink:
                 sums[run.layer] = checksum(data.data)
                 ranges.append(WriteRange(slot, offset, data.data, epoch))
         if ranges:
-            report = transfer.write(destination.address, ranges, self.deadline)
+            report = transfer.write(destination.address, ranges, self.deadline, priority)
             self.transport = report.transport
             self.sent_bytes += report.nbytes
 
@@ -149,10 +154,12 @@ class Outbox:
         transfer: TransferEngine,
         memory: npt.NDArray[np.uint8],
         on_sent: Callable[[Sink, int, float], None],
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         self._transfer = transfer
         self._memory = memory
         self._on_sent = on_sent
+        self._priority = priority
         self._turns: queue.SimpleQueue[Sink | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -168,7 +175,7 @@ class Outbox:
     def _run(self) -> None:
         while (sink := self._turns.get()) is not None:
             before, started_s = sink.sent_bytes, time.monotonic()
-            more = sink.drain_some(self._transfer, self._memory)
+            more = sink.drain_some(self._transfer, self._memory, self._priority)
             if moved := sink.sent_bytes - before:
                 self._on_sent(sink, moved, (time.monotonic() - started_s) * 1e3)
             if more:

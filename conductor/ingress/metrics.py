@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from conductor.ingress.pipeline import Outcome
 from conductor.stats import DispatchStats
-from mooncake.rpc.cluster_pb2 import Load, NodeStatus, StatusResponse
+from mooncake.rpc.cluster_pb2 import Load, StatusResponse
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE = "0"
@@ -207,13 +207,13 @@ def _transports(status: StatusResponse) -> Iterator[Metric]:
     labels = ("node", "peer", "transport")
     moved = CounterMetricFamily("mooncake_transport_bytes", "KV bytes moved to or from a peer", labels=labels)
     speed = GaugeMetricFamily("mooncake_transport_gb_per_second", "Measured speed to a peer", labels=labels)
+    failed = CounterMetricFamily(
+        "mooncake_transport_failures", "Times that another transport had to take over", labels=labels
+    )
     for node in status.nodes:
-        for link in _links(node):
-            moved.add_metric(link[0], link[1])
-            speed.add_metric(link[0], link[2])
-    yield from (moved, speed)
-
-
-def _links(node: NodeStatus) -> Iterator[tuple[tuple[str, str, str], int, float]]:
-    for link in node.transports:
-        yield (node.info.node_id, link.peer, link.transport), link.bytes, link.gb_per_s
+        for link in node.transports:
+            names = (node.info.node_id, link.peer, link.transport)
+            moved.add_metric(names, link.bytes)
+            speed.add_metric(names, link.gb_per_s)
+            failed.add_metric(names, link.failures)
+    yield from (moved, speed, failed)

@@ -58,10 +58,11 @@ def _node_table(status: pb.StatusResponse) -> Table:
 
 
 def _link_table(links: list[tuple[str, pb.TransportStatus]]) -> Table:
-    table = plain_table("KV from", "to", "over", "so far", "speed")
+    table = plain_table("KV from", "to", "over", "so far", "speed", "")
     for node_id, link in links:
-        cells = (node_id, link.peer, link.transport, gigabytes(link.bytes), f"{link.gb_per_s:.2f} GB/s")
-        table.add_row(*map(escape, cells))
+        note = f"failed {link.failures}x: {link.reason}" if link.failures else ""
+        cells = (node_id, link.peer, link.transport, gigabytes(link.bytes), f"{link.gb_per_s:.2f} GB/s", note)
+        table.add_row(*map(escape, cells), style=None if link.current else "dim")
     return table
 
 

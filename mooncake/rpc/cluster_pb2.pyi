@@ -305,10 +305,19 @@ class TransportStatus(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     GB_PER_S_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    CURRENT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     transport: _builtins.str
     bytes: _builtins.int
     gb_per_s: _builtins.float
+    failures: _builtins.int
+    """times that another transport had to take over, or none was left"""
+    current: _builtins.bool
+    """carries what comes next"""
+    reason: _builtins.str
+    """why it failed the last time"""
     def __init__(
         self,
         *,
@@ -316,10 +325,13 @@ class TransportStatus(_message.Message):
         transport: _builtins.str = ...,
         bytes: _builtins.int = ...,
         gb_per_s: _builtins.float = ...,
+        failures: _builtins.int = ...,
+        current: _builtins.bool = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "gb_per_s", b"gb_per_s", "peer", b"peer", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "current", b"current", "failures", b"failures", "gb_per_s", b"gb_per_s", "peer", b"peer", "reason", b"reason", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
