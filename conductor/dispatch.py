@@ -74,9 +74,19 @@ class _Journey:
         return len(self.ended) == len(self.emitted)
 
     @property
+    def is_search(self) -> bool:
+        """A beam search says nothing before its end, so it always starts over."""
+        return self.request.sampling.beam_search is not None
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of the answer that another try goes on from."""
+        return 0 if self.is_search else self.num_emitted
+
+    @property
     def tokens(self) -> TokenIds:
         """To go on from; several answers only begin together."""
-        if not self.num_emitted:
+        if not self.num_kept:
             return self.request.tokens
         return np.concatenate([self.request.tokens, np.array(self.emitted[0], dtype=np.uint32)])
 
@@ -148,12 +158,12 @@ class Dispatcher:
             finally:
                 journey.attempt = None
                 self._end_attempt(attempt)
-            if len(journey.emitted) > 1 and journey.num_emitted:
+            if len(journey.emitted) > 1 and journey.num_kept:
                 async with contextlib.aclosing(self._each_alone(journey)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
-            if reason := self._ended_by(journey):
+            if not journey.is_search and (reason := self._ended_by(journey)):
                 journey.lifecycle.move(RequestState.FINISHED)
                 yield Delta((), reason, journey.summary)
                 return
@@ -251,14 +261,14 @@ class Dispatcher:
         """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
         request, now = journey.request, self._clock()
         tokens = journey.tokens
-        left = request.sampling.max_tokens - journey.num_emitted
+        left = request.sampling.max_tokens - journey.num_kept
         seed = chain_seed(self._model.kv_fingerprint, request.salt)
         keys = extend_chain(seed, tokens, self._model.shape.block_tokens)
         facts = RequestFacts(
             num_tokens=len(tokens),
             keys=keys,
             expected_tokens=self.stats.expected_output_tokens(left),
-            needs_decode=left > 1 or request.sampling.beam_search is not None,
+            needs_decode=left > 1 or journey.is_search,
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
             budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
             session=request.session,
@@ -274,11 +284,10 @@ class Dispatcher:
             ticket=ticket,
             requests=wire_requests(request, tokens, placement, epoch),
             merger=Merger(
-                expected_index=journey.num_emitted,
+                expected=[len(answer) for answer in journey.emitted],
                 handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
                 stop_ids=self._stop_ids(request),
-                num_choices=len(journey.emitted),
-                tells_first=request.sampling.beam_search is None,
+                tells_first=not journey.is_search,
             ),
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,

@@ -5,6 +5,8 @@ Pure: messages in, deltas out. It knows neither calls nor nodes nor the client; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from conductor.api import Delta
 from conductor.lifecycle import HandoffState, Lifecycle
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
@@ -16,22 +18,22 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken
 class Merger:
     """Two streams in, one without gap or repeat for each answer out. Pure.
 
-    ``handoff`` is None when the first tokens are the whole answers; then ``stop_ids`` tell why they ended. Without
-    ``tells_first`` the prefill node's tokens are only between the nodes (beams are chosen at the end).
+    ``expected`` is the index of each answer's next token. ``handoff`` is None when the first tokens are the whole
+    answers; then ``stop_ids`` tell why they ended. Without ``tells_first`` the prefill node's tokens are only between
+    the nodes (beams are chosen at the end).
     """
 
     def __init__(
         self,
-        expected_index: int,
+        expected: Sequence[int],
         handoff: Lifecycle[HandoffState] | None,
         stop_ids: frozenset[int],
-        num_choices: int = 1,
         tells_first: bool = True,
     ) -> None:
-        self._expected = [expected_index] * num_choices
+        self._expected = list(expected)
         self._stop_ids = stop_ids
         self._tells_first = tells_first
-        self._open = set(range(num_choices))
+        self._open = set(range(len(expected)))
         self._unwanted: set[int] = set()
         self._withheld: Delta | None = None  # the last word, while the report is awaited
         self._prefill_is_over = False

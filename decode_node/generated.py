@@ -62,7 +62,9 @@ class GeneratedBlocks:
             if watched is None:
                 continue
             filled = sequence.num_computed // self._block_tokens
-            first = watched.next_blocks.get(sequence.request_id, watched.first_block)
+            first = watched.next_blocks.get(sequence.request_id)
+            if first is None:  # what it shares was offered by whom it shares it with
+                first = max(watched.first_block, entry.first // self._block_tokens)
             for index in range(first, filled):
                 self._offer(sequence, index, watched.pool_address)
             watched.next_blocks[sequence.request_id] = max(first, filled)

@@ -48,12 +48,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         def on_output(output: StepOutput | MooncakeError) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
+        sampling = sampling_from_wire(request.sampling)
+        await self._host.prepare(sampling)
         # The engine's id is the hand-off's: a retry on this very node must not meet the attempt before it.
         sequence = self._host.sequence(
             request.handoff_id,
             tokens_from_wire(request.tokens),
             request.num_prompt_tokens,
-            sampling_from_wire(request.sampling),
+            sampling,
             request.cache_salt,
         )
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)

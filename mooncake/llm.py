@@ -27,11 +27,12 @@ from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import InternalError, InvalidRequest
+from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ChatMessage
-from mooncake.types import FinishReason, SamplingParams, TokenIds, TokenLogprob
+from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 Prompt = str | Sequence[int] | TokenIds
 """Text (in which special tokens are plain text), or token ids."""
@@ -114,7 +115,9 @@ class LLM:
         self._eos_ids = checkpoint.config.eos_ids
         self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
         config = EngineConfig(block_tokens, chunk_tokens, max_sequences, self.max_model_len, keep_events=False)
-        self.engine = Engine(load_model(checkpoint, dtype, self.max_model_len), KVCache(layout, num_blocks), config)
+        self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
+        causal_lm = load_model(checkpoint, dtype, self.max_model_len)
+        self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides)
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -155,6 +158,29 @@ class LLM:
         token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
         samplings = _one_each(sampling or SamplingParams(), len(token_ids))
         return self._answer(token_ids, samplings, _stop_strings(stop), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        ignore_eos: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[Completion]:
+        """The ``beam_width`` answers to each prompt that beam search finds, best first, by the rules of transformers:
+        log-probabilities are added up and divided by length ** ``length_penalty``. Raises as ``generate``."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            n=beam_width,
+            beam_search=BeamSearch(length_penalty, early_stopping),
+            ignore_eos=ignore_eos,
+            logprobs=0,
+        )
+        return self.generate(prompts, sampling, use_tqdm=use_tqdm)
 
     def _encode(self, prompt: Prompt) -> TokenIds:
         if isinstance(prompt, str):

@@ -117,8 +117,11 @@ class SamplingParams:
             _in_range("best_of", self.best_of, self.n, MAX_ANSWERS)
         if self.beam_search is not None:
             self._check_beams(self.beam_search)
-        if self.guide is not None and len(self.guide.text) > MAX_GUIDE_CHARS:
-            raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
+        if self.guide is not None:
+            if len(self.guide.text) > MAX_GUIDE_CHARS:
+                raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
+            if self.ignore_eos or self.min_tokens:
+                raise InvalidRequest("a guide says when the answer ends: no ignore_eos or min_tokens with it", "guide")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

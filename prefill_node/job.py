@@ -101,6 +101,7 @@ class PrefillJob:
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
         """The first token of each answer, then the report. Raises MooncakeError."""
+        await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
         sequence = self._shop.host.sequence(
             self._id,
@@ -283,7 +284,8 @@ class PrefillJob:
 
         self._shop.host.thread.add(sequence, on_output)
         tokens: dict[int, SampledToken] = {}
-        while len(tokens) < sequence.sampling.num_answers:
+        wanted = 1 if sequence.sampling.beam_search is not None else sequence.sampling.num_answers
+        while len(tokens) < wanted:
             output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
             if isinstance(output, MooncakeError):
                 raise output

@@ -101,9 +101,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         wanted.CopyFrom(request.sampling)
         asked = wanted.max_tokens if wanted.HasField("max_tokens") else None
         wanted.max_tokens = self._pipeline.max_tokens(len(tokens), asked, default)
+        sampling = sampling_from_wire(wanted)
+        await self._pipeline.check_guide(sampling.guide)
         return self._pipeline.job(
             tokens,
-            sampling_from_wire(wanted),
+            sampling,
             request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
             deadline=deadline,
             arrived_at=arrived_at,

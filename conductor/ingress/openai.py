@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -147,7 +147,8 @@ class OpenAIApi:
         extras = self._extras(body, logprobs=body.logprobs is not None)
         for tokens in prompts:
             max_tokens = self._pipeline.max_tokens(len(tokens), body.max_tokens, COMPLETION_MAX_TOKENS)
-            sampling = replace(sampling_of(body, max_tokens, body.logprobs), n=n, best_of=body.best_of or 0)
+            sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0)
+            await self._pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self._pipeline.decode(tokens) if body.echo else ""
             ids = tokens.tolist() if body.return_token_ids else []
@@ -161,7 +162,8 @@ class OpenAIApi:
         n = _num_choices(body, 1)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = replace(sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs), n=n)
+        sampling = sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs)
+        await self._pipeline.check_guide(sampling.guide)
         extras = self._extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
             Plan(
@@ -324,8 +326,6 @@ def check_chat(body: ChatRequest) -> None:
     """Raises InvalidRequest for what chat can ask and we do not do."""
     if body.tools or body.functions:
         raise InvalidRequest("tools are not supported", "tools" if body.tools else "functions")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest('only the response_format {"type": "text"} is supported', "response_format")
     if body.modalities is not None and body.modalities != ["text"]:
         raise InvalidRequest('only the modality "text" is supported', "modalities")
     if body.top_logprobs is not None and not body.logprobs:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from mooncake.errors import InvalidRequest
-from mooncake.types import SamplingParams
+from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
@@ -27,6 +27,27 @@ _MAX_NAMED_FIELDS = 8
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    """Clients send a name and ``strict`` too; an answer always keeps to the schema."""
+
+    schema: dict[str, object] | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's name for guides: at most one of them."""
+
+    json: dict[str, object] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +74,15 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     user: str | None = None
+    use_beam_search: bool | None = None  # over n beams; this and the next are vLLM's
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, object] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -74,16 +104,11 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str
-
-
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: msgspec.Raw | None = None
     functions: list[msgspec.Raw] | None = None
@@ -127,7 +152,7 @@ def _explain(error: msgspec.ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{path.group(1)}: {what}" if path.group(1) else what, path.group(1) or None)
 
 
-def sampling_of(fields: GenerationFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def sampling_of(fields: GenerationFields, max_tokens: int, logprobs: int | None, best_of: int = 0) -> SamplingParams:
     """Raises InvalidRequest, naming the field. A missing seed is drawn."""
     return SamplingParams(
         max_tokens=max_tokens,
@@ -144,7 +169,61 @@ def sampling_of(fields: GenerationFields, max_tokens: int, logprobs: int | None)
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        n=_given(fields.n, 1),
+        best_of=best_of,
+        beam_search=_beams_of(fields),
+        guide=_guide_of(fields),
     )
+
+
+def _beams_of(fields: GenerationFields) -> BeamSearch | None:
+    if not fields.use_beam_search:
+        return None
+    return BeamSearch(_given(fields.length_penalty, 1.0), bool(fields.early_stopping))
+
+
+def _guide_of(fields: GenerationFields) -> Guide | None:
+    """Raises InvalidRequest for more than one guide, or one that is not known."""
+    wanted = fields.structured_outputs or StructuredOutputs()
+    guides = [
+        *_json_guides(fields.guided_json),
+        *_json_guides(wanted.json),
+        *([Guide(GuideKind.JSON_OBJECT)] if wanted.json_object else []),
+        *(Guide(GuideKind.REGEX, text) for text in (fields.guided_regex, wanted.regex) if text is not None),
+        *(Guide(GuideKind.GRAMMAR, text) for text in (fields.guided_grammar, wanted.grammar) if text is not None),
+        *(
+            Guide(GuideKind.CHOICE, msgspec.json.encode(choices).decode())
+            for choices in (fields.guided_choice, wanted.choice)
+            if choices is not None
+        ),
+        *_format_guides(fields.response_format),
+    ]
+    if len(guides) > 1:
+        raise InvalidRequest(f"an answer can follow one guide, not {len(guides)}", "guide")
+    return guides[0] if guides else None
+
+
+def _format_guides(wanted: ResponseFormat | None) -> list[Guide]:
+    match wanted.type if wanted is not None else "text":
+        case "text":
+            return []
+        case "json_object":
+            return [Guide(GuideKind.JSON_OBJECT)]
+        case "json_schema":
+            schema = wanted.json_schema.schema if wanted is not None and wanted.json_schema is not None else None
+            if schema is None:
+                raise InvalidRequest("response_format needs json_schema.schema", "response_format")
+            return _json_guides(schema)
+        case other:
+            known = "text, json_object, json_schema"
+            raise InvalidRequest(f"the response_format {other[:32]!r} is not one of {known}", "response_format")
+
+
+def _json_guides(schema: dict[str, object] | str | None) -> list[Guide]:
+    """A schema is an object, or the text of one."""
+    if schema is None:
+        return []
+    return [Guide(GuideKind.JSON_SCHEMA, schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())]
 
 
 def _seed(seed: int | None) -> int:

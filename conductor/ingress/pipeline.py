@@ -30,9 +30,10 @@ from mooncake.errors import (
     NotFound,
     Overloaded,
 )
+from mooncake.guides import Guides
 from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler
 from mooncake.tokenizer import ChatMessage, Tokenizer
-from mooncake.types import FinishReason, SampledToken, SamplingParams, TokenIds
+from mooncake.types import FinishReason, Guide, SampledToken, SamplingParams, TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n
 MAX_MESSAGES = 4096
@@ -226,6 +227,7 @@ class Pipeline:
         self._observer = observer
         self._max_running = max_running
         self._clock = clock
+        self._guides = Guides(lambda: tokenizer, model.vocab_size)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._running: set[str] = set()
         self._waits: set[asyncio.Timeout] = set()
@@ -273,6 +275,11 @@ class Pipeline:
 
     async def decode(self, tokens: TokenIds) -> str:
         return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens))
+
+    async def check_guide(self, guide: Guide | None) -> None:
+        """Raises InvalidRequest when it makes no sense: better here than on a node. A schema can take a while."""
+        if guide is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._guides.compile, guide)
 
     def check_tokens(self, ids: Sequence[int], param: str = "prompt") -> TokenIds:
         """A client's own ids as an array. Raises InvalidRequest (not in the vocabulary) or ContextTooLong."""

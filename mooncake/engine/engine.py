@@ -10,11 +10,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sampler import Sampler
@@ -22,6 +23,7 @@ from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan,
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.errors import Cancelled, HandoffFailed, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
+from mooncake.guides import Guides
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
@@ -134,17 +136,34 @@ class EngineLoad:
     computed_tokens: int  # put through the model
 
 
+@dataclass(slots=True)
+class _Search:
+    """A beam search: its running beams, the sequence of each, and what may follow those that are computed already."""
+
+    beams: Beams
+    sequences: list[Sequence]
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)  # logits [V] by sequence
+    num_branches: int = 0
+
+    def take_candidates(self) -> list[Candidate]:
+        rows = [self.rows[sequence.request_id] for sequence in self.sequences]
+        self.rows.clear()
+        return best_candidates(rows, self.beams.scores, self.beams.keep)
+
+
 class Engine:
     """Runs sequences over one paged cache."""
 
-    def __init__(self, model: CausalModel, cache: KVCache, config: EngineConfig) -> None:
+    def __init__(self, model: CausalModel, cache: KVCache, config: EngineConfig, guides: Guides | None = None) -> None:
+        """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused."""
+        self._guides = guides
         self.config = config
         self.cache = cache
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)
         self.is_stalled = False  # the last step found nothing that could run before blocks are given back
         self._model = model
         self._vocab_size = model.config.vocab_size
-        self._sampler = Sampler()
+        self._sampler = Sampler(guides)
         self._scheduler = Scheduler(
             self.block_pool, config.chunk_tokens, config.max_sequences, config.max_model_len, config.max_waiting
         )
@@ -152,6 +171,7 @@ class Engine:
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._num_computed_tokens = 0
+        self._searches: dict[str, _Search] = {}  # beam searches by request
         self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()
         self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
@@ -177,7 +197,8 @@ class Engine:
     def end_choice(self, request_id: str, choice: int) -> None:
         """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
         for sequence in self._answers_to(request_id):
-            if sequence.choice == choice and sequence.has_forked and sequence.state in _UNDER_WAY:
+            is_it = sequence.choice == choice and sequence.has_forked and not _is_beam(sequence)
+            if is_it and sequence.state in _UNDER_WAY:
                 self._retire(sequence)
                 self._close(sequence)
 
@@ -219,13 +240,19 @@ class Engine:
         if len(first_tokens) != expected:
             raise InvalidRequest(f"{len(first_tokens)} first tokens came for {expected} answers to {request_id}")
         for token in first_tokens:
-            if token.index != sequence.num_generated or not 0 <= token.token_id < self._vocab_size:
+            token_ids = [token.token_id, *(other for other, _ in (token.logprob.top if token.logprob else ()))]
+            if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
                 raise InvalidRequest(f"token {token.index} is not the next one of request {request_id}")
         sequence.num_computed = sequence.num_tokens
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
         answers = self._answers_of(sequence)
         finished = []
+        if sequence.sampling.beam_search is not None:
+            logprob = first_tokens[0].logprob
+            top = logprob.top if logprob else ()
+            self._grow(self._search_of(sequence), [Candidate(0, token_id, score) for token_id, score in top])
+            return
         for answer, token in zip(answers, first_tokens, strict=True):
             self._outputs.append(_output(answer, token, answer.append(token.token_id)))
             if self._outputs[-1].finish_reason is not None:
@@ -344,21 +371,29 @@ class Engine:
         batch, complete = self._batches.build(plan.entries)
         with torch.inference_mode():
             logits = self._model.forward(batch, self.cache.tensor, hook)
-        rows, answers = self._to_sample([plan.entries[index].sequence for index in complete])
+        ended = [plan.entries[index].sequence for index in complete]
+        rows, answers = self._to_sample(ended)
         tokens = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], answers) if answers else []
         self._advance(plan, started_s)
         finished = self._take_tokens(answers, tokens)
+        beams = [(sequence, logits[row]) for row, sequence in enumerate(ended) if _is_beam(sequence)]
+        finished += [self._hand_candidates_on(*beam) for beam in beams if beam[0].is_first_leg]
+        searches = self._park([beam for beam in beams if not beam[0].is_first_leg])
         try:
             hook.end_step(plan)
         finally:
             for sequence in finished:
                 self._complete(sequence)
+            for search in searches:
+                self._grow(search, search.take_candidates())
 
     def _to_sample(self, sequences: list[Sequence]) -> tuple[list[int], list[Sequence]]:
         """Who draws a token, and from which row of the logits: all answers to a prompt draw from its last one."""
         rows: list[int] = []
         answers: list[Sequence] = []
         for row, sequence in enumerate(sequences):
+            if _is_beam(sequence):
+                continue
             family = self._answers_of(sequence)
             rows += [row] * len(family)
             answers += family
@@ -388,6 +423,81 @@ class Engine:
         others = [sequence.spawn(choice) for choice in range(1, sequence.sampling.num_answers)]
         self._open[sequence.root_id] += len(others)
         return [sequence, *others]
+
+    # Beam search
+
+    def _park(self, reached: list[tuple[Sequence, torch.Tensor]]) -> list[_Search]:
+        """These beams are computed to their ends, and what may follow is known. Returns the searches of which that is
+        now so for every beam; they may get there in different steps."""
+        searches: dict[str, _Search] = {}
+        for sequence, row in reached:
+            search = searches[sequence.root_id] = self._search_of(sequence)
+            search.rows[sequence.request_id] = row.clone()
+            sequence.is_parked = True
+        return [search for search in searches.values() if len(search.rows) == len(search.sequences)]
+
+    def _hand_candidates_on(self, sequence: Sequence, row: torch.Tensor) -> Sequence:
+        """The engine that goes on with the search gets its first candidates instead of a token."""
+        count = num_candidates(sequence.sampling.n, len(sequence.stop_ids))
+        best = best_candidates([row], [0.0], count)
+        top = tuple((candidate.token_id, candidate.score) for candidate in best)
+        token = SampledToken(sequence.num_generated, best[0].token_id, TokenLogprob(best[0].score, top))
+        self._outputs.append(_output(sequence, token, sequence.append(token.token_id) or FinishReason.LENGTH))
+        return sequence
+
+    def _search_of(self, sequence: Sequence) -> _Search:
+        search = self._searches.get(sequence.root_id)
+        if search is None:
+            sampling = sequence.sampling
+            assert sampling.beam_search is not None
+            beams = Beams(sampling.beam_search, sampling.n, sequence.stop_ids, sequence.max_new_tokens)
+            search = self._searches[sequence.root_id] = _Search(beams, [sequence])
+        return search
+
+    def _grow(self, search: _Search, candidates: list[Candidate]) -> None:
+        """One token further: beams that continue the same one share its blocks, those that nobody continues end."""
+        going_on = search.beams.advance(candidates)
+        if not going_on:
+            self._end_search(search)
+            return
+        old, search.sequences = search.sequences, []
+        continued: set[int] = set()
+        for candidate in going_on:
+            parent = old[candidate.beam]
+            if candidate.beam in continued:  # forks come before the parent itself goes on
+                search.num_branches += 1
+                branch = parent.branch(search.num_branches, candidate.token_id)
+                search.sequences.append(branch)
+            else:
+                search.sequences.append(parent)
+            continued.add(candidate.beam)
+        for candidate, sequence in zip(going_on, search.sequences, strict=True):
+            if sequence is not old[candidate.beam]:
+                self._fork(old[candidate.beam], [sequence])
+        for candidate, sequence in zip(going_on, search.sequences, strict=True):
+            sequence.is_parked = False
+            if sequence is old[candidate.beam]:
+                sequence.append(candidate.token_id)
+        for beam, sequence in enumerate(old):
+            if beam not in continued:
+                self._retire(sequence)
+
+    def _end_search(self, search: _Search) -> None:
+        """All that it found comes out at once, best first."""
+        root_id = search.sequences[0].root_id
+        for choice, answer in enumerate(search.beams.finished):
+            tokens = answer.tokens(search.sequences[0].sampling.logprobs is not None)
+            for token in tokens:
+                reason = answer.finish_reason if token is tokens[-1] else None
+                self._outputs.append(StepOutput(root_id, token, reason, choice))
+        self._drop_search(root_id)
+        del self._open[root_id]
+
+    def _drop_search(self, root_id: str) -> None:
+        search = self._searches.pop(root_id, None)
+        for sequence in search.sequences if search else ():
+            if sequence.state is not SequenceState.FINISHED:
+                self._retire(sequence)
 
     def _fork(self, parent: Sequence, children: list[Sequence]) -> None:
         for child in children:
@@ -433,6 +543,8 @@ class Engine:
 
     def _end(self, sequence: Sequence, error: MooncakeError) -> None:
         """It will not get its last token (or has it, when it is held: then nobody is told)."""
+        if sequence.state is SequenceState.FINISHED:  # with another beam of its search
+            return
         was_held = sequence.state is SequenceState.HELD
         self._retire(sequence)
         if not was_held:
@@ -445,6 +557,7 @@ class Engine:
 
     def _tell_end(self, sequence: Sequence, error: MooncakeError) -> None:
         self._close(sequence)
+        self._drop_search(sequence.root_id)
         self._ended.append((sequence.root_id, error))
 
     def _keep(self, sequence: Sequence) -> None:
@@ -473,7 +586,15 @@ class Engine:
             raise InvalidRequest(f"a token id is not below the vocabulary's size, {self._vocab_size}", "prompt")
         if any(not 0 <= token_id < self._vocab_size for token_id, _ in sequence.sampling.logit_bias):
             raise InvalidRequest(f"logit_bias names a token that is not below {self._vocab_size}", "logit_bias")
+        if sequence.sampling.guide is not None:
+            if self._guides is None:
+                raise InvalidRequest("this engine cannot guide answers", "guide")
+            self._guides.compile(sequence.sampling.guide)
         sequence.limit_length(self.config.max_model_len)
+
+
+def _is_beam(sequence: Sequence) -> bool:
+    return sequence.sampling.beam_search is not None
 
 
 def _output(sequence: Sequence, token: SampledToken, finish_reason: FinishReason | None) -> StepOutput:

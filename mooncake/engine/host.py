@@ -26,6 +26,7 @@ from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
 from mooncake.events import EventLog
+from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.rpc import cluster_pb2 as pb
@@ -130,6 +131,7 @@ class EngineHost:
         self.events = EventLog(self.incarnation)
         self._section = section
         self._checkpoint = checkpoint
+        self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.engine: Engine
         self.thread: EngineThread
 
@@ -150,7 +152,7 @@ class EngineHost:
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
         )
-        self.engine = Engine(model, cache, config)
+        self.engine = Engine(model, cache, config, self._guides)
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
         log.info(
@@ -166,6 +168,11 @@ class EngineHost:
     async def stop(self) -> None:
         if hasattr(self, "thread"):
             await asyncio.to_thread(self.thread.stop)
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Do outside of the engine's thread what would hold its steps up. Raises InvalidRequest."""
+        if sampling.guide is not None:
+            await asyncio.to_thread(self._guides.compile, sampling.guide)
 
     def chain_seed(self, salt: str) -> bytes:
         return chain_seed(self.fingerprint, salt)

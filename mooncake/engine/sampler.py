@@ -1,7 +1,7 @@
 """From logits to tokens: bias, penalties, temperature, truncation, and one draw by (seed, position).
 
 A row's token depends on that row, its sequence and nothing else. The steps are those of vLLM, in its order: bias and
-``min_tokens`` mask, repetition then frequency and presence penalties, temperature, min-p, top-k, top-p.
+``min_tokens`` mask, repetition then frequency and presence penalties, guide, temperature, min-p, top-k, top-p.
 Log-probabilities are those of the raw logits. No step sorts the vocabulary.
 
 Truncation keeps every token at or above a threshold, so that ties are all kept. The draw inverts the cumulative
@@ -19,6 +19,7 @@ import torch
 from mooncake.engine.randomness import uniforms
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError
+from mooncake.guides import Guides
 from mooncake.types import SamplingParams, TokenLogprob
 
 Row = npt.NDArray[np.float32]  # [V]
@@ -31,6 +32,10 @@ FIRST_CANDIDATES = 256
 class Sampler:
     """Without state of its own: what it needs to remember of a sequence stays with the sequence."""
 
+    def __init__(self, guides: Guides | None = None) -> None:
+        """``guides`` knows the vocabulary of answers that have to follow a guide."""
+        self._guides = guides
+
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
         """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are."""
         raw: npt.NDArray[np.float32] = logits.numpy()
@@ -39,18 +44,39 @@ class Sampler:
         random: list[int] = []
         for row, sequence in enumerate(sequences):
             if sequence.sampling.is_greedy:
-                tokens[row] = _most_likely(_edited(raw[row], sequence))
+                tokens[row] = _most_likely(self._edited(raw[row], sequence))
             else:
                 random.append(row)
         if random:
             draws = _draws([sequences[row] for row in random]).tolist()
             for row, draw in zip(random, draws, strict=True):
                 sequence = sequences[row]
-                tokens[row] = _drawn(*distribution(_edited(raw[row], sequence), sequence.sampling), draw)
+                tokens[row] = _drawn(*distribution(self._edited(raw[row], sequence), sequence.sampling), draw)
         for row, sequence in enumerate(sequences):
             if sequence.sampling.logprobs is not None:
                 logprobs[row] = token_logprob(raw[row], tokens[row], sequence.sampling.logprobs)
         return list(zip(tokens, logprobs, strict=True))
+
+    def _edited(self, raw: Row, sequence: Sequence) -> Row:
+        """With all that the request adds to the model's opinion; ``raw`` itself when that is nothing."""
+        sampling = sequence.sampling
+        if sampling.logit_bias or sampling.needs_history or (sampling.min_tokens and sequence.must_go_on):
+            raw = edit_logits(raw, sequence)
+        return self._guided(raw, sequence) if sampling.guide is not None else raw
+
+    def _guided(self, logits: Row, sequence: Sequence) -> Row:
+        """Only what the guide allows after the answer so far; the end, when it has nothing more to say."""
+        assert sequence.sampling.guide is not None
+        if self._guides is None:
+            raise InternalError("this engine does not know the vocabulary that a guide needs")
+        if sequence.guide_state is None:
+            sequence.guide_state = self._guides.state(sequence.sampling.guide)
+        sequence.guide_state.follow(sequence.tokens[sequence.num_prompt :])
+        allowed = sequence.guide_state.allowed()
+        if allowed is None:
+            allowed = np.zeros(len(logits), np.bool_)
+            allowed[list(sequence.stop_ids)] = True
+        return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def _most_likely(logits: Row) -> int:
@@ -86,12 +112,6 @@ def _passes(weights: npt.NDArray[np.float64], target: float) -> tuple[int, float
 
 
 # Edits: what the request adds to the model's opinion
-
-
-def _edited(raw: Row, sequence: Sequence) -> Row:
-    sampling = sequence.sampling
-    must_edit = sampling.logit_bias or sampling.needs_history or (sampling.min_tokens and sequence.must_go_on)
-    return edit_logits(raw, sequence) if must_edit else raw
 
 
 def edit_logits(raw: Row, sequence: Sequence) -> Row:

@@ -117,10 +117,10 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child``, whose tokens but the last the running ``parent`` has computed, shares the blocks of those tokens.
 
-        When too many run, it waits for its turn instead, and finds then what of the prompt is cached.
+        When too many run, or the parent was put back, it waits for its turn, and finds then what of it is cached.
         """
         self._arrive(child)
-        if not self._free_rows:
+        if not self._free_rows or parent.state is not SequenceState.RUNNING:
             self.waiting.appendleft(child)
             return
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
@@ -168,6 +168,8 @@ class Scheduler:
         budget = self._plan_chunks(plan)
         if not plan.has_preempted:
             self._admit(plan, budget)
+        if not plan.entries and any(not sequence.is_parked for sequence in self.waiting):
+            self._make_parked_give_way(plan)
         return plan
 
     def _plan_decodes(self, plan: StepPlan) -> None:
@@ -182,7 +184,7 @@ class Scheduler:
         """The next part of running prompts, first come, first served. Returns the rest of the budget (tokens)."""
         budget = self._budget
         for sequence in self.running:
-            if (not sequence.is_decoding or sequence.is_loading) and budget > 0:
+            if (not sequence.is_decoding or sequence.is_loading) and not sequence.is_parked and budget > 0:
                 budget -= self._plan_chunk(sequence, budget, plan)
         return budget
 
@@ -203,8 +205,10 @@ class Scheduler:
         return count
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        while self.waiting and self._free_rows and budget > 0:
-            sequence = self.waiting[0]
+        while self._free_rows and budget > 0:
+            sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
+            if sequence is None:
+                return
             if self._blocks_of(sequence) > self.pool.num_blocks:  # it grew, was preempted, and fits no more
                 plan.failures.append((sequence, self._never_fits(sequence)))
                 self.finish(sequence)
@@ -216,7 +220,7 @@ class Scheduler:
             if planned == 0:  # not within what is left of this step
                 self._take_admission_back(sequence)
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
             plan.admissions.append(admission)
@@ -276,6 +280,12 @@ class Scheduler:
         """Who arrived last, of those whose blocks nobody else is writing or reading; the one who asks if need be."""
         movable = (s for s in reversed(self.running) if not (s.is_loading or s.hold_blocks))
         return next(movable, asking)
+
+    def _make_parked_give_way(self, plan: StepPlan) -> None:
+        """Beams that wait for one of their own to be computed must not hold the blocks that it needs."""
+        parked = next((sequence for sequence in reversed(self.running) if sequence.is_parked), None)
+        if parked is not None:
+            self._preempt(parked, plan)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         victim.num_preemptions += 1

@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest
+from mooncake.guides import GuideState
 from mooncake.hashing import extend_chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds
 
@@ -48,9 +49,12 @@ class Sequence:
         "choice",
         "external_blocks",
         "first_step_s",
+        "guide_state",
         "has_forked",
         "hold_blocks",
+        "is_first_leg",
         "is_loading",
+        "is_parked",
         "last_step_s",
         "num_cached_tokens",
         "num_computed",
@@ -99,7 +103,9 @@ class Sequence:
         self.request_id = request_id
         self.root_id = request_id  # of the request that asked for several answers
         self.choice = 0  # which of them this is
-        self.has_forked = sampling.num_answers == 1  # the others run on their own
+        self.has_forked = sampling.num_answers == 1 or sampling.beam_search is not None  # the others run on their own
+        self.is_first_leg = num_to_sample is not None  # another engine goes on with it
+        self.is_parked = False  # computed to its end, and waits for the other beams of its search
         self.num_prompt = num_prompt
         self.sampling = sampling
         self.chain_seed = chain_seed
@@ -122,6 +128,7 @@ class Sequence:
         self.arrival = 0  # order of arrival in this engine
         self.row = -1  # in the scheduler's array of block tables
         self.sampler_memory: object = None  # of the sampler alone
+        self.guide_state: GuideState | None = None  # likewise
 
         self.num_cached_tokens = 0  # found in this engine's own cache when first admitted
         self.num_preemptions = 0
@@ -195,6 +202,26 @@ class Sequence:
         child.root_id, child.choice = self.root_id, choice
         child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
         return child
+
+    def branch(self, number: int, token_id: int) -> Sequence:
+        """Another beam: the tokens so far, and ``token_id``; it has no blocks yet."""
+        child = Sequence(
+            f"{self.root_id}@{number}",
+            np.append(self.tokens, np.uint32(token_id)),
+            self.num_prompt,
+            self.sampling,
+            self.chain_seed,
+            eos_ids=tuple(self.stop_ids),
+            max_model_len=self._full_length,
+        )
+        child.root_id = self.root_id
+        child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
+        return child
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How long its answer can get here (tokens)."""
+        return self._full_length - self.num_prompt
 
     def extend_keys(self, block_tokens: int) -> None:
         """Bring ``block_keys`` up to date with the tokens."""

@@ -27,7 +27,7 @@ def says(*indices: int, finish: str = "") -> decode_pb2.DecodeResponse:
 
 
 def merger(expected_index: int = 0, handoff: bool = True) -> Merger:
-    return Merger(expected_index, handoff_lifecycle("h") if handoff else None, frozenset({1}))
+    return Merger([expected_index], handoff_lifecycle("h") if handoff else None, frozenset({1}))
 
 
 def indices(deltas: list[Delta | None]) -> list[int]:

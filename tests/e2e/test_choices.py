@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -10,8 +13,10 @@ import pytest_asyncio
 from drive import ask, status, wait_idle
 from live import small_config
 
+from mooncake import LLM, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
+from mooncake.types import Guide, GuideKind
 
 PROMPT = [int(i) for i in range(1000, 1150)]  # two full blocks and a partial one
 NUM_ANSWERS = 4
@@ -28,10 +33,10 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-async def ask_for_several(channel: grpc.aio.Channel, **sampling: object) -> list[list[int]]:
+async def ask_for_several(channel: grpc.aio.Channel, **sampling: Any) -> list[list[int]]:
+    wanted = {"max_tokens": 24, "ignore_eos": True, **sampling}
     request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=PROMPT),
-        sampling=common_pb2.SamplingParams(max_tokens=24, ignore_eos=True, **sampling),  # type: ignore[arg-type]
+        token_ids=inference_pb2.TokenIds(ids=PROMPT), sampling=common_pb2.SamplingParams(**wanted)
     )
     answers: dict[int, list[int]] = {}
     async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120):
@@ -66,3 +71,24 @@ async def test_four_answers_take_one_prefill_and_one_transfer(channel: grpc.aio.
         alone = await ask(channel, PROMPT, 24, seed=SEED + number, **SAMPLING)
         assert answer == alone.tokens, f"answer {number} is another one when it is asked for alone"
     await wait_idle(channel, 20)
+
+
+@pytest.mark.timeout(240)
+async def test_beams_and_guides_go_on_after_the_hand_off(channel: grpc.aio.Channel) -> None:
+    def here() -> tuple[list[list[int]], str]:
+        with LLM("smollm2", kv_gb=0.2, threads=1) as llm:
+            [found] = llm.beam_search(PROMPT, 4, 24, ignore_eos=True, use_tqdm=False)
+            [guided] = llm.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.0, guide=guide))
+            return [answer.token_ids for answer in found.outputs], guided.text
+
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [["one", 1], ["two", 2], {"three": [3, 3, 3]}]}))
+    before = await counters(channel, "decode")
+    beams = await ask_for_several(channel, n=4, beam_search=common_pb2.BeamSearch(length_penalty=1.0))
+    wire = common_pb2.Guide(kind=guide.kind, text=guide.text)
+    guided = await ask(channel, PROMPT, 40, ignore_eos=False, guide=wire)
+    assert json.loads(guided.text) in json.loads(guide.text)["enum"]
+    assert (beams, guided.text) == await asyncio.to_thread(here)
+    await wait_idle(channel, 20)
+    after = await counters(channel, "decode")
+    assert after["handoffs_taken"] - before["handoffs_taken"] == 2
+    assert after["blocks_shared_by_forks"] > before["blocks_shared_by_forks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import openai
@@ -281,7 +282,14 @@ async def test_token_ids_come_back_when_asked_for(client):
         ({"cache_salt": "a b"}, "cache_salt"),
         ({"seed": 1 << 70}, "seed"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"guided_regex": "(["}, "guide"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guide"),
+        ({"guided_json": {"type": 3}}, "guide"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_grammar": "root ::= ::"}, "guide"),
+        ({"use_beam_search": True, "presence_penalty": 1.0}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -438,3 +446,39 @@ async def test_a_server_that_stops_says_so_to_those_who_wait(open_front):
 
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "the server is shutting down"
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("wish", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"extra_body": {"guided_json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"extra_body": {"guided_json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+        ({"extra_body": {"guided_regex": "[a-z]+"}}, "regex", "[a-z]+"),
+        ({"extra_body": {"guided_choice": ["yes", "no"]}}, "choice", ["yes", "no"]),
+        ({"extra_body": {"guided_grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
+        ({"extra_body": {"structured_outputs": {"choice": ["yes"]}}}, "choice", ["yes"]),
+        ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, "json_schema", SCHEMA),
+    ],
+)
+async def test_guides_have_the_names_that_openai_and_vllm_give_them(front, client, wish, kind, text):
+    await client.chat.completions.create(model="bytes", messages=HELLO, **wish)
+    [asked] = front.script.asked
+    guide = asked.sampling.guide
+    assert guide.kind == kind
+    assert (guide.text if isinstance(text, str) else json.loads(guide.text)) == text
+
+
+async def test_beam_search_has_vllms_names(front, client):
+    extra = {"use_beam_search": True, "length_penalty": 0.5}
+    await client.completions.create(model="bytes", prompt="x", n=3, extra_body=extra)
+    [asked] = front.script.asked
+    assert (asked.sampling.n, asked.sampling.beam_search.length_penalty) == (3, 0.5)

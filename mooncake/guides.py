@@ -1,0 +1,138 @@
+"""Guided answers: which tokens may follow, so that an answer keeps to a schema, an expression, a choice or a grammar.
+
+The grammar engine is llguidance. What is allowed depends on the guide and the tokens generated so far and on nothing
+else, so any node can take an answer over. This module must not know sequences, samplers or torch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+
+from mooncake.errors import InvalidRequest
+from mooncake.tokenizer import Tokenizer
+from mooncake.types import Guide, GuideKind, TokenIds
+
+MAX_COMPILED = 64  # guides kept ready
+
+
+class Guides:
+    """Compiles guides for one vocabulary and keeps the last ones. Thread-safe; the tokenizer is read at first use."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
+        """``vocab_size`` is the model's: it may have more rows than the tokenizer has tokens."""
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
+
+    def compile(self, guide: Guide) -> None:
+        """Have it ready: the first use of a vocabulary takes some tenths of a second, a complex schema as well.
+
+        Raises InvalidRequest when the guide makes no sense.
+        """
+        with self._lock:
+            self._matcher(guide)
+
+    def state(self, guide: Guide) -> GuideState:
+        """At the beginning of an answer. Raises InvalidRequest."""
+        with self._lock:
+            return GuideState(self._matcher(guide).deep_copy(), self._vocab_size)
+
+    def _matcher(self, guide: Guide) -> LLMatcher:
+        matcher = self._compiled.get(guide)
+        if matcher is None:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._load_tokenizer(), self._vocab_size)
+            matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+            if matcher.is_error():
+                raise InvalidRequest(f"the {guide.kind} guide is not valid: {matcher.get_error()[:500]}", "guide")
+            self._compiled[guide] = matcher
+        self._compiled.move_to_end(guide)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return matcher
+
+
+class GuideState:
+    """Where one answer stands in its guide."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._vocab_size = vocab_size
+        self._num_tokens = 0
+
+    def follow(self, answer: TokenIds) -> None:
+        """Bring the state to the end of ``answer``, of which it may have seen a part."""
+        if len(answer) < self._num_tokens:  # speculation that did not come true
+            self._matcher.rollback(self._num_tokens - len(answer))
+        else:
+            self._matcher.consume_tokens(answer[self._num_tokens :].tolist())
+        self._num_tokens = len(answer)
+
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """By token id; None when the guide has nothing more to say (then the answer has to end)."""
+        if self._matcher.is_error():
+            return None
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocab_size]
+        return bits.view(np.bool_) if bits.any() else None
+
+
+def _grammar(guide: Guide) -> str:
+    """In llguidance's own form. Raises InvalidRequest."""
+    try:
+        match guide.kind:
+            case GuideKind.JSON_OBJECT:
+                return _json_grammar('{"type": "object"}')
+            case GuideKind.JSON_SCHEMA:
+                return _json_grammar(guide.text)
+            case GuideKind.CHOICE:
+                choices = json.loads(guide.text)
+                if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+                    raise ValueError("a choice is a list of texts")
+                return grammar_from("choice", guide.text)
+            case GuideKind.REGEX:
+                return grammar_from("regex", guide.text)
+            case GuideKind.GRAMMAR:
+                return grammar_from("grammar", guide.text)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"the {guide.kind} guide is not valid: {error}", "guide") from None
+
+
+def _json_grammar(schema: str) -> str:
+    """Spaced as json.dumps does: where white space is allowed anywhere, a small model can write it for ever."""
+    return LLMatcher.grammar_from_json_schema(
+        schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    )
+
+
+class _Vocabulary:
+    """The names that llguidance reads a tokenizer by."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(token_id, skip_special=False) for token_id in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._tokenizer = tokenizer
+        self._num_leading = len(tokenizer.encode(""))  # what it puts before every prompt
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("text only")
+        ids: Sequence[int] = self._tokenizer.encode(text).tolist()[self._num_leading :]
+        return list(ids)
+
+
+def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    wrapper = TokenizerWrapper(_Vocabulary(tokenizer))
+    return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))

@@ -1,0 +1,181 @@
+"""Beam search: the tokens that transformers finds, over block tables that share what the beams share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import smollm2
+from tiny_model import write_tiny_model
+
+from mooncake import LLM
+from mooncake.engine.beams import Beams, Candidate
+from mooncake.engine.engine import Engine, StepOutput
+from mooncake.errors import Cancelled, InternalError, InvalidRequest
+from mooncake.types import BeamSearch, FinishReason, SamplingParams
+from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
+
+WIDTH = 4
+
+
+def beams(max_tokens: int = 20, n: int = WIDTH, **rules: float | bool) -> SamplingParams:
+    search = BeamSearch(**rules)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n, beam_search=search)
+
+
+def searched(prompt: list[int], sampling: SamplingParams, **settings: Any) -> dict[str, list[int]]:
+    engine = hash_engine(**settings)
+    engine.add(hash_sequence("r", prompt, sampling, eos_ids=(3,)))
+    got = answers(run_all(engine))
+    assert engine.block_pool.num_in_use == 0 and not engine.is_open("r")
+    return got
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, Any]:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = write_tiny_model(folder, initializer_range=0.6)  # opinions strong enough that it ends answers by itself
+    return LLM(str(folder), kv_gb=0.02, block_tokens=8, chunk_tokens=16), model
+
+
+def reference(model: Any, prompt: list[int], max_tokens: int, width: int, **rules: Any) -> list[list[int]]:
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **rules,
+    )
+    eos = model.generation_config.eos_token_id
+    rows = found[:, len(prompt) :].tolist()
+    return [row[: row.index(eos) + 1] if eos in row else row[:max_tokens] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("width", "length_penalty", "early_stopping"),
+    [(1, 1.0, False), (2, 0.0, False), (4, 1.0, False), (4, 1.0, True), (7, 2.0, False)],
+)
+def test_it_finds_what_transformers_finds(
+    tiny: tuple[LLM, Any], width: int, length_penalty: float, early_stopping: bool
+) -> None:
+    llm, model = tiny
+    for seed, length in enumerate((1, 30)):
+        prompt = np.random.default_rng(seed).integers(3, 320, length).tolist()
+        [got] = llm.beam_search(
+            prompt, width, 24, length_penalty=length_penalty, early_stopping=early_stopping, use_tqdm=False
+        )
+        rules = {"length_penalty": length_penalty, "early_stopping": early_stopping} if width > 1 else {}
+        wanted = reference(model, prompt, 24, width, **rules)
+        assert [answer.token_ids for answer in got.outputs] == wanted
+        assert all((answer.token_ids[-1] == 2) == (answer.finish_reason is FinishReason.STOP) for answer in got.outputs)
+
+
+@pytest.mark.slow
+def test_it_finds_what_transformers_finds_with_a_real_model() -> None:
+    with LLM("smollm2", kv_gb=0.3, threads=1) as llm:
+        for text in ("The capital of France is", "1, 2, 3, 4,", "Once upon a time"):
+            prompt = llm.tokenizer.encode(text).tolist()
+            [got] = llm.beam_search(prompt, WIDTH, 20, use_tqdm=False)
+            assert [answer.token_ids for answer in got.outputs] == reference(smollm2(), prompt, 20, WIDTH)
+
+
+def test_the_beams_share_their_blocks_to_the_closed_form() -> None:
+    model = HashModel()
+    engine = hash_engine(model=model, chunk_tokens=0)
+    prompt = random_prompt(10, 1)
+    engine.add(hash_sequence("r", prompt, beams(20), eos_ids=()))
+    saved = 0
+    while engine.has_work:
+        engine.step()
+        tables = [sequence for sequence in engine._scheduler.running if sequence.block_table]
+        # two beams share a block exactly if they agree in all tokens up to its end, or to where they are computed
+        ends = range(BLOCK, 100, BLOCK)
+        spans = [(s, min(end, s.num_computed)) for s in tables for end in ends if end - BLOCK < s.num_computed]
+        needed = len({tuple(sequence.tokens[:end].tolist()) for sequence, end in spans})
+        assert engine.block_pool.num_in_use == needed
+        saved += len(spans) - needed
+    assert saved > 0
+    assert sum(tokens for _, tokens in model.batches) == len(prompt) + WIDTH * 19, "the prompt is computed once"
+
+
+@pytest.mark.parametrize("settings", [{"num_blocks": 9}, {"num_blocks": 12}, {"max_sequences": 2}, {"chunk_tokens": 3}])
+def test_a_tight_engine_finds_the_same(settings: dict[str, int]) -> None:
+    for seed in range(4):
+        prompt = random_prompt(9 + seed, seed)
+        wanted = searched(prompt, beams(16))
+        assert len(wanted) == WIDTH
+        assert searched(prompt, beams(16), **settings) == wanted
+
+
+def test_searches_and_samples_run_side_by_side() -> None:
+    engine = hash_engine(num_blocks=30, max_sequences=8)
+    prompts = {f"r{i}": random_prompt(6 + i, i) for i in range(5)}
+    hot = SamplingParams(max_tokens=12, temperature=1.0, seed=4, n=2)
+    wanted: dict[str, list[int]] = {}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        sampling = hot if i % 2 else beams(12, n=3)
+        engine.add(hash_sequence(name, prompt, sampling))
+        alone = hash_engine()
+        alone.add(hash_sequence(name, prompt, sampling))
+        wanted |= answers(run_all(alone))
+    assert answers(run_all(engine)) == wanted
+    assert engine.block_pool.num_in_use == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 12])
+def test_a_search_goes_on_after_a_hand_off(max_tokens: int) -> None:
+    prompt = random_prompt(10, 3)
+    source, target = hash_engine(), hash_engine(chunk_tokens=0)
+    there = hash_sequence("r", prompt, beams(max_tokens), num_to_sample=1, hold_blocks=True, eos_ids=(3,))
+    source.add(there)
+    [output] = run_all(source)
+    reservation = target.reserve(hash_sequence("r", prompt, beams(max_tokens), eos_ids=(3,)))
+    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
+        target.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+    source.release("r")
+    target.start_reserved("r", [output.token])
+    assert answers(run_all(target)) == searched(prompt, beams(max_tokens))
+    assert source.block_pool.num_in_use == target.block_pool.num_in_use == 0
+
+
+def steps(engine: Engine, count: int) -> list[StepOutput]:
+    return [output for _ in range(count) for output in engine.step()]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_search_that_is_aborted_or_fails_leaves_nothing(num_steps: int) -> None:
+    engine = hash_engine()
+    engine.add(hash_sequence("r", random_prompt(10, 0), beams(20)))
+    assert steps(engine, num_steps) == []
+    engine.abort("r")
+    assert [type(error) for _, error in engine.take_ended()] == [Cancelled]
+    engine.add(hash_sequence("r", random_prompt(10, 0), beams(20)))
+    steps(engine, num_steps)
+    engine.fail_all(InternalError("the step cannot be done"))
+    assert [request_id for request_id, _ in engine.take_ended()] == ["r"]
+    engine.block_pool.check()
+    assert engine.block_pool.num_in_use == 0 and not engine.has_work and not engine.is_open("r")
+
+
+def test_an_answer_that_ends_outside_of_the_best_is_not_finished() -> None:
+    search = Beams(BeamSearch(), 2, frozenset({3}), max_tokens=9)
+    going_on = search.advance(
+        [Candidate(0, 5, -0.1), Candidate(0, 6, -0.2), Candidate(0, 3, -0.3), Candidate(0, 7, -9)]
+    )
+    assert [candidate.token_id for candidate in going_on] == [5, 6] and search.finished == []
+    search.advance([Candidate(1, 3, -0.3), Candidate(0, 8, -0.4), Candidate(0, 9, -0.5), Candidate(1, 3, -8)])
+    assert [(answer.token_ids, answer.finish_reason) for answer in search.finished] == [((6, 3), FinishReason.STOP)]
+    assert search.finished[0].score == pytest.approx(-0.15)
+
+
+def test_what_beams_cannot_do_is_said() -> None:
+    with pytest.raises(InvalidRequest, match="takes no penalties"):
+        SamplingParams(n=2, beam_search=BeamSearch(), presence_penalty=1.0)
+    with pytest.raises(InvalidRequest, match="n must be between"):
+        SamplingParams(n=100, beam_search=BeamSearch())

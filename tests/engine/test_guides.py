@@ -1,0 +1,124 @@
+"""Guided answers: they keep to their guide, whoever continues them, and only the guide's tokens can be drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from mooncake import LLM, SamplingParams
+from mooncake.engine import sequence as engine_sequence
+from mooncake.errors import InvalidRequest
+from mooncake.guides import Guides
+from mooncake.types import FinishReason, Guide, GuideKind
+from tests.engine.hash_model import hash_engine, hash_sequence
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "people": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["old", "new"]}, "maxItems": 2},
+    },
+    "required": ["city", "people", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = "Tell me about a city as JSON: "
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    with LLM("smollm2", kv_gb=0.1, threads=1) as llm:
+        yield llm
+        llm.engine.block_pool.check()
+        assert llm.engine.block_pool.num_in_use == 0
+    torch.set_num_threads(threads)
+
+
+def guided(kind: GuideKind, text: str = "", **sampling: float | int) -> SamplingParams:
+    settings: dict[str, float | int] = {"max_tokens": 80, "temperature": 0.0, **sampling}
+    return SamplingParams(guide=Guide(kind, text), **settings)  # type: ignore[arg-type]
+
+
+def check_city(text: str) -> None:
+    city = json.loads(text)
+    assert set(city) == {"city", "people", "tags"}
+    assert isinstance(city["city"], str) and 0 <= city["people"] <= 99 and set(city["tags"]) <= {"old", "new"}
+
+
+def test_answers_keep_to_a_schema_greedy_and_drawn(llm: LLM) -> None:
+    schema = json.dumps(SCHEMA)
+    samplings = [guided(GuideKind.JSON_SCHEMA, schema)]
+    samplings += [guided(GuideKind.JSON_SCHEMA, schema, temperature=1.5, seed=seed) for seed in range(1, 5)]
+    for answer in llm.generate([PROMPT] * len(samplings), samplings):
+        assert answer.finish_reason is FinishReason.STOP
+        check_city(answer.text)
+
+
+def test_each_of_several_answers_follows_the_guide_on_its_own(llm: LLM) -> None:
+    [answer] = llm.generate(PROMPT, guided(GuideKind.REGEX, "[a-z]{3}-[0-9]{2}", temperature=2.0, seed=1, n=4))
+    assert all(re.fullmatch("[a-z]{3}-[0-9]{2}", output.text) for output in answer.outputs)
+    assert len({output.text for output in answer.outputs}) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pattern"),
+    [
+        (GuideKind.CHOICE, '["Paris", "Rome", "Oslo"]', "Paris|Rome|Oslo"),
+        (GuideKind.GRAMMAR, 'root ::= "a" root | "b"', "a*b|a+"),
+        (GuideKind.GRAMMAR, 'start: /[0-9]+/ "!"', "[0-9]+!|[0-9]+"),
+        (GuideKind.JSON_OBJECT, "", r"\{.*"),
+    ],
+)
+def test_every_kind_of_guide_guides(llm: LLM, kind: GuideKind, text: str, pattern: str) -> None:
+    [answer] = llm.generate("The capital of France is ", guided(kind, text, max_tokens=24))
+    assert re.fullmatch(pattern, answer.text, re.DOTALL)
+    if kind is GuideKind.CHOICE:
+        assert answer.text == "Paris"
+
+
+def test_whoever_takes_an_answer_over_goes_on_in_its_guide(llm: LLM) -> None:
+    """The state is made of the guide and the tokens: at every token, another engine would do the same."""
+    sampling = guided(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA), temperature=1.0, seed=9)
+    [whole] = llm.generate(PROMPT, sampling)
+    prompt = llm.tokenizer.encode(PROMPT)
+    for cut in range(1, len(whole.token_ids), 4):
+        tokens = np.concatenate([prompt, np.array(whole.token_ids[:cut], np.uint32)])
+        taken_over = engine_sequence.Sequence(
+            f"cut-{cut}", tokens, len(prompt), sampling, b"s", eos_ids=llm.tokenizer.eos_ids, max_model_len=1024
+        )
+        llm.engine.add(taken_over)
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert taken_over.tokens[len(prompt) :].tolist() == whole.token_ids
+
+
+def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
+    for guide in (
+        Guide(GuideKind.REGEX, "(["),
+        Guide(GuideKind.CHOICE, "[]"),
+        Guide(GuideKind.CHOICE, "yes"),
+        Guide(GuideKind.JSON_SCHEMA, '{"type": 3}'),
+        Guide(GuideKind.GRAMMAR, "root ::= ::"),
+    ):
+        with pytest.raises(InvalidRequest, match="guide is not valid"):
+            llm.generate(PROMPT, SamplingParams(guide=guide))
+    with pytest.raises(InvalidRequest, match="says when the answer ends"):
+        guided(GuideKind.JSON_OBJECT, ignore_eos=True)
+    with pytest.raises(InvalidRequest, match="cannot guide"):
+        hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT)))
+
+
+def test_a_state_can_go_back(llm: LLM) -> None:
+    guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+    state = guides.state(Guide(GuideKind.REGEX, "ab*c"))
+    a, b, c = (llm.tokenizer.encode(letter)[0] for letter in "abc")
+    state.follow(np.array([a, b, b, c], np.uint32))
+    state.follow(np.array([a], np.uint32))
+    allowed = state.allowed()
+    assert allowed is not None and allowed[b] and allowed[c] and not allowed[a]
