@@ -73,8 +73,8 @@ def changed(cluster: Cluster, policy: str, admission: str, prefill: int | None, 
             raise ConfigError(f"the cluster {cluster.name} has no {role} machines to have another number of")
     cluster = cluster.with_counts(**counts)
     if admission:
-        raise ConfigError(f"no admission is called {admission!r}")
-    return cluster.with_policy(policy) if policy else cluster
+        cluster = cluster.with_conductor(admission=admission)
+    return cluster.with_conductor(policy=policy) if policy else cluster
 
 
 def play(

@@ -13,7 +13,7 @@ from mooncake.app.sim.decode import DecodeMachine
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import Flight
 
-CURVE = StepCurve(decode_step_ms=20.0, decode_sequence_ms=1.5, decode_context_ms=1e-3)
+CURVE = StepCurve(decode_step_ms=20.0, decode_sequence_ms=1.5, decode_context_ms=1e-4)
 MODEL = Model(num_layers=4, token_bytes=1024, block_tokens=512)
 GROUP = Machines(role="decode", count=1, curve="it", kv_tokens=1 << 22)
 
@@ -58,7 +58,7 @@ def _join_all(agenda: Agenda, arrivals: list[Arrival], join: object) -> None:
 
 def test_one_sequence_alone_takes_the_curve() -> None:
     [(end_s, tail_ms)] = summed_up([(0.0, 1000, 11)]).values()
-    gaps = [20.0 + 1.5 + 1e-3 * (1001 + step) for step in range(10)]
+    gaps = [20.0 + 1.5 + 1e-4 * (1001 + step) for step in range(10)]
     assert end_s == pytest.approx(sum(gaps) / 1e3)
     assert tail_ms == pytest.approx(max(gaps))
 
@@ -79,7 +79,7 @@ def test_sequences_end_at_the_same_time_as_in_the_shipped_engine(arrivals: list[
 
 def test_the_same_on_a_busy_machine_for_minutes() -> None:
     rng = np.random.default_rng(7)
-    times = rng.exponential(0.8, 300).cumsum()
+    times = rng.exponential(1.0, 300).cumsum()
     arrivals = [(float(at), int(rng.integers(100, 30_000)), int(rng.integers(2, 600))) for at in times]
     ours, theirs = summed_up(arrivals), step_by_step(arrivals)
     for index in ours:

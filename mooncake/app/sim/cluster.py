@@ -73,6 +73,9 @@ class Machines(Frozen, frozen=True):
 
 class Conductor(Frozen, frozen=True):
     policy: str = "milliseconds"
+    admission: str = "none"
+    admission_mode: Literal["off", "hard"] = "hard"
+    max_tokens: Count = 4096  # of an answer, as clients ask for
     heartbeat_s: Positive = 1.0
     expected_output_tokens: Positive = 256.0  # before anything was seen
 
@@ -126,8 +129,11 @@ class Cluster(Frozen, frozen=True):
         )
         return msgspec.structs.replace(self, machines=machines)
 
-    def with_policy(self, policy: str) -> Cluster:
-        return msgspec.structs.replace(self, conductor=msgspec.structs.replace(self.conductor, policy=policy))
+    def with_conductor(self, **values: object) -> Cluster:
+        return msgspec.structs.replace(self, conductor=msgspec.structs.replace(self.conductor, **values))
+
+    def with_slo(self, **values: object) -> Cluster:
+        return msgspec.structs.replace(self, slo=msgspec.structs.replace(self.slo, **values))
 
 
 def preset_names() -> list[str]:

@@ -78,6 +78,7 @@ class DecodeMachine:
             flight.output_tokens -= made
             flight.num_tokens += made
         lost = [*self.running, *self.waiting]
+        self._step = now_step
         self.running.clear()
         self.waiting.clear()
         self._ends.clear()
@@ -85,7 +86,8 @@ class DecodeMachine:
         self.context = self.reserved_tokens = 0
         return lost
 
-    def remove(self, flight: Flight) -> None:
+    def cancel(self, flight: Flight) -> None:
+        """It does not join after all. One that runs goes on to its end."""
         if flight in self.waiting:
             self.waiting.remove(flight)
 

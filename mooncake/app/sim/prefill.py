@@ -65,12 +65,19 @@ class PrefillMachine:
         self.running = None
         return lost
 
-    def remove(self, flight: Flight) -> None:
-        """It is not wanted any more; one that runs is computed to its end for nothing."""
-        if flight in self.queue:
+    def cancel(self, flight: Flight) -> None:
+        """It is not wanted any more; if it runs, its step is abandoned."""
+        if flight is self.running:
+            self._life += 1
+            self.running = None
+        elif flight in self.queue:
             self.queue.remove(flight)
-            self.cache.release(flight.held)
-            flight.held = []
+        else:
+            return
+        self.cache.release(flight.held)
+        flight.held = []
+        if self.running is None:
+            self._start_next()
 
     def load_ms(self, tokens: int) -> float:
         """Of reading so much KV from this host's memory."""

@@ -35,6 +35,7 @@ class Flight:
     __slots__ = (
         "attempts",
         "cached_tokens",
+        "dead",
         "decode_id",
         "end_step",
         "fetched_tokens",
@@ -52,6 +53,7 @@ class Flight:
         "prefill_id",
         "session",
         "source_held",
+        "source_id",
         "spent_s",
         "start_step",
         "started_s",
@@ -68,12 +70,14 @@ class Flight:
         self.predicted_ttft_s = math.nan
         self.first_token_s = math.nan  # of the answer, whichever attempt gave it
         self.session = ""
+        self.dead: frozenset[int] = frozenset()  # incarnations of nodes that were lost under it
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
         self.placement: Placement | None = None
         self.ticket: Ticket | None = None
         self.prefill_id = self.decode_id = ""
+        self.source_id = ""  # the host that it is fetching from
         self.cached_tokens = self.fetched_tokens = 0
         self.is_ready = False  # nothing more has to arrive before it can be computed
         self.is_prefilled = self.is_handed_over = False

@@ -1,28 +1,22 @@
 """One run: a trace against a cluster in virtual time, with the shipped conductor in the middle.
 
-Placement, booking, cost fitting and the prefix index are the conductor's own classes, given virtual time. Machines,
-links and clients are simulated here. A request's way: placed, (fetches a prefix), computed, handed over, decoded; each
-step calls the conductor exactly where the live dispatcher does.
+Machines, links, clients and faults are simulated here; what is decided, the conductor decides (``brain``). A request's
+way: placed, (a prefix is fetched), computed, handed over, decoded. Whatever dies on the way is told to the conductor as
+the live dispatcher would tell it, and the request goes on elsewhere with the tokens that it has.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
-from conductor.fleet import Fleet
-from conductor.policies import POLICIES
-from conductor.prefix_index import PrefixIndex
-from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.scheduler import Placement, Scheduler
-from conductor.stats import DispatchStats
-from conductor.view import RequestFacts, Shape
+from conductor.registry import NodeLoad
+from mooncake.app.sim.brain import Brain, Refused, store_id
 from mooncake.app.sim.cache import HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
 from mooncake.app.sim.coupled import CoupledMachine
@@ -34,11 +28,10 @@ from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.timeline import Timeline
 from mooncake.errors import ConfigError, Overloaded, TryLater
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from mooncake.types import BlockKey, Role, SegmentAddress
+from mooncake.types import BlockKey
 
 MAX_ATTEMPTS = 4
 DECODE_SAMPLE_BEATS = 10  # a decode machine's step time is learnt from every tenth heartbeat: it is without noise here
-FINGERPRINT = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +45,22 @@ class Run:
     max_output: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A machine dies with all its memory and comes back empty after ``down_s``; or it is slower for so long."""
+
+    at_s: float
+    machine: str
+    down_s: float
+    slowdown: float = 0.0  # 0: it dies
+
+
 class Simulation:
     """Build, ``run``, read ``results``. Everything random comes from ``run.seed``."""
 
-    def __init__(self, cluster: Cluster, trace: Sequence[TraceRequest], run: Run = Run()) -> None:
-        if cluster.conductor.policy not in POLICIES:
-            raise ConfigError(f"no policy is called {cluster.conductor.policy!r}; there are: {', '.join(POLICIES)}")
+    def __init__(
+        self, cluster: Cluster, trace: Sequence[TraceRequest], run: Run = Run(), faults: Sequence[Fault] = ()
+    ) -> None:
         self.cluster = cluster
         self.trace = trace
         self.options = run
@@ -65,41 +68,40 @@ class Simulation:
         self.network = Network(self.agenda, cluster.latency_ms / 1e3)
         self.results = Results(trace)
         self.timeline = Timeline()
-        model = cluster.model
-        self._block_tokens = model.block_tokens
-        self._stride = model.block_tokens // TRACE_BLOCK_TOKENS
-        self._arrival_rng, policy_rng = (
-            np.random.default_rng(seed) for seed in np.random.SeedSequence(run.seed).spawn(2)
-        )
-        self.registry = Registry(FINGERPRINT, model.block_tokens, cluster.conductor.heartbeat_s, math.inf)
-        self.index = PrefixIndex()
-        self.costs = CostModel(_start_costs(cluster))
-        self.fleet = Fleet(self.registry, self.costs, self.index)
-        shape = Shape(model.block_tokens, model.block_tokens * model.token_bytes, model.num_layers)
-        self.scheduler = Scheduler(self.fleet, shape, POLICIES[cluster.conductor.policy], policy_rng)
-        self.stats = DispatchStats()
-        self.stats.recent_output_tokens.append(round(cluster.conductor.expected_output_tokens))
         self.prefill: dict[str, PrefillMachine] = {}
         self.decode: dict[str, DecodeMachine] = {}
         self.coupled: dict[str, CoupledMachine] = {}
+        self._arrival_rng, brain_rng = np.random.default_rng(run.seed).spawn(2)
+        self.brain = Brain(cluster, brain_rng)
+        self._block_tokens = cluster.model.block_tokens
+        self._stride = cluster.model.block_tokens // TRACE_BLOCK_TOKENS
         self._names: Counter[str] = Counter()  # how many machines of each role there were
-        self._incarnations = itertools.count(1)
-        self._open = 0  # requests under way
+        self._groups: dict[str, Machines] = {}  # of each machine
+        self._down: set[str] = set()
+        self._faults = faults
+        self._flying: dict[Flight, None] = {}  # requests under way
         self._beats = 0
         self._next = 0  # of the trace, in order of arrival
         self._order = self._arrivals()
-        self._has_decode = cluster.count("decode") > 0
         self._on_progress: Callable[[int], None] = lambda _: None
         for group in cluster.machines:
             for _ in range(group.count):
-                self._add_machine(group)
+                name = f"{group.role}-{self._names[group.role]}"
+                self._names[group.role] += 1
+                self._groups[name] = group
+                self._start_machine(name)
+                self.network.join(name, group.nic_gb_per_s * 1e9)
 
     # The run
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Results:
-        """Play everything; ``on_progress`` hears how many requests have arrived, every now and then."""
+        """Play everything; ``on_progress`` hears how many requests have arrived."""
         if on_progress is not None:
             self._on_progress = on_progress
+        for fault in self._faults:
+            if fault.machine not in self._groups:
+                raise ConfigError(f"no machine is called {fault.machine!r}")
+            self.agenda.at(fault.at_s, self._strike, fault)
         self._plan_arrival()
         self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
         self.agenda.run()
@@ -121,20 +123,16 @@ class Simulation:
     def _arrive(self) -> None:
         index = self._order[self._next]
         self._next += 1
-        flight = Flight(
-            index,
-            int(self.results.input_tokens[index]),
-            int(self.results.output_tokens[index]),
-            self._block_keys(self.trace[index]),
-        )
-        self._open += 1
-        self.stats.requests += 1
+        keys = self._block_keys(self.trace[index])
+        flight = Flight(index, int(self.results.input_tokens[index]), int(self.results.output_tokens[index]), keys)
+        self._flying[flight] = None
+        self.brain.stats.requests += 1
         self._place(flight)
         self._plan_arrival()
 
     def _block_keys(self, request: TraceRequest) -> list[BlockKey]:
-        """Names of the prompt's full blocks. A trace's id names a block with all before it, so of coarser blocks every
-        so many-th id is the name."""
+        """Names of the prompt's full blocks. A trace's id names a block with all before it, so the name of a coarser
+        block is that of the last of its parts."""
         full = request.input_length // self._block_tokens
         ids = request.hash_ids[self._stride - 1 :: self._stride][:full]
         return [BlockKey(block.to_bytes(16, "little")) for block in ids]
@@ -142,110 +140,96 @@ class Simulation:
     # Placement
 
     def _place(self, flight: Flight) -> None:
-        now = self.agenda.now
-        facts = self._facts(flight)
         try:
-            placement = self.scheduler.place(facts, now)
-        except TryLater as refusal:
-            retry_s = refusal.retry_after_s if isinstance(refusal, Overloaded) else math.nan
-            self._end(flight, Fate.REJECTED if flight.attempts == 0 else Fate.FAILED, retry_s)
+            self.brain.place(flight, self.agenda.now)
+        except Refused as refusal:
+            self._end(flight, Fate.REJECTED, refusal.retry_after_s)
             return
-        flight.begin_attempt()
-        flight.attempts += 1
-        flight.placement = placement
-        flight.ticket = self.scheduler.book(facts, placement, now)
-        if flight.attempts == 1:
-            flight.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
-        flight.prefill_id = placement.prefill.node_id
-        flight.decode_id = placement.decode.node_id if placement.decode else ""
-        if self.coupled:
+        except TryLater as error:
+            retry_s = error.retry_after_s if isinstance(error, Overloaded) else math.nan
+            self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, retry_s)
+            return
+        missing = [name for name in (flight.prefill_id, flight.decode_id) if name in self._down]
+        if missing:  # the conductor has not heard yet: its call finds nobody
+            self._try_again(flight, missing)
+        elif self.coupled:
             self.coupled[flight.prefill_id].submit(flight)
-            return
-        self._fetch(flight, placement)
-        self.prefill[flight.prefill_id].submit(flight)
+        else:
+            self._fetch(flight)
+            self.prefill[flight.prefill_id].submit(flight)
 
-    def _facts(self, flight: Flight) -> RequestFacts:
-        return RequestFacts(
-            num_tokens=flight.num_tokens,
-            keys=flight.keys,
-            expected_tokens=self.stats.expected_output_tokens(1 << 20),
-            needs_decode=self._has_decode and flight.output_tokens > 1,
-            session=flight.session,
-            number=self.stats.requests,
-        )
-
-    def _fetch(self, flight: Flight, placement: Placement) -> None:
+    def _fetch(self, flight: Flight) -> None:
         """Start moving the prefix that another host has; without one the prompt is ready."""
+        placement = flight.placement
+        assert placement is not None
+        flight.is_ready = True
         source = placement.pools[0].host_id if placement.pools else ""
-        if not placement.fetched_tokens or source == placement.prefill.host_id:
-            flight.is_ready = True
+        if not placement.fetched_tokens or source == placement.prefill.host_id or source in self._down:
             return
         store = self.prefill[source].cache
         run = min(store.match(flight.keys), (placement.local_tokens + placement.fetched_tokens) // self._block_tokens)
         own = self.prefill[flight.prefill_id].cache.match(flight.keys[:run])
         if run <= own:
-            flight.is_ready = True
             return
-        flight.source_held = store.hold(flight.keys, run)
+        flight.is_ready = False
+        flight.source_id, flight.source_held = source, store.hold(flight.keys, run)
         flight.fetched_tokens = (run - own) * self._block_tokens
         num_bytes = flight.fetched_tokens * self.cluster.model.token_bytes
+        self._send(flight, source, flight.prefill_id, num_bytes, partial(self._fetched, flight, run), math.inf)
 
+    def _send(
+        self, flight: Flight, source: str, target: str, num_bytes: float, done: Callable[[Flow], None], limit: float
+    ) -> None:
         def arrived(flow: Flow) -> None:
-            self._fetched(flight, source, run, flow)
+            flight.transfers.remove(flow)
+            done(flow)
 
-        flight.transfers.append(self.network.send(source, placement.prefill.host_id, num_bytes, arrived))
+        flight.transfers.append(self.network.send(source, target, num_bytes, arrived, limit))
 
-    def _fetched(self, flight: Flight, source: str, run: int, flow: Flow) -> None:
-        self.prefill[source].cache.release(flight.source_held)
-        flight.source_held = []
-        flight.transfers.remove(flow)
-        self._tell_index(source)
+    def _fetched(self, flight: Flight, run: int, flow: Flow) -> None:
+        source = flight.source_id
+        self._let_source_go(flight)
         machine = self.prefill[flight.prefill_id]
         machine.cache.add(flight.keys[:run])
         flight.held = machine.cache.hold(flight.keys, machine.cache.match(flight.keys[:run]))
         self._tell_index(machine.name)
         took_ms = (self.agenda.now - flow.started_s) * 1e3
-        self.costs.observe_transfer(flight.prefill_id, _store_id(source), int(flow.num_bytes), took_ms)
+        self.brain.costs.observe_transfer(flight.prefill_id, store_id(source), int(flow.num_bytes), took_ms)
         flight.is_ready = True
         machine.make_ready()
+
+    def _let_source_go(self, flight: Flight) -> None:
+        source, flight.source_id = flight.source_id, ""
+        if source:
+            self.prefill[source].cache.release(flight.source_held)
+            flight.source_held = []
+            self._tell_index(source)
 
     # Prefill
 
     def _prefill_starts(self, flight: Flight, work_s: float) -> None:
-        if not flight.decode_id:
-            flight.is_handed_over = True
-            return
         assert flight.placement is not None
         num_bytes = flight.placement.sent_blocks * self._block_tokens * self.cluster.model.token_bytes
-        if not num_bytes:
+        if not flight.decode_id or not num_bytes:
             flight.is_handed_over = True
             return
-
-        def arrived(flow: Flow) -> None:
-            self._handed_over(flight, flow)
-
         # Layers leave as they are computed, so the flow cannot be faster than the computation is.
-        limit = num_bytes / work_s
-        flight.transfers.append(self.network.send(flight.prefill_id, flight.decode_id, num_bytes, arrived, limit))
+        done = partial(self._handed_over, flight)
+        self._send(flight, flight.prefill_id, flight.decode_id, num_bytes, done, num_bytes / work_s)
 
     def _prefill_ends(self, flight: Flight, work_s: float) -> None:
-        now, results, index = self.agenda.now, self.results, flight.index
-        assert flight.ticket is not None
-        self.scheduler.prefill_done(flight.ticket, now)
-        new_tokens = flight.num_tokens - flight.cached_tokens
         machine = self.prefill[flight.prefill_id]
+        new_tokens = flight.num_tokens - flight.cached_tokens
         computing_ms = work_s * 1e3 - machine.load_ms(flight.cached_tokens)
-        self.costs.observe_prefill(flight.prefill_id, new_tokens, flight.cached_tokens, computing_ms)
+        self.brain.costs.observe_prefill(flight.prefill_id, new_tokens, flight.cached_tokens, computing_ms)
         self._tell_index(flight.prefill_id)
         flight.is_prefilled = True
-        results.prefill_ms[index] += work_s * 1e3
-        if math.isnan(flight.first_token_s):
-            flight.first_token_s = now
-            results.ttft_s[index] = now - results.arrival_s[index]
-            results.queue_s[index] = flight.started_s - results.arrival_s[index]
-            results.predicted_ttft_s[index] = flight.predicted_ttft_s
-            results.cached_tokens[index] = flight.cached_tokens
-            results.fetched_tokens[index] = min(flight.fetched_tokens, flight.cached_tokens)
+        self.results.prefill_ms[flight.index] += work_s * 1e3
+        if not self.brain.prefill_ended(flight, self.agenda.now):
+            self._clean_up(flight)
+            self._end(flight, Fate.REJECTED_LATE, math.nan)
+            return
+        self._note_first_token(flight)
         if not flight.decode_id:
             self._finished(flight, math.nan)
         elif flight.is_handed_over:
@@ -253,17 +237,23 @@ class Simulation:
 
     def _first_token(self, flight: Flight, spent_s: float) -> None:
         """Of a coupled machine."""
+        self.results.prefill_ms[flight.index] += spent_s * 1e3
+        self.brain.prefill_ended(flight, self.agenda.now)
+        self._note_first_token(flight)
+
+    def _note_first_token(self, flight: Flight) -> None:
+        """A retry gives no first token: the client has it."""
+        if not math.isnan(flight.first_token_s):
+            return
         now, results, index = self.agenda.now, self.results, flight.index
-        assert flight.ticket is not None
-        self.scheduler.prefill_done(flight.ticket, now)
         flight.first_token_s = now
-        results.prefill_ms[index] += spent_s * 1e3
         results.ttft_s[index] = now - results.arrival_s[index]
         results.queue_s[index] = flight.started_s - results.arrival_s[index]
+        results.predicted_ttft_s[index] = flight.predicted_ttft_s
         results.cached_tokens[index] = flight.cached_tokens
+        results.fetched_tokens[index] = min(flight.fetched_tokens, flight.cached_tokens)
 
     def _handed_over(self, flight: Flight, flow: Flow) -> None:
-        flight.transfers.remove(flow)
         flight.is_handed_over = True
         if flight.is_prefilled:
             self._join_decode(flight)
@@ -279,32 +269,103 @@ class Simulation:
         if gaps:
             results.tail_tbt_ms[index] = tail_ms
             results.mean_tbt_ms[index] = (now - flight.first_token_s) * 1e3 / gaps
-        self.stats.recent_output_tokens.append(int(results.output_tokens[index]))
         self._end(flight, Fate.DONE, math.nan)
 
     def _end(self, flight: Flight, fate: Fate, retry_s: float) -> None:
-        now, results, index = self.agenda.now, self.results, flight.index
-        if flight.ticket is not None:
-            self.scheduler.close(flight.ticket, now)
-        assert results.fate[index] == Fate.OPEN, "a request ended twice"
+        results, index = self.results, flight.index
+        if results.fate[index] != Fate.OPEN:
+            raise AssertionError(f"request {index} ended twice")
+        self.brain.ended(flight, int(results.output_tokens[index]) if fate is Fate.DONE else 0, self.agenda.now)
+        del self._flying[flight]
         results.fate[index] = fate
-        results.end_s[index] = now
+        results.end_s[index] = self.agenda.now
         results.retry_after_s[index] = retry_s
         results.attempts[index] = flight.attempts
-        self._open -= 1
+
+    def _clean_up(self, flight: Flight) -> None:
+        """Nothing more of this attempt happens anywhere."""
+        for flow in flight.transfers:
+            self.network.cancel(flow)
+        flight.transfers = []
+        self._let_source_go(flight)
+        if flight.prefill_id in self.prefill:
+            self.prefill[flight.prefill_id].cancel(flight)
+        if flight.decode_id in self.decode:
+            self.decode[flight.decode_id].cancel(flight)
+
+    def _try_again(self, flight: Flight, dead: Sequence[str]) -> None:
+        """Its nodes are lost: the next attempt goes elsewhere, from the tokens that there are."""
+        now = self.agenda.now
+        self._clean_up(flight)
+        flight.dead |= {self.brain.call_failed(name, now) for name in dead}
+        self.brain.ended(flight, 0, now)
+        if flight.attempts >= MAX_ATTEMPTS:
+            self._end(flight, Fate.FAILED, math.nan)
+        else:
+            self._place(flight)
+
+    # Faults
+
+    def _strike(self, fault: Fault) -> None:
+        name = fault.machine
+        if name in self._down:
+            return
+        if fault.slowdown:
+            self._set_slowdown(name, fault.slowdown)
+            self.agenda.after(fault.down_s, self._set_slowdown, name, 1.0)
+            return
+        if name in self.coupled:
+            raise ConfigError("coupled machines cannot die in a simulation")
+        self._down.add(name)
+        for flight in [flight for flight in self._flying if flight.source_id == name]:
+            self._lose_source(flight)
+        on_it = [flight for flight in self._flying if self._is_on(flight, name)]
+        if name in self.decode:
+            self.decode[name].fail()
+        else:
+            self.prefill[name].fail()
+        for flight in on_it:
+            self._try_again(flight, [name])
+        self.agenda.after(fault.down_s, self._revive, name)
+
+    def _is_on(self, flight: Flight, name: str) -> bool:
+        """Whether the flight loses anything when the machine dies."""
+        gone_from_prefill = flight.is_prefilled and flight.is_handed_over
+        return flight.decode_id == name or (flight.prefill_id == name and not gone_from_prefill)
+
+    def _lose_source(self, flight: Flight) -> None:
+        """What was being fetched has to be computed."""
+        for flow in flight.transfers:
+            self.network.cancel(flow)
+        flight.transfers = []
+        flight.source_id, flight.source_held = "", []
+        flight.fetched_tokens = 0
+        flight.is_ready = True
+        self.prefill[flight.prefill_id].make_ready()
+
+    def _revive(self, name: str) -> None:
+        self._down.discard(name)
+        self._start_machine(name)
+
+    def _set_slowdown(self, name: str, slowdown: float) -> None:
+        if name in self.decode:
+            self.decode[name].disturb(slowdown)
+        elif name in self.prefill:
+            self.prefill[name].slowdown = slowdown
+        else:
+            self.coupled[name].slowdown = slowdown
 
     # What nodes report
 
     def _heartbeats(self) -> None:
-        now = self.agenda.now
+        now, brain = self.agenda.now, self.brain
         self._beats += 1
         self._look(now)
         for name, machine in self.decode.items():
-            node = self.registry.get(name)
-            if node is None:
+            if name in self._down:
                 continue
-            blocks = machine.kv_tokens // self._block_tokens
             used = -(-machine.reserved_tokens // self._block_tokens)
+            blocks = machine.kv_tokens // self._block_tokens
             load = NodeLoad(
                 running=len(machine.running),
                 waiting=len(machine.waiting),
@@ -312,11 +373,17 @@ class Simulation:
                 blocks_total=blocks,
                 blocks_free=max(blocks - used, 0),
             )
-            self.registry.heartbeat(name, node.info.incarnation, load, False, now)
-            self.fleet.heard(name, load)
+            brain.heartbeat(name, load, now)
+            brain.fleet.heard(name, load)
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
-                self.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
-        if self._open or self._next < len(self._order):
+                brain.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
+        if self._faults:  # otherwise nobody is ever missed
+            for name in self.prefill:
+                if name not in self._down:
+                    brain.heartbeat(name, NodeLoad(), now)
+                    brain.heartbeat(store_id(name), NodeLoad(), now)
+            brain.tick(now)
+        if self._flying or self._next < len(self._order):
             self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
 
     def _look(self, now: float) -> None:
@@ -331,55 +398,27 @@ class Simulation:
     def _tell_index(self, machine: str) -> None:
         events = self.prefill[machine].cache.take_events()
         if events:
-            self.index.apply(_store_id(machine), events)
+            self.brain.stored(store_id(machine), events)
 
     # Machines
 
-    def _add_machine(self, group: Machines) -> None:
-        curve, model = self.cluster.curves[group.curve], self.cluster.model
-        name = f"{group.role}-{self._names[group.role]}"
-        self._names[group.role] += 1
-        self.network.join(name, group.nic_gb_per_s * 1e9)
+    def _start_machine(self, name: str) -> None:
+        """A new process with empty memory; figures of a former one of the name go on."""
+        group, model = self._groups[name], self.cluster.model
+        curve = self.cluster.curves[group.curve]
         if group.role == "coupled":
             self.coupled[name] = CoupledMachine(
                 name, group, curve, model, self.agenda, self._first_token, self._finished
             )
-            self._register(name, name, Role.PREFILL, 0)
-            return
-        if group.role == "decode":
-            self.decode[name] = DecodeMachine(name, group, curve, model, self.agenda, self._finished)
-            self._register(name, name, Role.DECODE, group.max_sequences)
-            return
-        cache = HostCache(group.store_tokens // model.block_tokens, model.block_tokens)
-        self.prefill[name] = PrefillMachine(
-            name, group, curve, model, self.agenda, cache, self._prefill_starts, self._prefill_ends
-        )
-        self._register(name, name, Role.PREFILL, 0)
-        self._register(_store_id(name), name, Role.STORE, 0)
-        load_ms = 1e3 / (group.load_gb_per_s * 1e9)
-        for num_bytes in (10**8, 10**9, 10**10):  # a node has read from its own host's memory before
-            self.costs.observe_transfer(name, _store_id(name), num_bytes, num_bytes * load_ms)
-
-    def _register(self, node_id: str, host: str, role: Role, max_sequences: int) -> None:
-        incarnation = next(self._incarnations)
-        segment = SegmentAddress(node_id, incarnation, host, "", "", 0, 0)
-        info = NodeInfo(node_id, role, incarnation, node_id, segment, FINGERPRINT, self._block_tokens, max_sequences)
-        self.registry.register(info, self.agenda.now)
-        self.index.join(node_id)
-
-
-def _store_id(host: str) -> str:
-    return f"store-{host}"
-
-
-def _start_costs(cluster: Cluster) -> StartCosts:
-    """What ``mooncake calibrate`` would have found on the first machine of each role."""
-    prefill, decode = PrefillCost(), DecodeCost()
-    for group in reversed(cluster.machines):
-        curve = cluster.curves[group.curve]
-        if group.role != "decode":
-            prefill = PrefillCost(curve.prefill_step_ms, curve.prefill_token_ms, curve.prefill_pair_ms, True)
-        if group.role != "prefill":
-            decode = DecodeCost(curve.decode_step_ms, curve.decode_sequence_ms, curve.decode_context_ms, True)
-    speed = min(group.nic_gb_per_s for group in cluster.machines)
-    return StartCosts(prefill, decode, TransferCost(cluster.latency_ms, 1e-6 / speed, True))
+        elif group.role == "decode":
+            if name not in self.decode:
+                self.decode[name] = DecodeMachine(name, group, curve, model, self.agenda, self._finished)
+        else:
+            cache = HostCache(group.store_tokens // model.block_tokens, model.block_tokens)
+            machine = PrefillMachine(
+                name, group, curve, model, self.agenda, cache, self._prefill_starts, self._prefill_ends
+            )
+            if name in self.prefill:
+                machine.busy_s = self.prefill[name].busy_s
+            self.prefill[name] = machine
+        self.brain.join(name, group, self.agenda.now)

@@ -1,0 +1,202 @@
+"""The shipped conductor in virtual time: its registry, index, costs, fleet, scheduler and admission, called where the
+live dispatcher calls them. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from conductor.admission import ADMISSIONS, Admission, Limits, Mode
+from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
+from conductor.fleet import Fleet
+from conductor.lengths import Kind
+from conductor.policies import POLICIES
+from conductor.prefix_index import PrefixIndex
+from conductor.registry import NodeInfo, NodeLoad, Registry
+from conductor.scheduler import Scheduler
+from conductor.stats import DispatchStats
+from conductor.view import RequestFacts, Shape
+from mooncake.app.sim.cluster import Cluster, Machines
+from mooncake.app.sim.requests import Flight
+from mooncake.errors import ConfigError
+from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress
+
+FINGERPRINT = "simulated"
+TIMEOUT_BEATS = 4  # heartbeats that a node may miss
+KNOWN_TURNS = 200_000  # prompts whose answers' lengths are remembered for the next turn
+
+
+class Refused(Exception):
+    """Admission says no; ``retry_after_s`` is when it might say yes."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
+
+
+class Brain:
+    """One conductor. Methods take the time (s). Raises ConfigError for a policy or admission that is not known."""
+
+    def __init__(self, cluster: Cluster, rng: np.random.Generator) -> None:
+        settings, model = cluster.conductor, cluster.model
+        _known("policy", settings.policy, POLICIES)
+        _known("admission", settings.admission, ADMISSIONS)
+        self._has_decode = cluster.count("decode") > 0
+        self._max_tokens = settings.max_tokens
+        timeout_s = TIMEOUT_BEATS * settings.heartbeat_s
+        self.registry = Registry(FINGERPRINT, model.block_tokens, settings.heartbeat_s, timeout_s)
+        self.index = PrefixIndex()
+        self.costs = CostModel(start_costs(cluster))
+        self.fleet = Fleet(self.registry, self.costs, self.index)
+        shape = Shape(model.block_tokens, model.block_tokens * model.token_bytes, model.num_layers)
+        policy_rng, admission_rng = rng.spawn(2)
+        self.scheduler = Scheduler(self.fleet, shape, POLICIES[settings.policy], policy_rng)
+        self.admission: Admission | None = None
+        if settings.admission != "none":
+            limits = Limits(cluster.slo.ttft_s * 1e3, cluster.slo.tbt_ms)
+            rule, mode = ADMISSIONS[settings.admission], Mode(settings.admission_mode)
+            self.admission = Admission(rule, limits, mode, rng=admission_rng)
+        self._looks_late = settings.admission == "baseline"
+        self.stats = DispatchStats()
+        self.stats.recent_output_tokens.append(round(settings.expected_output_tokens))
+        self._block_tokens = model.block_tokens
+        self._incarnations = itertools.count(1)
+        self._answers: dict[BlockKey, int] = {}  # by a prompt's last full block
+
+    # Requests
+
+    def place(self, flight: Flight, now: float) -> None:
+        """Choose nodes and book them. Raises Refused, and TryLater when nobody can take it."""
+        facts = self._facts(flight)
+        question = self.scheduler.ask(facts, now)
+        placement = self.scheduler.answer(question)
+        kind = Kind()
+        if self.admission is not None:
+            kind = self._kind(flight)
+            if flight.attempts == 0:  # a retry has cost something already: it goes on
+                verdict = self.admission.decide(question, placement, now, kind, self._max_tokens)
+                if not verdict.is_admitted:
+                    raise Refused(verdict.retry_after_s)
+        ticket = self.scheduler.book(facts, placement, now)
+        if self.admission is not None:
+            self.admission.admitted(ticket, kind, self._max_tokens, placement, now)
+        flight.begin_attempt()
+        flight.attempts += 1
+        flight.placement, flight.ticket = placement, ticket
+        flight.prefill_id = placement.prefill.node_id
+        flight.decode_id = placement.decode.node_id if placement.decode else ""
+        if flight.attempts == 1:
+            flight.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
+
+    def prefill_ended(self, flight: Flight, now: float) -> bool:
+        """The first token is there. False: the request is to be dropped."""
+        assert flight.ticket is not None
+        self.scheduler.prefill_done(flight.ticket, now)
+        if self.admission is None:
+            return True
+        question = self.scheduler.ask(self._facts(flight), now) if self._looks_late else None
+        return self.admission.prefill_ended(flight.ticket, question, now)
+
+    def ended(self, flight: Flight, output_tokens: int, now: float) -> None:
+        """The attempt is over; ``output_tokens`` of a whole answer, or 0."""
+        ticket, flight.ticket = flight.ticket, None
+        if ticket is None:
+            return
+        self.scheduler.close(ticket, now)
+        if output_tokens:
+            self.stats.recent_output_tokens.append(output_tokens)
+        if self.admission is not None:
+            self.admission.finished(ticket, now, output_tokens)
+            if output_tokens and flight.keys:
+                self._answers[flight.keys[-1]] = output_tokens
+                if len(self._answers) > KNOWN_TURNS:
+                    del self._answers[next(iter(self._answers))]
+
+    def _facts(self, flight: Flight) -> RequestFacts:
+        return RequestFacts(
+            num_tokens=flight.num_tokens,
+            keys=flight.keys,
+            expected_tokens=self.stats.expected_output_tokens(1 << 20),
+            needs_decode=self._has_decode and flight.output_tokens > 1,
+            excluded=flight.dead,
+            session=flight.session,
+            number=self.stats.requests,
+        )
+
+    def _kind(self, flight: Flight) -> Kind:
+        parent = next((self._answers[key] for key in reversed(flight.keys) if key in self._answers), 0)
+        return Kind(flight.keys[0] if flight.keys else b"", flight.num_tokens, parent)
+
+    # Nodes
+
+    def join(self, name: str, group: Machines, now: float) -> None:
+        """A machine registers: a prefill machine as the node and as its host's store."""
+        if group.role == "decode":
+            self._register(name, name, Role.DECODE, group.max_sequences, now)
+            return
+        self._register(name, name, Role.PREFILL, 0, now)
+        if group.role == "coupled":
+            return
+        self._register(store_id(name), name, Role.STORE, 0, now)
+        for num_bytes in (10**8, 10**9, 10**10):  # it has read from its own host's memory before
+            load_ms = num_bytes / group.load_gb_per_s / 1e6
+            self.costs.observe_transfer(name, store_id(name), num_bytes, load_ms)
+
+    def stored(self, name: str, events: Iterable[BlockEvent]) -> None:
+        self.index.apply(name, events)
+
+    def heartbeat(self, node_id: str, load: NodeLoad, now: float) -> None:
+        node = self.registry.get(node_id)
+        if node is not None:
+            self.registry.heartbeat(node_id, node.info.incarnation, load, False, now)
+
+    def call_failed(self, node_id: str, now: float) -> int:
+        """A call found nobody there. Returns the incarnation that is dead."""
+        node = self.registry.get(node_id)
+        if node is None:
+            return 0
+        self.registry.call_failed(node.info, now)
+        return node.info.incarnation
+
+    def tick(self, now: float) -> None:
+        for info in self.registry.tick(now):
+            self._forget(info)
+
+    def _forget(self, info: NodeInfo) -> None:
+        self.index.forget(info.node_id)
+        self.costs.forget(info.node_id)
+        self.fleet.forget(info.node_id)
+
+    def _register(self, node_id: str, host: str, role: Role, max_sequences: int, now: float) -> None:
+        incarnation = next(self._incarnations)
+        segment = SegmentAddress(node_id, incarnation, host, "", "", 0, 0)
+        info = NodeInfo(node_id, role, incarnation, node_id, segment, FINGERPRINT, self._block_tokens, max_sequences)
+        replaced = self.registry.register(info, now)
+        if replaced is not None:
+            self._forget(replaced)
+        self.index.join(node_id)
+
+
+def store_id(host: str) -> str:
+    return f"store-{host}"
+
+
+def start_costs(cluster: Cluster) -> StartCosts:
+    """What ``mooncake calibrate`` would have found on the first machine of each role."""
+    prefill, decode = PrefillCost(), DecodeCost()
+    for group in reversed(cluster.machines):
+        curve = cluster.curves[group.curve]
+        if group.role != "decode":
+            prefill = PrefillCost(curve.prefill_step_ms, curve.prefill_token_ms, curve.prefill_pair_ms, True)
+        if group.role != "prefill":
+            decode = DecodeCost(curve.decode_step_ms, curve.decode_sequence_ms, curve.decode_context_ms, True)
+    speed = min(group.nic_gb_per_s for group in cluster.machines)
+    return StartCosts(prefill, decode, TransferCost(cluster.latency_ms, 1e-6 / speed, True))
+
+
+def _known(what: str, name: str, names: Iterable[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"no {what} is called {name!r}; there are: {', '.join(names)}")
