@@ -92,4 +92,5 @@ def vector(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:
 
     A copy: a small view of a mapped file would keep the whole of it in memory.
     """
-    return values.to(torch.float32 if isinstance(kernels, CpuKernels) else values.dtype, copy=True)
+    dtype = torch.float32 if isinstance(kernels, CpuKernels) else values.dtype
+    return values.to(getattr(kernels, "device", values.device), dtype, copy=True)

@@ -6,6 +6,8 @@ It must not know about requests, scheduling, transfer or files; a hook is told w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mooncake.checkpoint import ModelConfig
@@ -32,21 +34,24 @@ class CausalLM:
         kernels: Kernels | None = None,
         coding: Coding = "",
         is_fused: bool = True,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """``is_fused``: in one call of the library, where there is one that can; the results are the same.
 
+        ``reduce`` completes what attention and the MLP of each layer give, where this is one shard of a model.
         Raises ModelError when a weight is missing or the configuration is not supported.
         """
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self._kernels = kernels = kernels or choose_kernels()
         tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
-        self._cos, self._sin = tables
+        self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
+        self._reduce = reduce or _as_it_is
         layers = [layer_weights(weights, index, config.qkv_bias, config.qk_norm) for index in range(config.num_layers)]
         dtype = layers[0].qkv.dtype
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
-        if is_fused and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
+        if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
             self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding)
             if not (kernels.has_native_bf16 and dtype is torch.bfloat16 and not coding):
                 return
@@ -74,8 +79,8 @@ class CausalLM:
             mixed = self._attend(index, layer, normed, batch, cache_layers[index], hook)
             if index == last:  # behind the last attention, nobody asks for rows without logits
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
-            normed = kernels.add_rms_norm(residual, layer.output(mixed), layer.mlp_norm, eps)
-            update = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+            normed = kernels.add_rms_norm(residual, self._reduce(layer.output(mixed)), layer.mlp_norm, eps)
+            update = self._reduce(layer.down(kernels.silu_mul(layer.gate_up(normed))))
             next_norm = self._final_norm if index == last else self._layers[index + 1].attention_norm
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
         return self._head(normed).float()
@@ -114,3 +119,7 @@ class CausalLM:
             self.config.sliding_window or 0,
         )
         return mixed.flatten(1)
+
+
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values

@@ -1,0 +1,112 @@
+"""Tensor parallelism: several processes give the tokens that one gives, and say so when one of them dies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_model import write_tiny_model
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import InternalError, ModelError
+from mooncake.model.load import load_model
+from mooncake.model.tensor_parallel import TensorParallelModel, shard_config, shard_weights
+from mooncake.model.weights import load_weights
+from mooncake.types import SamplingParams
+
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 60
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve query heads over two KV heads."""
+    folder = tmp_path_factory.mktemp("tp") / "tiny"
+    write_tiny_model(folder, "qwen3", num_attention_heads=12, num_key_value_heads=2, intermediate_size=48)
+    return folder
+
+
+def answers(engine: Engine, prompts: list[Many[int]], new_tokens: int) -> list[list[int]]:
+    limit = engine.config.max_model_len
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        tokens = np.array(prompt, np.uint32)
+        engine.add(Sequence(str(index), tokens, len(tokens), sampling, bytes(32), eos_ids=(), max_model_len=limit))
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for output in engine.step():
+            found[int(output.request_id)].append(output.token.token_id)
+    return found
+
+
+def config_of(limit: int) -> EngineConfig:
+    return EngineConfig(BLOCK_TOKENS, 32, 8, limit)
+
+
+def whole(model: str, prompts: list[Many[int]], new_tokens: int, limit: int = 256) -> list[list[int]]:
+    checkpoint = open_checkpoint(model)
+    cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
+    return answers(Engine(load_model(checkpoint, "float32"), cache, config_of(limit)), prompts, new_tokens)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_tokens_of_one_process(folder: Path, size: int) -> None:
+    """With four ranks each KV head is on two of them."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 300, length).tolist() for length in (70, 5, 33)]
+    with TensorParallelModel(str(folder), size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
+        assert model.tensor.shape[3] == max(2 // size, 1)
+        found = answers(Engine(model, model, config_of(256)), prompts, 16)
+    assert found == whole(str(folder), prompts, 16)
+
+
+@pytest.mark.slow
+def test_the_real_model_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = [np.random.default_rng(1).integers(100, 40_000, length).tolist() for length in (150, 20)]
+    with TensorParallelModel("smollm2", 3, "float32", NUM_BLOCKS, BLOCK_TOKENS, 512) as model:
+        found = answers(Engine(model, model, config_of(512)), prompts, 24)
+    assert found == whole("smollm2", prompts, 24, 512)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    weights, config = load_weights(checkpoint, "float32"), checkpoint.config
+    parts = [shard_weights(weights, config, rank, 2) for rank in range(2)]
+    for name, tensor in weights.items():
+        pieces = [part[name] for part in parts]
+        if any(kind in name for kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            assert torch.equal(torch.cat(pieces), tensor)
+        elif any(kind in name for kind in ("o_proj", "down_proj")):
+            assert torch.equal(torch.cat(pieces, dim=1), tensor)
+        else:
+            assert all(torch.equal(piece, tensor) for piece in pieces)
+
+
+def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
+    with TensorParallelModel(str(folder), 2, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
+        engine = Engine(model, model, config_of(256))
+        assert answers(engine, [[5, 6, 7]], 2)
+        model._workers[0].kill()
+        model._workers[0].wait()
+        with pytest.raises(InternalError, match=r"ranks \[1\] have failed"):
+            answers(engine, [[8, 9]], 8)
+
+
+@pytest.mark.parametrize(("size", "sentence"), [(5, "cannot be cut into 5 equal parts"), (3, "neither be cut into 3")])
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_starts(folder: Path, size: int, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        shard_config(open_checkpoint(str(folder)).config, size)
+    with pytest.raises(ModelError, match=sentence):
+        TensorParallelModel(str(folder), size, "float32", NUM_BLOCKS, BLOCK_TOKENS)
