@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
 
 from mooncake.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from mooncake.errors import InternalError, ModelError
@@ -93,7 +92,8 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank, self.size = rank, size
-        store = TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=START_S))
+        timeout = timedelta(seconds=START_S)
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
