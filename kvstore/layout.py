@@ -2,9 +2,10 @@
 
 A deployment cuts a model's KV over pipeline stages (layers) and tensor-parallel ranks (heads), into blocks of some
 number of tokens, as some type of number. ``plan`` says for one rank of a target deployment which boxes of which source
-blocks it is made of; that part is pure, and computed once for a pair of layouts. ``read_blocks`` follows a plan with
-ranged reads: bytes go straight to their place where they lie in one run there, and otherwise through a scratch buffer
-the size of a core's cache while the next box is on its way. A whole source block is never put together anywhere.
+blocks it is made of; that part is pure, and computed once for a pair of layouts. ``read_blocks`` follows a plan: a
+segment of this host is copied from where it is mapped; from others bytes go straight to their place where they lie in
+one run there, and otherwise through scratch buffers the size of a core's cache while the next boxes are on their way.
+A whole source block is never put together anywhere.
 This module knows the transfer engine's ranges; it must not know sockets, models or why blocks move.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,11 +24,15 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.checksum import Checksums
-from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine
+from kvstore.transfer.shm import SegmentView
+from kvstore.transfer.sockets import time_left
+from kvstore.transfer.transport import PathFailed
 from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.types import KVLayout, SegmentAddress
 
 BOX_BYTES = 1 << 20  # read at once into scratch memory: it stays in a core's L2 until it is converted
+BOXES_AHEAD = 4  # on their way while one is converted
 DIRECT_BYTES = 64 << 10  # runs from here on are read straight to their place
 _SCALE_BYTES = 4
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -165,6 +169,10 @@ class Box:
         """Whether it is read straight to its place."""
         return bool(self.runs) and min(run.nbytes for run in self.runs) >= DIRECT_BYTES
 
+    def shape(self, layout: ShardedLayout) -> BlockFormat:
+        """The box as a block of its own."""
+        return BlockFormat(*self.count, layout.head_dim, layout.dtype)
+
     @property
     def nbytes(self) -> int:
         """To be read."""
@@ -236,8 +244,8 @@ class LayoutReader:
 
     def __init__(self, transfer: TransferEngine) -> None:
         self._transfer = transfer
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="layout-read")
-        self._scratch = [np.zeros(BOX_BYTES, np.uint8) for _ in range(3)]
+        self._scratch = [np.zeros(BOX_BYTES, np.uint8) for _ in range(BOXES_AHEAD)]
+        self._views: dict[tuple[str, int], SegmentView | None] = {}
 
     def read_blocks(
         self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]], deadline: float
@@ -248,57 +256,102 @@ class LayoutReader:
         ChecksumMismatch, and InvalidRequest when a shard is missing or a target has the wrong size.
         """
         jobs = _jobs(plan, shards, targets)
-        direct = [job for job in jobs if job.box.is_direct]
-        self._read_direct(direct, deadline)
-        unverified = sum(_verify(job, job.pieces_in_place()) for job in direct)
-        unverified += self._read_through_scratch([job for job in jobs if not job.box.is_direct], plan, deadline)
+        elsewhere: list[_Job] = []
+        for shard in {id(job.shard): job.shard for job in jobs}.values():
+            mine = [job for job in jobs if job.shard is shard]
+            if not self._copy(shard.address, mine, plan, deadline):
+                elsewhere += mine
+        if elsewhere:
+            direct = self._start_direct([job for job in elsewhere if job.box.is_direct], deadline)
+            try:
+                self._read_through_scratch([job for job in elsewhere if not job.box.is_direct], plan, deadline)
+            finally:
+                for transfer, _ in direct:
+                    transfer.wait()
+            for transfer, group in direct:
+                transfer.result()
+                for job in group:
+                    _verify(job, job.pieces_in_place())
+        unverified = sum(job.box.nbytes for job in jobs if not job.is_verifiable)
         return Conversion(sum(job.box.nbytes for job in jobs), unverified, sum(len(job.box.reads) for job in jobs))
 
     def close(self) -> None:
-        self._ahead.shutdown()
+        for view in self._views.values():
+            if view is not None:
+                view.close()
+        self._views.clear()
 
-    def _read_direct(self, jobs: list[_Job], deadline: float) -> None:
-        by_rank: dict[int, list[_Job]] = {}
+    def _copy(self, address: SegmentAddress, jobs: Sequence[_Job], plan: Plan, deadline: float) -> bool:
+        """Out of the mapped segment, when this host has it. False when it has not, or not any more."""
+        key = (address.node_id, address.incarnation)
+        try:
+            if key not in self._views:
+                self._views[key] = self._transfer.view(address, deadline)
+            view = self._views[key]
+            if view is None:
+                return False
+            blocks = view.bytes.reshape(address.num_blocks, address.block_bytes)
+            view.check()
+            for job in jobs:
+                time_left(deadline)
+                block = blocks[job.slot]
+                if job.is_verifiable:
+                    _verify(job, [block.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
+                _place(plan, job, plan.source.block(job.box.rank), block, job.box.source_first)
+            view.check()
+        except PathFailed:
+            self._forget(key)
+            return False
+        return True
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        view = self._views.pop(key, None)
+        if view is not None:
+            view.close()
+
+    def _start_direct(self, jobs: Sequence[_Job], deadline: float) -> list[tuple[Transfer, list[_Job]]]:
+        """One request a shard, for what lies in long runs on both sides."""
+        groups: dict[int, list[_Job]] = {}
         for job in jobs:
-            by_rank.setdefault(job.box.rank, []).append(job)
-        for group in by_rank.values():
-            ranges = [
-                ReadRange(job.slot, run.source_offset, piece)
-                for job in group
-                for run, piece in zip(job.box.runs, job.pieces_in_place(), strict=True)
-            ]
-            self._transfer.read(group[0].shard.address, ranges, deadline)
+            groups.setdefault(job.box.rank, []).append(job)
+        requests = [
+            Request(
+                group[0].shard.address,
+                [
+                    ReadRange(job.slot, run.source_offset, piece)
+                    for job in group
+                    for run, piece in zip(job.box.runs, job.pieces_in_place(), strict=True)
+                ],
+                deadline,
+            )
+            for group in groups.values()
+        ]
+        return list(zip(self._transfer.submit(requests), groups.values(), strict=True))
 
-    def _read_through_scratch(self, jobs: list[_Job], plan: Plan, deadline: float) -> int:
-        """Boxes are read ahead while earlier ones are converted. Returns how many bytes could not be verified."""
+    def _read_through_scratch(self, jobs: Sequence[_Job], plan: Plan, deadline: float) -> None:
+        """Boxes are read ahead while earlier ones are converted."""
         largest = max((job.box.nbytes for job in jobs), default=0)
         if largest > self._scratch[0].nbytes:
             self._scratch = [np.zeros(largest, np.uint8) for _ in self._scratch]
         waiting, free = deque(jobs), deque(self._scratch)
-        reading: deque[tuple[_Job, npt.NDArray[np.uint8], Future[object]]] = deque()
-        unverified = 0
+        reading: deque[tuple[_Job, npt.NDArray[np.uint8], Transfer]] = deque()
         try:
             while waiting or reading:
                 while waiting and free:
                     job, scratch = waiting.popleft(), free.popleft()
-                    reading.append((job, scratch, self._ahead.submit(self._fetch, job, scratch.data, deadline)))
-                job, scratch, done = reading[0]
-                done.result()
+                    [transfer] = self._transfer.submit([job.request(scratch.data, deadline)])
+                    reading.append((job, scratch, transfer))
+                job, scratch, transfer = reading[0]
+                transfer.result()
                 reading.popleft()
-                unverified += _verify(job, [scratch.data[: job.box.nbytes]])
-                _place(plan, job, scratch)
+                _verify(job, [scratch.data[: job.box.nbytes]])
+                _place(plan, job, job.box.shape(plan.source), scratch, (0, 0, 0))
                 free.append(scratch)
-        finally:
-            wait([done for _, _, done in reading if not done.cancel()])  # nothing may write into the scratch after this
-        return unverified
-
-    def _fetch(self, job: _Job, scratch: memoryview, deadline: float) -> None:
-        ranges: list[ReadRange] = []
-        start = 0
-        for offset, nbytes in job.box.reads:
-            ranges.append(ReadRange(job.slot, offset, scratch[start : start + nbytes]))
-            start += nbytes
-        self._transfer.read(job.shard.address, ranges, deadline)
+        finally:  # nothing may write into the scratch memory after this
+            for _, _, transfer in reading:
+                transfer.cancel()
+            for _, _, transfer in reading:
+                transfer.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +363,19 @@ class _Job:
     slot: int
     checksums: Checksums | None  # one a layer of the source block
     target: npt.NDArray[np.uint8]
+
+    @property
+    def is_verifiable(self) -> bool:
+        return self.checksums is not None and self.box.has_whole_layers
+
+    def request(self, into: memoryview, deadline: float) -> Request:
+        """Its bytes one behind the other."""
+        ranges: list[ReadRange] = []
+        start = 0
+        for offset, nbytes in self.box.reads:
+            ranges.append(ReadRange(self.slot, offset, into[start : start + nbytes]))
+            start += nbytes
+        return Request(self.shard.address, ranges, deadline)
 
     def pieces_in_place(self) -> list[memoryview]:
         """Where each run goes."""
@@ -336,14 +402,11 @@ def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray
     return jobs
 
 
-def _verify(job: _Job, pieces: Sequence[memoryview]) -> int:
-    """Check the layers that the box has whole. Returns how many bytes nothing is known of.
-
-    ``pieces`` are the bytes of the box, in its order. Raises ChecksumMismatch.
-    """
+def _verify(job: _Job, pieces: Sequence[memoryview]) -> None:
+    """Check the layers that the box has whole. ``pieces`` are its bytes, in order. Raises ChecksumMismatch."""
     box = job.box
     if job.checksums is None or not box.has_whole_layers:
-        return box.nbytes
+        return
     layer_bytes = box.nbytes // box.count[0]
     rest = deque(pieces)
     for layer in range(box.source_first[0], box.source_first[0] + box.count[0]):
@@ -358,28 +421,30 @@ def _verify(job: _Job, pieces: Sequence[memoryview]) -> int:
             raise ChecksumMismatch(
                 f"{job.shard.address.node_id}: layer {layer} of slot {job.slot} differs from what was sealed"
             )
-    return 0
 
 
-def _place(plan: Plan, job: _Job, scratch: npt.NDArray[np.uint8]) -> None:
-    """Convert a box that has been read into its place."""
-    box = job.box
-    layers, heads, tokens = box.count
-    source = BlockFormat(layers, heads, tokens, plan.source.head_dim, plan.source.dtype)
-    target = plan.target.block(plan.target_rank)
-    layer, head, token = box.target_first
-    part = (slice(layer, layer + layers), slice(None), slice(head, head + heads), slice(token, token + tokens))
-    convert_block(
-        source.values(scratch),
-        source.scales(scratch) if source.dtype == "int8" else None,
-        target.values(job.target)[part],
-        target.scales(job.target)[part] if target.dtype == "int8" else None,
+def _place(
+    plan: Plan, job: _Job, source: BlockFormat, memory: npt.NDArray[np.uint8], first: tuple[int, int, int]
+) -> None:
+    """Convert a box into its place, out of a block of format ``source`` in which it begins at ``first``."""
+    count, target = job.box.count, plan.target.block(plan.target_rank)
+    there, here = _part(first, count), _part(job.box.target_first, count)
+    convert(
+        source.values(memory)[there],
+        source.scales(memory)[there] if source.dtype == "int8" else None,
+        target.values(job.target)[here],
+        target.scales(job.target)[here] if target.dtype == "int8" else None,
         source.dtype,
         target.dtype,
     )
 
 
-def convert_block(
+def _part(first: tuple[int, int, int], count: tuple[int, int, int]) -> tuple[slice, slice, slice, slice]:
+    layers, heads, tokens = (slice(start, start + size) for start, size in zip(first, count, strict=True))
+    return layers, slice(None), heads, tokens
+
+
+def convert(
     source: npt.NDArray[Any],
     source_scales: npt.NDArray[np.float32] | None,
     target: npt.NDArray[Any],
@@ -397,32 +462,41 @@ def convert_block(
         if source_scales is not None and target_scales is not None:
             np.copyto(target_scales, source_scales)
         return
-    wide = _widen(source, source_scales, source_dtype)
     if target_dtype == "float32":
-        np.copyto(target, wide)
-    elif target_dtype == "bfloat16":
+        _widen(source, source_scales, source_dtype, target)
+        return
+    wide = source
+    if source_dtype != "float32":
+        wide = np.empty(source.shape, np.float32)
+        _widen(source, source_scales, source_dtype, wide)
+    if target_dtype == "bfloat16":
         np.copyto(target, _to_bfloat16(wide))
     else:
         assert target_scales is not None
         np.copyto(target_scales, _scales_of(wide))
-        steps = np.divide(wide, target_scales[..., None], where=target_scales[..., None] > 0, out=np.zeros_like(wide))
-        np.copyto(target, np.rint(steps), casting="unsafe")
+        scales = target_scales[..., None]
+        steps = np.divide(wide, scales, where=scales > 0, out=np.zeros(wide.shape, np.float32))
+        np.copyto(target, np.rint(steps, out=steps), casting="unsafe")
 
 
-def _widen(values: npt.NDArray[Any], scales: npt.NDArray[np.float32] | None, dtype: str) -> npt.NDArray[np.float32]:
-    if dtype == "float32":
-        return values
+def _widen(
+    values: npt.NDArray[Any], scales: npt.NDArray[np.float32] | None, dtype: str, wide: npt.NDArray[np.float32]
+) -> None:
+    """To float32, in one pass."""
     if dtype == "bfloat16":
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    assert scales is not None
-    return values.astype(np.float32) * scales[..., None]
+        np.left_shift(values, 16, out=wide.view(np.uint32), dtype=np.uint32, casting="unsafe")
+    else:
+        assert scales is not None
+        np.multiply(values, scales[..., None], out=wide, dtype=np.float32, casting="unsafe")
 
 
 def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Rounded to the nearest, ties to even; what is no number stays none."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+    if np.isnan(values).any():
+        rounded = np.where(np.isnan(values), (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
+    return rounded.astype(np.uint16)
 
 
 def _scales_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
