@@ -8,6 +8,7 @@ from kvstore.eviction.lru import FIFO, LRU
 from kvstore.eviction.policy import Block, EvictionPolicy, Key
 from kvstore.eviction.queues import ARC, S3FIFO, SIEVE
 from kvstore.eviction.ranked import GDSF, LFU, LengthAware
+from kvstore.eviction.workload_aware import WorkloadAware
 
 __all__ = ["POLICIES", "Block", "EvictionPolicy", "Key", "make_policy"]
 
@@ -20,6 +21,7 @@ _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "s3-fifo": S3FIFO,
     "sieve": lambda capacity: SIEVE(),
     "arc": ARC,
+    "workload-aware": lambda capacity: WorkloadAware(),
 }
 
 POLICIES = tuple(_POLICIES)

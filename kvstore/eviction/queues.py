@@ -1,4 +1,4 @@
-"""Policies made of first-in-first-out or least-recently-used queues: S3-FIFO, SIEVE, ARC. Every call is O(1) amortised."""
+"""Policies made of queues, first in first out or least recently used: S3-FIFO, SIEVE, ARC. Calls are O(1) amortised."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class SIEVE(LeafFirst):
 
 
 class ARC(LeafFirst):
-    """Two LRU queues, of blocks read once and more often, whose balance follows which of the two it would have been good
-    to keep (Megiddo and Modha, FAST'03)."""
+    """Two LRU queues, of blocks seen once and more often, whose balance follows which of the two it would have been
+    good to keep (Megiddo and Modha, FAST'03)."""
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ class LengthAware(LFU):
 
 
 class GDSF(LFU):
-    """Greedy-Dual-Size-Frequency (Cherkasova, HP Labs 1998): reads times cost over size, aged by the last victim's rank.
+    """Greedy-Dual-Size-Frequency (Cherkasova, HP Labs 1998): reads times cost over size, above the last victim's rank.
 
     The cost of a block is the time to compute it anew where it stands: ``1 + attention * position``, in units of the
     part that does not grow with the position.
