@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -246,6 +247,7 @@ class LayoutReader:
         self._transfer = transfer
         self._scratch = [np.zeros(BOX_BYTES, np.uint8) for _ in range(BOXES_AHEAD)]
         self._views: dict[tuple[str, int], SegmentView | None] = {}
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="layout")  # two threads fill a machine's memory bus
 
     def read_blocks(
         self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]], deadline: float
@@ -276,6 +278,7 @@ class LayoutReader:
         return Conversion(sum(job.box.nbytes for job in jobs), unverified, sum(len(job.box.reads) for job in jobs))
 
     def close(self) -> None:
+        self._helper.shutdown()
         for view in self._views.values():
             if view is not None:
                 view.close()
@@ -292,12 +295,13 @@ class LayoutReader:
                 return False
             blocks = view.bytes.reshape(address.num_blocks, address.block_bytes)
             view.check()
-            for job in jobs:
-                time_left(deadline)
-                block = blocks[job.slot]
-                if job.is_verifiable:
-                    _verify(job, [block.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
-                _place(plan, job, plan.source.block(job.box.rank), block, job.box.source_first)
+            half = len(jobs) // 2
+            other = self._helper.submit(_copy_all, jobs[:half], plan, blocks, deadline)
+            try:
+                _copy_all(jobs[half:], plan, blocks, deadline)
+            finally:
+                other.exception()  # it writes into the caller's memory until then
+            other.result()
             view.check()
         except PathFailed:
             self._forget(key)
@@ -383,6 +387,16 @@ class _Job:
         return [memory[run.target_offset : run.target_offset + run.nbytes] for run in self.box.runs]
 
 
+def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
+    """Straight from the blocks of the mapped source. Raises ChecksumMismatch or DeadlineExceeded."""
+    for job in jobs:
+        time_left(deadline)
+        block = blocks[job.slot]
+        if job.is_verifiable:
+            _verify(job, [block.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
+        _place(plan, job, plan.source.block(job.box.rank), block, job.box.source_first)
+
+
 def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]]) -> list[_Job]:
     """Raises InvalidRequest."""
     size = plan.target.block(plan.target_rank).block_bytes
@@ -465,18 +479,18 @@ def convert(
     if target_dtype == "float32":
         _widen(source, source_scales, source_dtype, target)
         return
-    wide = source
-    if source_dtype != "float32":
-        wide = np.empty(source.shape, np.float32)
-        _widen(source, source_scales, source_dtype, wide)
-    if target_dtype == "bfloat16":
-        np.copyto(target, _to_bfloat16(wide))
-    else:
-        assert target_scales is not None
-        np.copyto(target_scales, _scales_of(wide))
-        scales = target_scales[..., None]
-        steps = np.divide(wide, scales, where=scales > 0, out=np.zeros(wide.shape, np.float32))
-        np.copyto(target, np.rint(steps, out=steps), casting="unsafe")
+    for index in np.ndindex(
+        source.shape[:2]
+    ):  # K or V of one layer: what comes in between stays in the cache
+        wide = source[index]
+        if source_dtype != "float32":
+            wide = np.empty(source.shape[2:], np.float32)
+            _widen(source[index], source_scales[index] if source_scales is not None else None, source_dtype, wide)
+        if target_dtype == "bfloat16":
+            np.copyto(target[index], _to_bfloat16(wide))
+        else:
+            assert target_scales is not None
+            _to_int8(wide, target[index], target_scales[index])
 
 
 def _widen(
@@ -497,6 +511,15 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     if np.isnan(values).any():
         rounded = np.where(np.isnan(values), (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
     return rounded.astype(np.uint16)
+
+
+def _to_int8(
+    values: npt.NDArray[np.float32], target: npt.NDArray[np.int8], target_scales: npt.NDArray[np.float32]
+) -> None:
+    scales = _scales_of(values)
+    np.copyto(target_scales, scales)
+    steps = np.divide(values, np.where(scales > 0, scales, np.float32(1))[..., None])
+    np.copyto(target, np.rint(steps, out=steps), casting="unsafe")
 
 
 def _scales_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
