@@ -70,9 +70,10 @@ class ConductorNode:
 
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
-    layout = checkpoint.kv_layout(config.block.tokens, config.model.dtype)
+    precision = config.model.precision()
+    layout = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype)
     return ModelFacts(
-        kv_fingerprint=kv_fingerprint(checkpoint.digest, layout),
+        kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout),
         shape=Shape(
             block_tokens=config.block.tokens,
             block_bytes=layout.block_bytes,

@@ -10,7 +10,7 @@ from mooncake.config import Config
 
 def build(config: Config) -> StoreNode:
     """A slot holds one block of the configured model."""
-    layout = open_checkpoint(config.model.path).kv_layout(config.block.tokens, config.model.dtype)
+    layout = open_checkpoint(config.model.path).kv_layout(config.block.tokens, config.model.precision().kv_dtype)
     return StoreNode(config, layout.block_bytes)
 
 

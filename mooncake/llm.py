@@ -30,6 +30,7 @@ from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
 from mooncake.model import load_model
+from mooncake.precision import resolve_precision
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -97,13 +98,19 @@ class LLM:
         max_sequences: int = 64,
         max_model_len: int = 0,
         threads: int = 0,
+        kv_dtype: str = "auto",
+        weights: str = "auto",
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
-        (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say."""
+        (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
+
+        ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
+        """
         if threads:
             torch.set_num_threads(threads)
         checkpoint = open_checkpoint(model)
-        layout = checkpoint.kv_layout(block_tokens, dtype)
+        precision = resolve_precision(dtype, kv_dtype, weights)
+        layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         if num_blocks < 1:
             raise InvalidRequest(
@@ -113,10 +120,10 @@ class LLM:
         self.max_model_len = min(max_model_len or longest, longest, num_blocks * block_tokens)
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
-        self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
+        self._seed = chain_seed(kv_fingerprint(precision.identity(checkpoint.digest), layout))
         config = EngineConfig(block_tokens, chunk_tokens, max_sequences, self.max_model_len, keep_events=False)
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
-        causal_lm = load_model(checkpoint, dtype, self.max_model_len)
+        causal_lm = load_model(checkpoint, precision.dtype, self.max_model_len, precision.coding)
         self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides)
         self._numbers = itertools.count()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mooncake.errors import ConfigError
 
@@ -15,6 +16,10 @@ DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 WEIGHTS = ("auto", "int8", "w8a8")
 
+Coding = Literal["", "int8", "w8a8"]
+"""Of a linear layer: as its weights are; int8 weights; int8 weights and activations."""
+
+_CODINGS: dict[str, Coding] = {"auto": "", "int8": "int8", "w8a8": "w8a8"}
 _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -22,7 +27,7 @@ _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 class Precision:
     dtype: str  # "float32" | "bfloat16": of the weights
     kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
-    coding: str  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
+    coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
 
     def identity(self, weights_digest: str) -> str:
         """What tells KV of this precision from KV of the same weights in another; for the cache's fingerprint."""
@@ -41,7 +46,7 @@ def resolve_precision(dtype: str, kv_dtype: str = "auto", weights: str = "auto")
             raise ConfigError(f"model.{name} must be one of {', '.join(known)}, got {value!r}")
     if dtype == "auto":
         dtype = "bfloat16" if has_native_bf16() else "float32"
-    return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, "" if weights == "auto" else weights)
+    return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, _CODINGS[weights])
 
 
 def has_native_bf16() -> bool:

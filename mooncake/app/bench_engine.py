@@ -31,6 +31,7 @@ from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
 from mooncake.engine.kv_cache import TORCH_DTYPES
 from mooncake.errors import Cancelled, ConfigError
+from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 
 OURS = "mooncake"
 PEERS = ("transformers", "vllm")
@@ -62,7 +63,8 @@ class Subject(Protocol):
 @dataclass(frozen=True, slots=True)
 class Options:
     model: str
-    dtype: str
+    dtype: str  # of the peers, too
+    precision: Precision
     threads: int
     batches: tuple[int, ...]
     prompt_tokens: int
@@ -100,7 +102,9 @@ def parse(args: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="mooncake bench engine", description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights; auto: what the processor multiplies natively")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of our cache; auto: as --dtype")
+    add("--weights", choices=WEIGHTS, default="auto", help="of our weights, if not as --dtype")
     add("--threads", type=int, default=0, help="of the compute library; 0: as many as there are cores")
     add("--batch", default="1,8,32", help="sequences at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
@@ -128,9 +132,11 @@ def parse(args: list[str]) -> Options:
     longest = max(given.long, given.prompt) + given.new + 1
     if min(given.long, given.prompt) < 1 or longest > MAX_MODEL_LEN:
         raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
+    precision = resolve_precision(given.dtype, given.kv_dtype, given.weights)
     return Options(
         model=given.model,
-        dtype=given.dtype,
+        dtype=precision.dtype,
+        precision=precision,
         threads=given.threads or torch.get_num_threads(),
         batches=_batches(given.batch),
         prompt_tokens=given.prompt,
@@ -140,7 +146,7 @@ def parse(args: list[str]) -> Options:
         chunk_tokens=given.chunk_tokens,
         against=against,
         vllm_python=given.vllm_python,
-        vllm_dtype=given.vllm_dtype or given.dtype,
+        vllm_dtype=given.vllm_dtype or precision.dtype,
         peer_model=given.peer_model,
         seed=given.seed,
         json=given.json,
@@ -162,6 +168,8 @@ def _config(options: Options) -> dict[str, object]:
     return {
         "model": Path(options.model).name,
         "dtype": options.dtype,
+        "kv_dtype": options.precision.kv_dtype,
+        "weights": options.precision.coding or options.dtype,
         "threads": options.threads,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
@@ -189,7 +197,7 @@ def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnE
     begin = time.perf_counter()
     longest = min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
     config = EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=longest, keep_events=False)
-    own = OwnEngine(checkpoint, options.dtype, options.threads, config, KV_GB)
+    own = OwnEngine(checkpoint, options.precision, options.threads, config, KV_GB)
     own.run([[MIN_TOKEN] * 8], 1)
     report.add(Figure(OURS, "model loaded and first token given", "s", (time.perf_counter() - begin,)))
     return own

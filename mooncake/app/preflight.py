@@ -133,7 +133,8 @@ class MemoryNeed:
 def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
     cluster = config.cluster
     engines = cluster.prefill + cluster.decode
-    weights_gb = parameter_count(model) * (4 if config.model.dtype == "float32" else 2) / GB
+    precision = config.model.precision()
+    weights_gb = parameter_count(model) * (1 if precision.coding else 4 if precision.dtype == "float32" else 2) / GB
     return MemoryNeed(
         weights_gb=engines * weights_gb,
         kv_gb=cluster.prefill * config.prefill.kv_gb + cluster.decode * config.decode.kv_gb,

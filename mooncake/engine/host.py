@@ -52,7 +52,7 @@ class CachePlan:
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
     """Raises ConfigError when not even two blocks fit into ``kv_gb``."""
-    layout = checkpoint.kv_layout(config.block.tokens, config.model.dtype)
+    layout = checkpoint.kv_layout(config.block.tokens, config.model.precision().kv_dtype)
     num_blocks = int(section.kv_gb * 1e9) // layout.block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -76,6 +76,8 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts when it is of one kind: one prefill chunk alone, or decodes alone."""
         chunks = plan.entries
+        if any(chunk.num_draft for chunk in chunks):
+            return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
             with self._lock:
@@ -126,7 +128,8 @@ class EngineHost:
         self.config = config
         self.plan = plan
         self.incarnation = secrets.randbits(63) | 1
-        self.fingerprint = kv_fingerprint(checkpoint.digest, plan.layout)
+        self._precision = config.model.precision()
+        self.fingerprint = kv_fingerprint(self._precision.identity(checkpoint.digest), plan.layout)
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section
@@ -144,11 +147,15 @@ class EngineHost:
         if self._section.threads:
             torch.set_num_threads(self._section.threads)
         started_s = time.monotonic()
-        model = await asyncio.to_thread(load_model, self._checkpoint, self.config.model.dtype, self.plan.max_model_len)
+        precision = self._precision
+        model = await asyncio.to_thread(
+            load_model, self._checkpoint, precision.dtype, self.plan.max_model_len, precision.coding
+        )
         cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer)
         config = EngineConfig(
             block_tokens=self.config.block.tokens,
             chunk_tokens=self._section.chunk_tokens,
+            speculative_tokens=self._section.speculative_tokens,
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
         )
@@ -217,6 +224,8 @@ class EngineHost:
             blocks_in_use=load.blocks_in_use,
             preemptions=load.preemptions,
             counters={
+                "tokens_drafted": load.drafted_tokens,
+                "drafts_accepted": load.accepted_tokens,
                 "tokens_computed": load.computed_tokens,
                 "sequences_forked": load.forks,
                 "blocks_shared_by_forks": load.shared_blocks,

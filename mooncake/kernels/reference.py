@@ -15,15 +15,12 @@ its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothin
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
+
+from mooncake.precision import Coding as Coding
 
 SCALE_BYTES = 4  # a float32 behind the codes of each row of an int8 cache
 MAX_CODE = 127
-
-Coding = Literal["", "int8", "w8a8"]
-"""Of a linear layer: as its weights are; int8 weights; int8 weights and activations."""
 
 
 class Linear:

@@ -20,6 +20,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.hashing import chain_seed, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.precision import Precision
 from mooncake.types import SamplingParams
 
 
@@ -63,11 +64,13 @@ class OwnEngine:
     engine = "mooncake"
     has_prefix_cache = True
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, threads: int, config: EngineConfig, kv_gb: float) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, precision: Precision, threads: int, config: EngineConfig, kv_gb: float
+    ) -> None:
         torch.set_num_threads(threads)
-        layout = checkpoint.kv_layout(config.block_tokens, dtype)
+        layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
         self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
-        self._model = TimedModel(load_model(checkpoint, dtype, config.max_model_len))
+        self._model = TimedModel(load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding))
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
         self.core = Engine(self._model, self.cache, config)
         self._num_requests = 0
