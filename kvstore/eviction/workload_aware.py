@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvstore.eviction.policy import Block, Key, LeafFirst
 
@@ -43,7 +44,7 @@ EDGES_S = (
 """Where ages fall into bins; the last bin has no end."""
 
 NUM_BINS = len(EDGES_S)
-WIDTHS_S = (*(end - start for start, end in zip(EDGES_S, EDGES_S[1:], strict=False)), 4 * EDGES_S[-1])
+WIDTHS_S = (*(end - start for start, end in pairwise(EDGES_S)), 4 * EDGES_S[-1])
 MOST_READS = 4  # more are as many
 NUM_CLASSES = MOST_READS + 2
 UNKNOWN = NUM_CLASSES  # the queues of blocks that came before anything was known
@@ -53,6 +54,7 @@ MOST_GHOSTS = 131_072
 MOST_WEIGHT = 262_144.0  # blocks counted in a class before old counts fade
 WALK_S = 1.0  # between two looks at who has grown older
 MOST_MOVES = 4096  # in one of them
+LEARN_S = 5.0
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class WorkloadAware(LeafFirst):
         self._curves = [ReuseCurve() for _ in range(NUM_CLASSES)]
         self._knows = False
         self._reads_seen = 0
-        self._walk_at_s = 0.0
+        self._walk_at_s = self._learn_at_s = 0.0
         self._order: list[int] = []  # queues, the one worth least first
         self._place: list[int] = []  # of each queue in that order
         self._first = 0  # place before which all queues are empty
@@ -200,13 +202,14 @@ class WorkloadAware(LeafFirst):
             return
         moves = self._walk(self._queues, self._lives, now, MOST_MOVES)
         moves = self._walk(self._ghost_queues, self._ghosts, now, moves)
-        if moves:
-            self._walk_at_s = now + WALK_S
-        if self._reads_seen >= ENOUGH_READS:
+        self._first = 0
+        if not moves:
+            return  # the next call goes on
+        self._walk_at_s = now + WALK_S
+        if self._reads_seen >= ENOUGH_READS and now >= self._learn_at_s:
             self._knows = True
+            self._learn_at_s = now + LEARN_S
             self._learn()
-        else:
-            self._first = 0
 
     def _walk(self, queues: list[OrderedDict[Key, None]], lives: dict[Key, _Life], now: float, moves: int) -> int:
         """Returns how many moves are left. Old ages first, so that nobody moves twice."""

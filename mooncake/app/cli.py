@@ -261,6 +261,36 @@ def version() -> None:
     typer.echo(f"mooncake {installed('mooncake-cluster')} (Python {platform.python_version()})")
 
 
+@app.command("cache-lab")
+def cache_lab(
+    traces: Annotated[list[Path], typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Blocks in the cache; may be repeated.", show_default="1000 to 50000, in five steps"),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Only this policy; may be repeated.", show_default="all")
+    ] = None,
+    rules: Annotated[
+        str,
+        typer.Option(help="pool: as our pool evicts; tail-first, head-first: as published analyses count, see docs."),
+    ] = "pool",
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hit rate against capacity for every eviction policy, on recorded traces."""
+    from mooncake.app.cache_lab import CAPACITIES, LAB_POLICIES, Rules
+    from mooncake.app.cache_lab_command import LabOptions
+    from mooncake.app.cache_lab_command import cache_lab as compare
+
+    if rules not in tuple(Rules):
+        raise ConfigError(f"--rules must be one of {', '.join(Rules)}, got {rules!r}")
+    sizes = tuple(capacity or CAPACITIES)
+    compare(traces, LabOptions(tuple(policy or LAB_POLICIES), sizes, Rules(rules), jobs, limit, plots, as_json))
+
+
 @config_app.command("show")
 def config_show(
     config: ConfigFile = None,

@@ -6,10 +6,10 @@ Needs matplotlib (the extra ``plots``), which is imported only when a plot is as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WINDOWS = 60  # of time, in the plots over time
 LINE, SECOND, LIMIT = "#1f6feb", "#d29922", "#cf222e"
+YARDSTICK: dict[str, Any] = {"color": "black", "linestyle": ":"}
+OURS: dict[str, Any] = {"color": LINE, "linewidth": 2.4}
 
 
 def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
@@ -34,6 +36,21 @@ def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
         _figure(folder / "arrivals.png", lambda axes: _arrivals(axes, report.results)),
         _figure(folder / "hit_rate.png", lambda axes: _hit_rate(axes, ok, report.endless_cache.token)),
     ]
+
+
+def write_hit_rates(path: Path, title: str, curves: Mapping[str, Sequence[tuple[int, float]]], endless: float) -> None:
+    """Hit rate by block against capacity, a line a policy. Raises MissingDependency without matplotlib."""
+    require("matplotlib", "plots", "drawing plots")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def draw(axes: Axes) -> None:
+        for name, points in curves.items():
+            style = YARDSTICK if name == "belady" else OURS if name == "workload-aware" else {"linewidth": 1.2}
+            axes.plot(*zip(*points, strict=True), label=name, marker="o", markersize=3, **style)
+        axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache")
+        axes.set(title=title, xlabel="capacity, blocks", ylabel="prompt blocks found in cache", xscale="log")
+
+    _figure(path, draw)
 
 
 def _figure(path: Path, draw: object) -> Path:

@@ -1,0 +1,187 @@
+"""``mooncake cache-lab``: policies times capacities times traces on several processes; a table, PNG files, JSON."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mooncake.app.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
+from mooncake.app.console import err, out, plain_table, print_json
+from mooncake.app.extras import require
+from mooncake.errors import ConfigError
+from mooncake.trace import HitCount, expected_hits, load_trace
+
+
+@dataclass(frozen=True, slots=True)
+class LabOptions:
+    policies: tuple[str, ...] = LAB_POLICIES
+    capacities: tuple[int, ...] = ()  # blocks
+    rules: Rules = Rules.POOL
+    jobs: int = 1
+    limit: int | None = None
+    plots: Path | None = None
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for name in self.policies:
+            if name not in LAB_POLICIES:
+                raise ConfigError(f"no policy is called {name!r}; there are: {', '.join(LAB_POLICIES)}")
+        if min(self.capacities, default=1) < 1:
+            raise ConfigError("a capacity is at least one block")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    path: Path
+    policy: str
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    task: Task
+    rates: Rates
+    seconds: float
+
+
+def cache_lab(paths: Sequence[Path], options: LabOptions) -> None:
+    """Raises InvalidRequest for a broken trace, MissingDependency when there is nothing to draw with."""
+    if options.plots is not None:
+        require("matplotlib", "plots", "--plots")
+    endless = {path: expected_hits(load_trace(path, options.limit)) for path in paths}
+    tasks = [Task(path, name, size) for path in paths for size in options.capacities for name in options.policies]
+    done = _run(tasks, options)
+    if options.as_json:
+        print_json({"rules": options.rules, "traces": [_trace_json(path, endless[path], done) for path in paths]})
+    else:
+        for path in paths:
+            _print(path, endless[path], options, done)
+    if options.plots is not None:
+        from mooncake.app.plots import write_hit_rates
+
+        for path in paths:
+            curves = {
+                name: [(size, done[Task(path, name, size)].rates.block) for size in options.capacities]
+                for name in options.policies
+            }
+            file = options.plots / f"hit_rate_{path.name.partition('.')[0]}.png"
+            write_hit_rates(file, path.name, curves, endless[path].block_rate)
+            err.print(f"plot: {escape(str(file))}", soft_wrap=True)
+
+
+def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:
+    """The longest tasks first, so that no process is left with one at the end."""
+    with _bar(len(tasks)) as advance:
+        if options.jobs == 1:
+            done = []
+            for task in tasks:
+                done.append(_serve(task, options))
+                advance()
+        else:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+                ordered = sorted(tasks, key=lambda task: task.policy != "workload-aware")
+                futures: list[Future[Done]] = [pool.submit(_serve, task, options) for task in ordered]
+                done = []
+                for future in as_completed(futures):
+                    done.append(future.result())
+                    advance()
+    return {entry.task: entry for entry in done}
+
+
+_labs: dict[tuple[Path, Rules, int | None], Lab] = {}  # a process reads each trace once
+
+
+def _serve(task: Task, options: LabOptions) -> Done:
+    key = (task.path, options.rules, options.limit)
+    if key not in _labs:
+        _labs[key] = Lab(load_trace(task.path, options.limit), options.rules)
+        gc.collect()
+        gc.freeze()  # the trace stays: there is nothing to find in it
+    started_s = time.perf_counter()
+    rates = _labs[key].run(task.policy, task.capacity)
+    return Done(task, rates, time.perf_counter() - started_s)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[_Advance]:
+    bar = Progress(
+        TextColumn("caches"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+    with bar:
+        yield _Advance(bar, total)
+
+
+class _Advance:
+    def __init__(self, bar: Progress, total: int) -> None:
+        self._bar, self._task = bar, bar.add_task("", total=total)
+
+    def __call__(self) -> None:
+        self._bar.advance(self._task)
+
+
+def _print(path: Path, endless: HitCount, options: LabOptions, done: dict[Task, Done]) -> None:
+    out.print(
+        f"\n[bold]{escape(path.name)}[/]: {endless.requests:,} requests; prompt blocks found in a cache, "
+        f"share of {endless.blocks:,}; endless cache {endless.block_rate:.4f} (by token {endless.token_rate:.4f}, "
+        f"mean of requests {endless.request_mean_rate:.4f}); rules: {options.rules}",
+        soft_wrap=True,
+    )
+    table = plain_table("policy", *(f"{size:,}" for size in options.capacities), "seconds")
+    best = {
+        size: max((done[Task(path, n, size)].rates.block for n in options.policies if n != BELADY), default=0.0)
+        for size in options.capacities
+    }
+    for name in options.policies:
+        row = [done[Task(path, name, size)] for size in options.capacities]
+        cells = [
+            f"[bold]{entry.rates.block:.4f}[/]"
+            if entry.rates.block == best[entry.task.capacity]
+            else f"{entry.rates.block:.4f}"
+            for entry in row
+        ]
+        table.add_row(
+            name, *cells, f"{sum(entry.seconds for entry in row):.1f}", style="dim" if name == BELADY else None
+        )
+    out.print(table)
+
+
+def _trace_json(path: Path, endless: HitCount, done: dict[Task, Done]) -> dict[str, object]:
+    rows = [
+        {
+            "policy": task.policy,
+            "capacity_blocks": task.capacity,
+            **asdict(entry.rates),
+            "seconds": round(entry.seconds, 3),
+        }
+        for task, entry in done.items()
+        if task.path == path
+    ]
+    rows.sort(key=lambda row: (LAB_POLICIES.index(str(row["policy"])), row["capacity_blocks"]))
+    return {
+        "trace": path.name,
+        "requests": endless.requests,
+        "blocks": endless.blocks,
+        "endless": {
+            "block": endless.block_rate,
+            "token": endless.token_rate,
+            "request_mean": endless.request_mean_rate,
+        },
+        "hit_rates": rows,
+    }
