@@ -84,6 +84,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int = 1
     decode: int = 1
     store: int = 1
+    pin: bool = False  # give each prefill and decode node cores of its own, as many as it has threads
 
 
 class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +94,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"  # to listen on, and to be reached at
     port: int = 0  # gRPC; 0: any free one
     conductor: str = ""  # its gRPC address; "": from [conductor]
+    cores: tuple[int, ...] = ()  # that the process may run on; (): all
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -201,6 +203,8 @@ _NOT_NEGATIVE = (
     "prefill.threads",
     "decode.chunk_tokens",
     "decode.threads",
+    "prefill.speculative_tokens",
+    "decode.speculative_tokens",
     "transfer.max_mb_per_s",
     "store.write_through_sights",
     "store.demote_sights",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from mooncake.app.preflight import check_memory, check_ports, resolve
+from mooncake.app.preflight import check_memory, check_ports, cores_of_nodes, resolve
 from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
@@ -90,6 +90,7 @@ class LocalCluster:
         tell_log: Callable[[str], None] = log.debug,
     ) -> None:
         self.config = resolve(config)
+        self._cores = cores_of_nodes(self.config)
         self.children = {child.node_id: child for child in children_of(config)}
         self._restart = restart
         self._log_level = log_level
@@ -191,6 +192,7 @@ class LocalCluster:
         assert self.folder is not None
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
         threads = section.threads if section else 1
+        cores = self._cores.get(child.node_id, ())
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # a folder named like a role where the user happens to be must not win over ours
@@ -200,6 +202,7 @@ class LocalCluster:
             str(self.folder / "cluster.toml"),
             "--set",
             f"node.id={child.node_id}",
+            *(("--set", f"node.cores={list(cores)}") if cores else ()),
             "--log-level",
             self._log_level,
             stdin=asyncio.subprocess.DEVNULL,

@@ -44,6 +44,31 @@ def _with_threads(section: EngineSection, config: Config) -> EngineSection:
     return section if section.threads else replace(section, threads=max(1, available_cores() // nodes))
 
 
+def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:
+    """With ``cluster.pin``, the cores of each prefill and decode node by its id, disjoint; else empty.
+
+    Raises ConfigError when the machine has fewer cores than the nodes have threads: shared cores separate nothing.
+    """
+    if not config.cluster.pin:
+        return {}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    wanted = {
+        f"{role}-{number}": section.threads
+        for role, section, count in (
+            ("prefill", config.prefill, config.cluster.prefill),
+            ("decode", config.decode, config.cluster.decode),
+        )
+        for number in range(count)
+    }
+    if sum(wanted.values()) > len(cores):
+        raise ConfigError(
+            f"cluster.pin needs {sum(wanted.values())} cores for the threads of {len(wanted)} nodes, "
+            f"this machine has {len(cores)}: lower prefill.threads or decode.threads, or do without"
+        )
+    taken = iter(cores)
+    return {node: tuple(next(taken) for _ in range(threads)) for node, threads in wanted.items()}
+
+
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -52,6 +52,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         config = load_config(arguments.config, arguments.set)
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
         die_with_parent()
+        pin_to(config.node.cores)
         run_async(_serve(name, build(config)))
     except ConfigError as error:
         _leave(name, error, 2)
@@ -190,6 +191,16 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(launcher):  # it died before the kernel knew
         raise NodeUnavailable(f"the launcher (process {launcher}) is gone")
+
+
+def pin_to(cores: tuple[int, ...]) -> None:
+    """Keep this process, and every thread it will start, on these cores. Raises ConfigError for one that is not there."""
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except (AttributeError, OSError, ValueError) as error:
+        raise ConfigError(f"this process cannot run on the cores {list(cores)} (node.cores): {error}") from None
 
 
 def _leave(name: str, error: MooncakeError, code: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from mooncake.app.preflight import (
     available_memory_gb,
     check_memory,
     check_ports,
+    cores_of_nodes,
     free_port,
     memory_need,
     parameter_count,
@@ -77,3 +80,25 @@ def test_this_machine_tells_its_memory() -> None:
     available_gb = available_memory_gb()
     assert available_gb is not None
     assert 0.1 < available_gb < 1e5
+
+
+def test_pinned_nodes_get_cores_of_their_own_or_a_sentence() -> None:
+    one_thread = ["prefill.threads=1", "decode.threads=1"]
+    assert cores_of_nodes(load_config(overrides=one_thread)) == {}
+    pinned = cores_of_nodes(load_config(overrides=["cluster.pin=true", "cluster.decode=0", *one_thread]))
+    assert set(pinned) == {"prefill-0"}
+    assert len(pinned["prefill-0"]) == 1
+    many = load_config(overrides=["cluster.pin=true", "prefill.threads=500", "decode.threads=1"])
+    with pytest.raises(ConfigError, match="cluster.pin needs 501 cores for the threads of 2 nodes"):
+        cores_of_nodes(many)
+
+
+def test_a_process_stays_on_the_cores_it_was_given() -> None:
+    core = min(os.sched_getaffinity(0))
+    program = (
+        "import os\nfrom mooncake.app.role_main import pin_to\n"
+        f"pin_to(({core},))\nprint(sorted(os.sched_getaffinity(0)))\npin_to((9999,))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == f"[{core}]"
+    assert "cannot run on the cores [9999] (node.cores)" in done.stderr
