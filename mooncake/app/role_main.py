@@ -194,7 +194,7 @@ def die_with_parent() -> None:
 
 
 def pin_to(cores: tuple[int, ...]) -> None:
-    """Keep this process, and every thread it will start, on these cores. Raises ConfigError for one that is not there."""
+    """Keep this process, and every thread it will start, on these cores. Raises ConfigError for one that is missing."""
     if not cores:
         return
     try:
