@@ -163,8 +163,6 @@ class Fleet:
         account.foreign_context = max(0, load.context_tokens - account.decode_tokens)
         account.unseen_blocks = 0
         self._sync(node_id)
-        if (view := self._view) is not None and node_id in view.decode_at:
-            view.decode.least_free_blocks = float(view.decode.free_blocks.min())
 
     def forget(self, node_id: str) -> None:
         """The node is gone. What is still open on it is taken back by its tickets, which keep the account alive."""
@@ -204,7 +202,6 @@ class Fleet:
                 nodes=prefill,
                 slots=self._slots(prefill),
                 home=home,
-                home_block_tokens=np.where(home >= 0, float(self.registry.block_tokens), 0.0),
                 costs=np.zeros((3, num_prefill)),
                 known=np.zeros(num_prefill, dtype=bool),
                 **{name: np.zeros(num_prefill) for name in _PREFILL_FLOATS},
@@ -212,7 +209,6 @@ class Fleet:
             decode=DecodeSide(
                 nodes=decode,
                 slots=self._slots(decode),
-                least_free_blocks=0.0,
                 **{name: np.zeros(num_decode) for name in _DECODE_FLOATS},
             ),
             stores=StoreSide(
@@ -246,8 +242,6 @@ class Fleet:
         self._set_derived_transfers(view)
         for info in (*prefill, *decode, *stores):
             self._sync(info.node_id)
-        if decode:
-            view.decode.least_free_blocks = float(view.decode.free_blocks.min())
         return view
 
     def _refresh(self, view: View, changed: list[Changed]) -> None:
@@ -307,11 +301,8 @@ class Fleet:
 
     def _set_derived_transfers(self, view: View) -> None:
         if view.decode.nodes:
-            view.least_send_latency = view.send_latency.min(axis=1)
-            view.least_send_byte = view.send_byte.min(axis=1)
-        if view.stores.nodes:
-            home, everyone = view.prefill.home, np.arange(len(view.prefill.nodes))
-            view.prefill.home_byte = view.fetch_byte[home, everyone]
+            view.send_latency.min(axis=1, out=view.least_send_latency)
+            view.send_byte.min(axis=1, out=view.least_send_byte)
 
     def _slots(self, nodes: tuple[NodeInfo, ...]) -> Ints:
         return np.array([self.index.slot(info.node_id) for info in nodes], dtype=np.int64)
@@ -364,8 +355,6 @@ class Fleet:
         side.free_blocks[at] = free
         side.total_blocks[at] = load.blocks_total
         side.tie_ms[at] = TIE_REQUEST_MS * sequences + TIE_TOKEN_MS * context_tokens
-        if free < side.least_free_blocks:
-            side.least_free_blocks = free
 
     def _sync_store(self, node_id: str, account: Account) -> None:
         view = self._view
@@ -390,7 +379,6 @@ _PREFILL_FLOATS = (
     "queued_ms",
     "tail_ms",
     "ready_at_ms",
-    "home_byte",
     "tie_ms",
 )
 _DECODE_FLOATS = (

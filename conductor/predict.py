@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.view import FASTEST, MAX_SOURCES, NONE, Choice, Floats, Question
+from conductor.view import FASTEST, MAX_SOURCES, NONE, SESSION_MS, Choice, Floats, Question
 
 
 class FirstToken(NamedTuple):
-    """Arrays over P. ``most_prefill_ms`` is that without fetching, which hides the most of a hand-off."""
+    """Arrays over P: the fastest way to the first token on each prefill node, and what it computes then."""
 
     ttft_ms: Floats
-    most_prefill_ms: Floats
+    prefill_ms: Floats
 
 
 class Breakdown(NamedTuple):
@@ -45,59 +45,40 @@ class Prediction(NamedTuple):
 
 
 def first_token(question: Question) -> FirstToken:
-    """Every prefill node with what it and its host's store hold, or with the best other store, whatever is faster.
-
-    The hot loop of the conductor: one-dimensional arrays of one type only, everything else costs numpy a microsecond.
-    """
-    view, shape, num_tokens = question.view, question.shape, question.facts.num_tokens
-    side, stores, usable = view.prefill, view.stores, question.usable_tokens
-    own = question.prefill_runs * shape.block_tokens
-    np.minimum(own, usable, out=own)
-    ready = side.ready_at_ms - question.now_ms
-    np.maximum(ready, side.tail_ms, out=ready)
-    sources = question.sources(1)
-    if not sources:
-        compute = prefill_array_ms(question, own)
-        ready += compute
-        ready += side.tie_ms
-        return FirstToken(ready, compute)
-    byte_of_token = shape.block_bytes / shape.block_tokens
-    with_home = question.store_runs[side.home]
-    with_home *= side.home_block_tokens
-    np.maximum(with_home, own, out=with_home)
-    own -= with_home  # what is read from the host's own store, negative
-    own *= side.home_byte
-    own *= byte_of_token
-    ready -= own
-    compute = prefill_array_ms(question, with_home)
-    source = sources[0]
-    cached = min(question.store_runs.item(source) * shape.block_tokens, usable)
-    # Not better than ``compute`` where ``with_home`` is more than that; then the other is taken.
-    fetch = np.array((1.0, num_tokens - cached, num_tokens**2 - cached**2)) @ side.costs
-    missing = cached - with_home
-    np.maximum(missing, 0.0, out=missing)
-    missing *= view.fetch_byte[source]
-    missing *= byte_of_token * (stores.sending_flows.item(source) + 1.0)
-    fetch += missing
-    fetch += view.fetch_latency[source]
-    slow = question.store_runs.item(source) - question.dram_runs.item(source)
-    if slow:
-        fetch += slow * shape.block_bytes * stores.ssd_byte_ms
-    np.minimum(fetch, compute, out=fetch)
-    fetch += ready
-    fetch += side.tie_ms
-    return FirstToken(fetch, compute)
+    """Every prefill node with its own cache, its host's store, and the best few other stores, whatever is fastest."""
+    view, shape = question.view, question.shape
+    everyone, is_unknown = np.arange(len(view.prefill.nodes)), ~view.prefill.known
+    local = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
+    cached, fetching, computing = local, np.zeros(len(local)), prefill_array_ms(question, local)
+    sources = question.sources(MAX_SOURCES)
+    for source in [view.prefill.home, *(np.full(len(local), source) for source in sources)] if sources else ():
+        tokens = np.minimum(question.store_runs[source] * shape.block_tokens, question.usable_tokens)
+        flows = np.where(source == view.prefill.home, 0.0, view.stores.sending_flows[source])
+        num_bytes = (tokens - local) * shape.block_bytes / shape.block_tokens * (flows + 1.0)
+        slow = (question.store_runs - question.dram_runs)[source]
+        fetch = view.fetch_latency[source, everyone] + view.fetch_byte[source, everyone] * num_bytes
+        fetch = fetch + slow * shape.block_bytes * view.stores.ssd_byte_ms
+        compute = prefill_array_ms(question, tokens)
+        is_faster = (fetch + compute < fetching + computing) | (is_unknown & (tokens > cached))
+        takes = (source >= 0) & (tokens > local) & is_faster
+        cached = np.where(takes, tokens, cached)
+        fetching = np.where(takes, fetch, fetching)
+        computing = np.where(takes, compute, computing)
+    ttft = question.queue_ms() + (fetching + computing) + view.prefill.tie_ms
+    if question.last_prefill != NONE:
+        ttft[question.last_prefill] -= SESSION_MS
+    return FirstToken(ttft, computing)
 
 
 def prefill_array_ms(question: Question, cached: Floats) -> Floats:
     """[P] ms of computing what is not ``cached``: new·(cached + new/2) is half the difference of the squares."""
-    side, num_tokens = question.view.prefill, question.facts.num_tokens
-    result: Floats = np.array((1.0, num_tokens, num_tokens**2)) @ side.costs
-    _, token, half_pair = side.costs
-    saved = cached * half_pair
-    saved += token
-    saved *= cached
-    result -= saved
+    num_tokens, chunk = question.facts.num_tokens, question.shape.chunk_tokens
+    step, token, half_pair = question.view.prefill.costs
+    new = num_tokens - cached
+    if chunk:
+        token = token - 2.0 * step / chunk
+        step = 2.0 * step * np.ceil(new / chunk)
+    result: Floats = step + new * (token + half_pair * (num_tokens + cached))
     return result
 
 
@@ -111,40 +92,32 @@ def transfer_array_ms(question: Question, source: int, tokens: Floats) -> Floats
 
 def local_ttft_ms(question: Question) -> Floats:
     """[P]: queue, reading from the store on the same host, and prefill; nothing from elsewhere."""
-    shape, side = question.shape, question.view.prefill
+    shape, view = question.shape, question.view
     own = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
     with_home = np.minimum(question.own_blocks() * shape.block_tokens, question.usable_tokens)
-    read = (with_home - own) * side.home_byte * (shape.block_bytes / shape.block_tokens)
-    result: Floats = question.queue_ms() + read + prefill_array_ms(question, with_home) + side.tie_ms
+    result: Floats = question.queue_ms() + prefill_array_ms(question, with_home) + view.prefill.tie_ms
+    if view.stores.nodes:
+        home_byte = view.fetch_byte[view.prefill.home, np.arange(len(own))]
+        result = result + (with_home - own) * home_byte * (shape.block_bytes / shape.block_tokens)
     return result
 
 
 def sent_bytes(question: Question) -> Floats:
     """[D]: of the prompt's blocks that each decode node lacks."""
     total = -(-question.facts.num_tokens // question.shape.block_tokens)
-    result: Floats = total - question.decode_runs
-    result *= question.shape.block_bytes
+    result: Floats = (total - question.decode_runs) * question.shape.block_bytes
     return result
 
 
 def decode_work_ms(question: Question) -> Floats:
-    """[D]: the expected answer, one step a token, beside what the node runs already."""
-    side, facts = question.view.decode, question.facts
-    result: Floats = side.context_ms * facts.num_tokens
-    result += side.next_step_ms
-    result *= facts.expected_tokens
-    result += side.tie_ms
-    return result
-
-
-def keep_room(question: Question, num_bytes: Floats, work: Floats) -> Floats:
-    """``work`` [D] with inf where the request and its expected answer do not fit, unless they fit nowhere."""
-    facts, shape, side = question.facts, question.shape, question.view.decode
-    blocks = (facts.num_tokens + facts.expected_tokens) / shape.block_tokens + 1.0
-    if side.least_free_blocks >= blocks and question.decode_ok is None:
-        return work
+    """[D]: the expected answer, one step a token, beside what the node runs already; inf where it must not go, or
+    does not fit with its answer, unless it fits nowhere."""
+    side, facts, shape = question.view.decode, question.facts, question.shape
+    work = (side.next_step_ms + side.context_ms * facts.num_tokens) * facts.expected_tokens + side.tie_ms
+    if question.last_decode != NONE:
+        work[question.last_decode] -= SESSION_MS
+    wanted = sent_bytes(question) / shape.block_bytes + facts.expected_tokens / shape.block_tokens
     ok = np.ones(len(work), dtype=bool) if question.decode_ok is None else question.decode_ok
-    wanted = num_bytes * (1.0 / shape.block_bytes) + facts.expected_tokens / shape.block_tokens
     room = ok & (side.free_blocks >= wanted)
     return np.where(room if room.any() else ok, work, np.inf)
 
@@ -214,7 +187,6 @@ def _fetch_ms(question: Question, p: int, source: int, tokens: int) -> float:
 
 
 def _prefill_ms(question: Question, p: int, cached: int) -> float:
-    """With whole steps, where the arrays have the mean of the last one."""
     costs, num_tokens, chunk = question.view.prefill.costs, question.facts.num_tokens, question.shape.chunk_tokens
     new = num_tokens - cached
     step, token = costs.item(0, p), costs.item(1, p)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.prefix_index import PrefixIndex
-from conductor.view import Bools, Question, View
+from conductor.view import NONE, Bools, Question, View
 
 DEPTHS = tuple(2**power for power in range(2, 16))  # blocks at which prefixes are watched
 MAX_WATCHED = 4096
@@ -137,7 +137,7 @@ class Replicator:
         count = min(count, self.limits.max_copies - made)
         busy = np.full(len(view.stores.nodes), np.inf)
         for p, home in enumerate(view.prefill.home):
-            if view.prefill.home_block_tokens[p]:
+            if home != NONE:
                 busy[home] = min(busy[home], float(view.prefill.queued_ms[p]))
         found: list[str] = []
         for at in np.argsort(busy, kind="stable"):

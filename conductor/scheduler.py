@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.fleet import Fleet, Ticket
+from conductor.native import NativeSearch, load_search
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
+from conductor.policies.milliseconds import milliseconds
 from conductor.predict import Breakdown, Prediction, explain
 from conductor.registry import NodeInfo
 from conductor.view import NONE, Bools, Choice, Question, RequestFacts, Shape
@@ -46,26 +48,20 @@ class Scheduler:
         shape: Shape,
         policy: Policy = POLICIES[DEFAULT_POLICY],
         rng: np.random.Generator | None = None,
+        native: bool = True,
     ) -> None:
         self.fleet = fleet
         self.shape = shape
         self.policy = policy
         self._rng = rng if rng is not None else np.random.default_rng(0)
+        library = load_search() if native else None
+        self._native = NativeSearch(library, shape) if library is not None else None
 
     def ask(self, facts: RequestFacts, now: float) -> Question:
         """The request before the cluster as it is now."""
         view = self.fleet.view(now)
         runs = self.fleet.index.runs(facts.keys)
-        question = Question(
-            facts,
-            view,
-            self.shape,
-            now * 1e3,
-            runs[view.prefill.slots],
-            runs[view.decode.slots],
-            runs[view.stores.slots],
-            runs[view.stores.dram_slots],
-        )
+        question = Question(facts, view, self.shape, now * 1e3, runs)
         if facts.excluded:
             question.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)
             question.decode_ok = _allowed(view.decode.nodes, facts.excluded)
@@ -83,8 +79,11 @@ class Scheduler:
     def answer(self, question: Question) -> Placement:
         """As ``place``, for a request that was asked about already."""
         _check_somebody(question)
-        choice = self.policy(question, self._rng)
-        placement = describe(question, choice)
+        if self._native is not None and self.policy is milliseconds:
+            placement = describe(question, *self._native(question))
+        else:
+            choice = self.policy(question, self._rng)
+            placement = describe(question, choice, explain(question, choice))
         _check_time(placement, question.facts.budget_ms)
         return placement
 
@@ -112,8 +111,7 @@ class Scheduler:
         self.fleet.close(ticket, now)
 
 
-def describe(question: Question, choice: Choice) -> Placement:
-    found: Prediction = explain(question, choice)
+def describe(question: Question, choice: Choice, found: Prediction) -> Placement:
     view = question.view
     p, d = choice.prefill, choice.decode
     cached = found.local_tokens + found.fetched_tokens

@@ -21,6 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 NONE = -1  # no node, where an index is wanted
 MAX_SOURCES = 3  # stores looked at as sources of one prefix
+SESSION_MS = 1e-6  # what staying with the session's nodes is worth: it breaks ties
 FASTEST = -2  # as a source: whichever store is predicted to be fastest, or none
 
 
@@ -54,7 +55,7 @@ class PrefillSide:
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints  # in the prefix index
-    home: Ints  # the store on the same host; the last one where there is none, whose ``home_block_tokens`` are 0
+    home: Ints  # the store on the same host, NONE: there is none
     costs: Floats  # [3, P]: ms a prompt, a token, and half of ms a pair of tokens; chunks are spread over the tokens
     known: Bools
     queued_requests: Floats
@@ -62,8 +63,6 @@ class PrefillSide:
     queued_ms: Floats
     tail_ms: Floats
     ready_at_ms: Floats
-    home_byte: Floats  # ms a byte of reading from the store on the same host
-    home_block_tokens: Floats  # tokens of a block there; 0: there is no such store
     tie_ms: Floats  # next to nothing, more the more is queued: tells equal nodes apart
 
 
@@ -83,7 +82,6 @@ class DecodeSide:
     free_blocks: Floats
     total_blocks: Floats  # 0: the node has not said
     tie_ms: Floats
-    least_free_blocks: float  # no node has fewer
 
 
 @dataclass(slots=True)
@@ -130,54 +128,60 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class Question:
-    """One request before the cluster as it is now: what every policy is given."""
+    """One request before the cluster as it is now: what every policy is given. A run is of leading blocks."""
 
     facts: RequestFacts
     view: View
     shape: Shape
     now_ms: float
-    prefill_runs: Floats  # leading blocks of the prompt in each node's own cache
-    decode_runs: Floats
-    store_runs: Floats  # in any tier
-    dram_runs: Floats
+    runs: Floats  # by slot of the prefix index
     prefill_ok: Bools | None = None  # None: all
     decode_ok: Bools | None = None
     last_prefill: int = NONE  # where the session's last request was
     last_decode: int = NONE
-    _sources: list[int] | None = None
 
     @property
     def usable_tokens(self) -> int:
         """The last token of a prompt is always computed."""
         return self.facts.num_tokens - 1
 
+    @property
+    def prefill_runs(self) -> Floats:
+        """[P]: in each node's own cache."""
+        return self.runs[self.view.prefill.slots]
+
+    @property
+    def decode_runs(self) -> Floats:
+        """[D]"""
+        return self.runs[self.view.decode.slots]
+
+    @property
+    def store_runs(self) -> Floats:
+        """[S]: in any tier."""
+        return self.runs[self.view.stores.slots]
+
+    @property
+    def dram_runs(self) -> Floats:
+        """[S]"""
+        return self.runs[self.view.stores.dram_slots]
+
+    def home_runs(self) -> Floats:
+        """[P]: in the store on the same host."""
+        home, runs = self.view.prefill.home, self.store_runs
+        return np.where(home >= 0, runs[home], 0.0) if len(runs) else np.zeros(len(home))
+
+    def own_blocks(self) -> Floats:
+        """[P]: what a prefill node has without asking another host."""
+        return np.maximum(self.prefill_runs, self.home_runs())
+
     def queue_ms(self) -> Floats:
         """[P]: until a request placed now would begin."""
         side = self.view.prefill
         return np.maximum(side.ready_at_ms - self.now_ms, side.tail_ms)
 
-    def own_blocks(self) -> Floats:
-        """[P]: leading blocks that a prefill node has without asking another host."""
-        return np.maximum(self.prefill_runs, self.home_runs())
-
-    def home_runs(self) -> Floats:
-        """[P]: leading blocks in the store on the same host."""
-        side = self.view.prefill
-        if not len(self.store_runs):
-            return np.zeros(len(self.prefill_runs))
-        return np.where(side.home_block_tokens > 0.0, self.store_runs[side.home], 0.0)
-
     def sources(self, limit: int) -> list[int]:
         """Up to ``limit`` stores with the longest runs of the prompt; of equal ones, those that send least now."""
-        found = self._sources
-        if found is None:
-            found = self._sources = []
-            if len(self.store_runs) and self.store_runs[self.store_runs.argmax()]:
-                rank = self.store_runs + self.view.stores.idleness
-                for _ in range(min(MAX_SOURCES, len(rank))):
-                    at = int(rank.argmax())
-                    if rank[at] < 1.0:
-                        break
-                    found.append(at)
-                    rank[at] = 0.0
-        return found[:limit]
+        runs = self.store_runs
+        rank = np.where(runs >= 1.0, runs + self.view.stores.idleness, -np.inf)
+        order = np.argsort(-rank, kind="stable")[:limit]
+        return [int(at) for at in order if rank[at] > -np.inf]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from conductor.policies.pick import allowed, idlest_decode, least
+from conductor.policies.pick import allowed, idlest_decode
 from conductor.predict import prefill_array_ms, transfer_array_ms
 from conductor.view import NONE, Choice, Question
 
@@ -30,7 +30,7 @@ def algorithm_1_with(threshold: float) -> Callable[[Question, np.random.Generato
         if sources:
             missing = (best_run - own) * question.shape.block_tokens
             ttft = ttft + np.where(fetches, transfer_array_ms(question, best, np.maximum(missing, 0.0)), 0.0)
-        p = least(allowed(question, ttft))
+        p = int(allowed(question, ttft).argmin())
         return Choice(p, idlest_decode(question), best if fetches[p] else NONE)
 
     return algorithm_1

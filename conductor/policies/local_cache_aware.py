@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from conductor.policies.pick import allowed, idlest_decode, least
+from conductor.policies.pick import allowed, idlest_decode
 from conductor.predict import local_ttft_ms
 from conductor.view import Choice, Question
 
 
 def local_cache_aware(question: Question, rng: np.random.Generator) -> Choice:
-    return Choice(least(allowed(question, local_ttft_ms(question))), idlest_decode(question))
+    return Choice(int(allowed(question, local_ttft_ms(question)).argmin()), idlest_decode(question))

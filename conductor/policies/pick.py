@@ -1,18 +1,10 @@
-"""Steps that several policies share: who may be taken, the least of several numbers, and decode nodes by load alone."""
+"""Steps that several policies share: who may be taken, a least of several, and decode nodes by load alone."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from conductor.view import NONE, Bools, Floats, Question
-
-TIE_MS = 1e-6  # totals nearer than this are equal
-
-
-def least(cost: Floats, prefer: int = NONE) -> int:
-    """Index of the least cost, or ``prefer`` when that is equally good. Loads have told equal nodes apart already."""
-    at = int(cost.argmin())
-    return prefer if prefer != NONE and cost[prefer] <= cost[at] + TIE_MS else at
 
 
 def any_least(cost: Floats, rng: np.random.Generator) -> int:
@@ -43,7 +35,7 @@ def least_decode(question: Question, cost: Floats) -> int:
     """The decode node of least ``cost`` [D]; NONE when the request needs none. Equal ones by load."""
     if not question.facts.needs_decode:
         return NONE
-    return least(np.where(decode_choices(question), cost + question.view.decode.tie_ms, np.inf))
+    return int(np.where(decode_choices(question), cost + question.view.decode.tie_ms, np.inf).argmin())
 
 
 def idlest_decode(question: Question) -> int:

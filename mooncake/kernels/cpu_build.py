@@ -1,94 +1,18 @@
-"""Builds ``cpu_kernels.cpp`` for this very machine at first use, and keeps the result for later processes.
-
-The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source (with what
-it includes from ``cpp``), flags, compiler, instruction set. Several processes may build it at once: each renames its
-finished file into place. Whatever goes wrong is said in one sentence of ``BuildFailed``; nothing here knows what the
-kernels do.
-"""
+"""Which C++ the CPU kernels are: ``cpu_kernels.cpp`` with what it includes from ``cpp``, built at first use."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import time
 from pathlib import Path
 
-from mooncake.precision import cpu_features
+from mooncake.native import BuildFailed, load_native
+
+__all__ = ["BuildFailed", "load_library"]
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 HEADERS = Path(__file__).with_name("cpp")
-COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
-BUILD_TIMEOUT_S = 120
-
-log = logging.getLogger(__name__)
-
-
-class BuildFailed(Exception):
-    """No kernels for this machine; the message says why and what would help."""
 
 
 def load_library() -> ctypes.CDLL:
     """The kernels as a loaded library, built if need be. Raises BuildFailed."""
-    compiler = _find_compiler()
-    path = _cache_folder() / f"cpu-{_digest(compiler)}.so"
-    if not path.exists():
-        started_s = time.monotonic()
-        _build(compiler, path)
-        log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - started_s, path)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildFailed(f"the built kernels do not load: {error}") from None
-
-
-def _find_compiler() -> str:
-    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
-    for name in wanted:
-        if path := shutil.which(name):
-            return path
-    raise BuildFailed(f"no C++ compiler ({' or '.join(wanted)}) is installed; install g++")
-
-
-def _cache_folder() -> Path:
-    """Our own folder for built code: never one that somebody else could have filled."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "mooncake" / "kernels"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = folder.stat().st_uid
-    except OSError as error:
-        raise BuildFailed(f"cannot keep built kernels in {folder}: {error.strerror}; set XDG_CACHE_HOME") from None
-    if owner != os.geteuid():
-        raise BuildFailed(f"{folder} belongs to another user; set XDG_CACHE_HOME")
-    return folder
-
-
-def _digest(compiler: str) -> str:
-    machine = " ".join([platform.machine(), *sorted(cpu_features()), *COMPILE_FLAGS])
-    sources = [path.read_bytes() for path in (SOURCE, *sorted(HEADERS.glob("*.h")))]
-    parts = [*sources, _run([compiler, "--version"]), machine.encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-
-
-def _build(compiler: str, target: Path) -> None:
-    """Compile, and rename into place."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        built = Path(folder) / "kernels.so"
-        _run([compiler, *COMPILE_FLAGS, "-shared", str(SOURCE), "-o", str(built)])
-        built.replace(target)
-
-
-def _run(command: list[str]) -> bytes:
-    try:
-        return subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.decode(errors="replace").strip().splitlines()
-        raise BuildFailed(f"{command[0]} failed: {reason[0] if reason else f'exit {error.returncode}'}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildFailed(f"{command[0]} did not run: {error}") from None
+    return load_native("cpu", SOURCE, sorted(HEADERS.glob("*.h")))

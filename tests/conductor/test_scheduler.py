@@ -8,7 +8,7 @@ from placing import Cluster, incarnation, incarnations, pair
 
 from conductor.fleet import Ticket
 from conductor.registry import NodeLoad
-from conductor.scheduler import Placement
+from conductor.scheduler import Placement, Scheduler
 from mooncake.errors import NodeUnavailable, Overloaded
 
 
@@ -182,3 +182,50 @@ def test_pruning_finds_the_same_pair_as_trying_all() -> None:
             for d in range(5)
         ]
         assert total(best) == pytest.approx(min(totals))
+
+
+def random_cluster(rng: np.random.Generator) -> Cluster:
+    """Nodes of different speeds, links, queues and room."""
+    cluster = Cluster(prefill=6, decode=5, stores=6, hosts=bool(rng.integers(2)), measured=bool(rng.integers(5)))
+    costs, registry = cluster.fleet.costs, cluster.fleet.registry
+    for i in range(5):
+        for size in (10, 100, 1000):
+            if rng.random() < 0.7:
+                costs.observe_prefill(f"p{i}", size, 0, float(size * rng.uniform(0.2, 3.0)))
+            costs.observe_transfer(f"p{i}", f"d{rng.integers(5)}", size << 20, float(size * rng.uniform(0.1, 20.0)))
+            costs.observe_transfer(f"p{i}", f"s{rng.integers(6)}", size << 20, float(size * rng.uniform(0.1, 50.0)))
+        load = NodeLoad(blocks_total=100, blocks_free=int(rng.integers(100)))
+        registry.heartbeat(f"d{i}", incarnation(f"d{i}"), load, False, cluster.now)
+        cluster.fleet.heard(f"d{i}", load)
+        ticket = Ticket(f"p{i}", f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640, 3, f"s{i}", 1e6)
+        cluster.fleet.book(ticket, cluster.now - rng.random(), session=f"session {i}")
+    return cluster
+
+
+def test_the_search_in_cpp_answers_as_its_definition_in_python() -> None:
+    rng, compared = np.random.default_rng(11), 0
+    for _ in range(60):
+        cluster = random_cluster(rng)
+        for _ in range(5):
+            runs = {name: int(rng.integers(1, 20)) for name in NAMES if rng.random() < 0.4}
+            asked = {
+                "num_tokens": int(rng.integers(1, 1400)),
+                "runs": runs,
+                "needs_decode": bool(rng.integers(4)),
+                "session": f"session {rng.integers(5)}" if rng.integers(2) else "",
+                "excluded": incarnations("p1", "d1") if rng.integers(2) else frozenset(),
+            }
+            facts = cluster.facts(**asked)
+            placements = []
+            for native in (True, False):
+                scheduler = Scheduler(cluster.fleet, cluster.scheduler.shape, native=native)
+                placements.append(scheduler.place(facts, cluster.now))
+                cluster.fleet.index.sweep()
+            compiled, defined = placements
+            assert compiled.breakdown == pytest.approx(defined.breakdown)
+            assert compiled._replace(breakdown=defined.breakdown) == defined
+            compared += 1
+    assert compared == 300
+
+
+NAMES = [f"{kind}{i}" for kind, count in (("p", 6), ("d", 5), ("s", 6)) for i in range(count)]

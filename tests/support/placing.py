@@ -39,6 +39,7 @@ class Cluster:
     measured: bool = True
     now: float = 100.0
     policy: str = DEFAULT_POLICY
+    native: bool = True
     hosts: bool = False  # each prefill node has a host of its own, with a store; else all are on one
     fleet: Fleet = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -47,7 +48,7 @@ class Cluster:
     def __post_init__(self) -> None:
         registry, costs = Registry("kv", 64, 0.5, 5.0), CostModel()
         self.fleet = Fleet(registry, costs, PrefixIndex())
-        self.scheduler = Scheduler(self.fleet, SHAPE, POLICIES[self.policy], np.random.default_rng(1))
+        self.scheduler = Scheduler(self.fleet, SHAPE, POLICIES[self.policy], np.random.default_rng(1), self.native)
         for role, number in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.STORE, self.stores)):
             for i in range(number):
                 host = f"h{i}" if self.hosts and role is not Role.DECODE else "h"

@@ -1,0 +1,173 @@
+// The default policy's search over nodes, as policies/milliseconds.py and predict.py define it; built at first use.
+// Pure arithmetic over arrays that Python owns; it allocates nothing but on the stack and keeps nothing.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+namespace {
+
+constexpr double kInfinity = INFINITY;
+constexpr double kSessionMs = 1e-6;  // what staying with the session's nodes is worth: it breaks ties
+constexpr int kMaxSources = 3;
+
+struct View {
+    int64_t num_prefill, num_decode, num_stores;
+    const int64_t *prefill_slots, *home;
+    const double *costs;  // [3, P]
+    const uint8_t *known;
+    const double *tail_ms, *ready_at_ms, *prefill_tie_ms;
+    const int64_t *decode_slots;
+    const double *context_ms, *next_step_ms, *free_blocks, *decode_tie_ms;
+    const int64_t *store_slots, *dram_slots;
+    const double *sending_flows, *idleness;
+    const double *fetch_latency, *fetch_byte;  // [S, P]
+    const double *send_latency, *send_byte;    // [P, D]
+    const double *least_send_latency, *least_send_byte;
+    double ssd_byte_ms, block_tokens, block_bytes, num_layers, chunk_tokens;
+};
+
+struct Request {
+    const double *runs;
+    const uint8_t *prefill_ok, *decode_ok;  // null: all
+    double num_tokens, expected_tokens, now_ms;
+    int64_t needs_decode, last_prefill, last_decode;
+};
+
+struct Result {
+    int64_t prefill, decode, source, local_tokens, cached_tokens, sent_blocks;
+    double queue_ms, fetch_ms, prefill_ms, handoff_ms, step_ms;
+};
+
+struct Way {
+    int64_t source;
+    double cached, fetch_ms, prefill_ms;
+    double total() const { return fetch_ms + prefill_ms; }
+};
+
+double prefill_ms(const View &v, int64_t p, double num_tokens, double cached) {
+    const double fresh = num_tokens - cached;
+    double step = v.costs[p], token = v.costs[v.num_prefill + p];
+    if (v.chunk_tokens > 0) {
+        step *= 2.0;
+        token -= step / v.chunk_tokens;
+        step *= std::ceil(fresh / v.chunk_tokens);
+    }
+    return step + fresh * (token + v.costs[2 * v.num_prefill + p] * (num_tokens + cached));
+}
+
+double fetch_ms(const View &v, const Request &r, int64_t p, int64_t s, double tokens) {
+    double bytes = tokens * v.block_bytes / v.block_tokens;
+    if (s != v.home[p]) bytes *= v.sending_flows[s] + 1.0;
+    const double slow = r.runs[v.store_slots[s]] - r.runs[v.dram_slots[s]];
+    const int64_t at = s * v.num_prefill + p;
+    return v.fetch_latency[at] + v.fetch_byte[at] * bytes + slow * v.block_bytes * v.ssd_byte_ms;
+}
+
+int find_sources(const View &v, const Request &r, int64_t *sources) {
+    double rank[kMaxSources];
+    int found = 0;
+    for (int64_t s = 0; s < v.num_stores; ++s) {
+        const double run = r.runs[v.store_slots[s]];
+        if (run < 1.0) continue;
+        const double mine = run + v.idleness[s];
+        int at = found;
+        while (at > 0 && mine > rank[at - 1]) --at;
+        if (at >= kMaxSources) continue;
+        found = std::min(found + 1, kMaxSources);
+        for (int i = found - 1; i > at; --i) rank[i] = rank[i - 1], sources[i] = sources[i - 1];
+        rank[at] = mine;
+        sources[at] = s;
+    }
+    return found;
+}
+
+Way fastest_way(const View &v, const Request &r, int64_t p, double local, const int64_t *sources, int num_sources) {
+    const double usable = r.num_tokens - 1.0;
+    Way best{-1, local, 0.0, prefill_ms(v, p, r.num_tokens, local)};
+    for (int i = -1; i < num_sources; ++i) {
+        const int64_t s = i < 0 ? v.home[p] : sources[i];
+        if (s < 0) continue;
+        const double cached = std::min(r.runs[v.store_slots[s]] * v.block_tokens, usable);
+        if (cached <= local) continue;
+        const Way way{s, cached, fetch_ms(v, r, p, s, cached - local), prefill_ms(v, p, r.num_tokens, cached)};
+        if (way.total() < best.total() || (!v.known[p] && way.cached > best.cached)) best = way;
+    }
+    return best;
+}
+
+double handoff_ms(double sending, double computing, double layers) {
+    return std::max(sending - computing, sending / layers);
+}
+
+}  // namespace
+
+// scratch: [3 P + 2 D] doubles. Somebody must be allowed on each side that is needed.
+extern "C" void place(const View *view, const Request *request, Result *result, double *scratch) {
+    const View &v = *view;
+    const Request &r = *request;
+    const int64_t P = v.num_prefill, D = v.num_decode;
+    double *ttft = scratch, *computing = ttft + P, *work = computing + 2 * P, *bytes = work + D;
+    int64_t sources[kMaxSources];
+    const int num_sources = find_sources(v, r, sources);
+    const double usable = r.num_tokens - 1.0;
+    int64_t best_p = 0, best_d = -1;
+    for (int64_t p = 0; p < P; ++p) {
+        ttft[p] = kInfinity;
+        if (r.prefill_ok && !r.prefill_ok[p]) continue;
+        const double local = std::min(r.runs[v.prefill_slots[p]] * v.block_tokens, usable);
+        const Way way = fastest_way(v, r, p, local, sources, num_sources);
+        ttft[p] = std::max(v.ready_at_ms[p] - r.now_ms, v.tail_ms[p]) + way.total() + v.prefill_tie_ms[p];
+        if (p == r.last_prefill) ttft[p] -= kSessionMs;
+        computing[p] = way.prefill_ms;
+        if (ttft[p] < ttft[best_p]) best_p = p;
+    }
+    if (r.needs_decode) {
+        const double total_blocks = std::ceil(r.num_tokens / v.block_tokens);
+        const double answer_blocks = r.expected_tokens / v.block_tokens;
+        double least_bytes = kInfinity, least_work = kInfinity;
+        for (int pass = 0; pass < 2 && least_work == kInfinity; ++pass) {  // the second: nobody has room, so all wait
+            for (int64_t d = 0; d < D; ++d) {
+                const double blocks = total_blocks - r.runs[v.decode_slots[d]];
+                bytes[d] = blocks * v.block_bytes;
+                work[d] = kInfinity;
+                if (r.decode_ok && !r.decode_ok[d]) continue;
+                if (pass == 0 && v.free_blocks[d] < blocks + answer_blocks) continue;
+                work[d] = (v.next_step_ms[d] + v.context_ms[d] * r.num_tokens) * r.expected_tokens + v.decode_tie_ms[d];
+                if (d == r.last_decode) work[d] -= kSessionMs;
+                least_bytes = std::min(least_bytes, bytes[d]);
+                least_work = std::min(least_work, work[d]);
+            }
+        }
+        double best = kInfinity;
+        const auto try_row = [&](int64_t p) {
+            const double *latency = v.send_latency + p * D, *byte = v.send_byte + p * D;
+            for (int64_t d = 0; d < D; ++d) {
+                const double sending = bytes[d] > 0.0 ? latency[d] + byte[d] * bytes[d] : 0.0;
+                const double total = ttft[p] + handoff_ms(sending, computing[p], v.num_layers) + work[d];
+                if (total < best) best = total, best_p = p, best_d = d;
+            }
+        };
+        const int64_t first = best_p;
+        try_row(first);
+        for (int64_t p = 0; p < P; ++p) {
+            // No pair of p is faster than with its fastest link, the fewest bytes and the idlest decode node.
+            if (p == first || ttft[p] + least_work >= best) continue;
+            const double sending = least_bytes > 0.0 ? v.least_send_latency[p] + v.least_send_byte[p] * least_bytes : 0.0;
+            if (ttft[p] + handoff_ms(sending, computing[p], v.num_layers) + least_work < best) try_row(p);
+        }
+    }
+    const double local = std::min(r.runs[v.prefill_slots[best_p]] * v.block_tokens, usable);
+    const Way way = fastest_way(v, r, best_p, local, sources, num_sources);
+    *result = Result{best_p, best_d, way.source, int64_t(local), int64_t(way.cached), 0,
+                     std::max(v.ready_at_ms[best_p] - r.now_ms, v.tail_ms[best_p]), way.fetch_ms, way.prefill_ms, 0.0, 0.0};
+    if (best_d >= 0) {
+        const double blocks = std::ceil(r.num_tokens / v.block_tokens) - r.runs[v.decode_slots[best_d]];
+        const int64_t at = best_p * D + best_d;
+        const double sending =
+            blocks > 0.0 ? v.send_latency[at] + v.send_byte[at] * (blocks * v.block_bytes) : 0.0;
+        result->sent_blocks = int64_t(blocks);
+        result->handoff_ms = handoff_ms(sending, way.prefill_ms, v.num_layers);
+        result->step_ms = v.next_step_ms[best_d] + v.context_ms[best_d] * r.num_tokens;
+    }
+}
