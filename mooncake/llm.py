@@ -100,11 +100,14 @@ class LLM:
         threads: int = 0,
         kv_dtype: str = "auto",
         weights: str = "auto",
+        speculative_tokens: int = 0,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
 
         ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
+        Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
+        where they repeat.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -121,7 +124,14 @@ class LLM:
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
         self._seed = chain_seed(kv_fingerprint(precision.identity(checkpoint.digest), layout))
-        config = EngineConfig(block_tokens, chunk_tokens, max_sequences, self.max_model_len, keep_events=False)
+        config = EngineConfig(
+            block_tokens,
+            chunk_tokens,
+            max_sequences,
+            self.max_model_len,
+            speculative_tokens=speculative_tokens,
+            keep_events=False,
+        )
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         causal_lm = load_model(checkpoint, precision.dtype, self.max_model_len, precision.coding)
         self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides)

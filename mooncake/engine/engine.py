@@ -21,6 +21,7 @@ from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.speculation import Payoff, PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.errors import Cancelled, HandoffFailed, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
@@ -98,6 +99,7 @@ class EngineConfig:
     max_sequences: int = 64  # running at once
     max_model_len: int = 2048  # tokens of prompt and answer
     max_waiting: int = 1024  # sequences; more are refused
+    speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
 
 
@@ -134,6 +136,22 @@ class EngineLoad:
     shared_blocks: int  # full blocks that they did not have to hold a second time
     copied_blocks: int  # copies on write
     computed_tokens: int  # put through the model
+    drafted_tokens: int  # guesses
+    accepted_tokens: int  # of them, that came true
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """An entry that reaches the end of its tokens, and its first row of logits; one for each guess follows."""
+
+    entry: StepEntry
+    row: int
+
+    @property
+    def draft(self) -> list[int]:
+        """Before any token is appended, which is written over them."""
+        sequence = self.entry.sequence
+        return list(map(int, sequence.window(sequence.num_tokens, sequence.num_tokens + self.entry.num_draft)))
 
 
 @dataclass(slots=True)
@@ -171,6 +189,10 @@ class Engine:
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._num_computed_tokens = 0
+        self._payoff = Payoff() if config.speculative_tokens else None
+        self._num_drafted = self._num_accepted = 0
+        if config.speculative_tokens:
+            self._scheduler.propose = PromptLookup(config.speculative_tokens).propose
         self._searches: dict[str, _Search] = {}  # beam searches by request
         self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()
@@ -302,6 +324,7 @@ class Engine:
 
         Raises KVLoadFailed from the hook: the step is abandoned and ``rewind_failed`` is next.
         """
+        self._scheduler.drafts = self._payoff is not None and self._payoff.is_open
         plan = self._scheduler.plan()
         self._settle(plan)
         if plan.entries:
@@ -350,6 +373,8 @@ class Engine:
             shared_blocks=self._scheduler.num_shared_blocks,
             copied_blocks=self._scheduler.num_copies,
             computed_tokens=self._num_computed_tokens,
+            drafted_tokens=self._num_drafted,
+            accepted_tokens=self._num_accepted,
         )
 
     def _settle(self, plan: StepPlan) -> None:
@@ -371,12 +396,21 @@ class Engine:
         batch, complete = self._batches.build(plan.entries)
         with torch.inference_mode():
             logits = self._model.forward(batch, self.cache.tensor, hook)
-        ended = [plan.entries[index].sequence for index in complete]
+        ended, row = [], 0
+        for index in complete:
+            ended.append(_Ended(plan.entries[index], row))
+            row += 1 + plan.entries[index].num_draft
         rows, answers = self._to_sample(ended)
         tokens = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], answers) if answers else []
         self._advance(plan, started_s)
+        drafts = [(end, end.draft) for end in ended if end.entry.num_draft]
         finished = self._take_tokens(answers, tokens)
-        beams = [(sequence, logits[row]) for row, sequence in enumerate(ended) if _is_beam(sequence)]
+        for end, draft in drafts:
+            if self._confirm(end.entry.sequence, draft, logits[end.row + 1 :], end.entry.sequence in finished):
+                finished.append(end.entry.sequence)
+        if self._payoff is not None:
+            self._note_step(plan, (time.monotonic() - started_s) * 1e3)
+        beams = [(end.entry.sequence, logits[end.row]) for end in ended if _is_beam(end.entry.sequence)]
         finished += [self._hand_candidates_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._park([beam for beam in beams if not beam[0].is_first_leg])
         try:
@@ -387,15 +421,16 @@ class Engine:
             for search in searches:
                 self._grow(search, search.take_candidates())
 
-    def _to_sample(self, sequences: list[Sequence]) -> tuple[list[int], list[Sequence]]:
+    def _to_sample(self, ended: list[_Ended]) -> tuple[list[int], list[Sequence]]:
         """Who draws a token, and from which row of the logits: all answers to a prompt draw from its last one."""
         rows: list[int] = []
         answers: list[Sequence] = []
-        for row, sequence in enumerate(sequences):
+        for end in ended:
+            sequence = end.entry.sequence
             if _is_beam(sequence):
                 continue
             family = self._answers_of(sequence)
-            rows += [row] * len(family)
+            rows += [end.row] * len(family)
             answers += family
         return rows, answers
 
@@ -413,6 +448,38 @@ class Engine:
         for root_id, forks in children.items():
             self._fork(self._sequences[root_id], forks)
         return finished
+
+    def _confirm(self, sequence: Sequence, draft: list[int], logits: torch.Tensor, has_ended: bool) -> bool:
+        """Draw on as long as what is drawn was guessed: ``logits`` [≥ k, V] are those after each guess. Returns
+        whether the sequence ends with it."""
+        num_accepted = 0
+        ends = False
+        for place, guess in enumerate(draft):
+            if has_ended or ends or sequence.last_token != guess:
+                break
+            num_accepted += 1
+            sequence.num_computed += 1
+            [(token_id, logprob)] = self._sampler.sample(logits[place : place + 1], [sequence])
+            token = SampledToken(sequence.num_generated, token_id, logprob)
+            self._outputs.append(_output(sequence, token, sequence.append(token_id)))
+            ends = self._outputs[-1].finish_reason is not None
+        if (sequence.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
+            self._seal(sequence)
+        self._scheduler.roll_back(sequence)
+        assert sequence.draft_memory is not None
+        sequence.draft_memory.judge(len(draft), num_accepted, sequence.num_tokens)
+        self._num_drafted += len(draft)
+        self._num_accepted += num_accepted
+        return ends
+
+    def _note_step(self, plan: StepPlan, elapsed_ms: float) -> None:
+        """Learn what drafts cost and bring, from steps of decodes alone."""
+        assert self._payoff is not None
+        entries = plan.entries
+        if any(entry.num_tokens > 1 + entry.num_draft for entry in entries):
+            return
+        num_tokens = sum(entry.sequence.num_computed - entry.first for entry in entries)
+        self._payoff.note(len(entries), num_tokens, any(entry.num_draft for entry in entries), elapsed_ms)
 
     def _answers_of(self, sequence: Sequence) -> list[Sequence]:
         """The sequence, and when its prompt has just been computed for several answers, the others. They hold
@@ -517,7 +584,7 @@ class Engine:
         block_tokens = self.config.block_tokens
         for entry in plan.entries:
             sequence = entry.sequence
-            sequence.num_computed = entry.first + entry.num_tokens
+            sequence.num_computed = entry.end - entry.num_draft
             self._num_computed_tokens += entry.num_tokens
             sequence.is_loading = False
             sequence.first_step_s = sequence.first_step_s or started_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,15 @@ HEADROOM = 100  # one block in so many stays free at admission while others run,
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step."""
+    """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step.
+
+    The last ``num_draft`` of them are guesses, which may turn out wrong.
+    """
 
     sequence: Sequence
     first: int
     num_tokens: int
+    num_draft: int = 0
 
     @property
     def end(self) -> int:
@@ -64,6 +68,8 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
+        self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
+        self.drafts = False  # whether to ask it
         self.num_reserved = 0
         self.num_preemptions = 0
         self.num_forks = 0  # sequences that began over blocks of another one
@@ -178,7 +184,31 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding or sequence.is_loading:
                 continue
             if self._make_writable(sequence, sequence.num_computed, plan):
-                plan.entries.append(StepEntry(sequence, sequence.num_computed, 1))
+                num_draft = self._draft(sequence, plan) if self.drafts else 0
+                plan.entries.append(StepEntry(sequence, sequence.num_computed, 1 + num_draft, num_draft))
+
+    def _draft(self, sequence: Sequence, plan: StepPlan) -> int:
+        """Put guesses behind its tokens, as many as there is room for without taking any from others; how many."""
+        if self.propose is None or sequence.sampling.beam_search is not None or sequence.num_left < 2:
+            return 0
+        draft = self.propose(sequence)[: sequence.num_left - 1]
+        if not draft:
+            return 0
+        held = len(sequence.block_table) * self._block_tokens
+        free = self.pool.num_available - len(self.running)  # each of which may need one
+        room = held + max(free, 0) * self._block_tokens - sequence.num_tokens
+        draft = draft[: max(room, 0)]
+        sequence.write_draft(draft)
+        for position in range(held, sequence.num_tokens + len(draft), self._block_tokens):
+            self._make_writable(sequence, position, plan)
+        return len(draft)
+
+    def roll_back(self, sequence: Sequence) -> None:
+        """Give blocks back that only wrong guesses needed."""
+        needed = -(-sequence.num_computed // self._block_tokens)
+        if needed < len(sequence.block_table):
+            self.pool.release(sequence.block_table[needed:])
+            del sequence.block_table[needed:]
 
     def _plan_chunks(self, plan: StepPlan) -> int:
         """The next part of running prompts, first come, first served. Returns the rest of the budget (tokens)."""

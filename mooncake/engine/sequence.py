@@ -7,6 +7,7 @@ tokens.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from mooncake.errors import ContextTooLong, InternalError, InvalidRequest
 from mooncake.guides import GuideState
 from mooncake.hashing import extend_chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds
+
+if TYPE_CHECKING:
+    from mooncake.engine.speculation import DraftMemory
 
 
 class SequenceState(StrEnum):
@@ -47,6 +51,7 @@ class Sequence:
         "block_table",
         "chain_seed",
         "choice",
+        "draft_memory",
         "external_blocks",
         "first_step_s",
         "guide_state",
@@ -129,6 +134,7 @@ class Sequence:
         self.row = -1  # in the scheduler's array of block tables
         self.sampler_memory: object = None  # of the sampler alone
         self.guide_state: GuideState | None = None  # likewise
+        self.draft_memory: DraftMemory | None = None  # of speculation alone
 
         self.num_cached_tokens = 0  # found in this engine's own cache when first admitted
         self.num_preemptions = 0
@@ -153,6 +159,11 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     @property
+    def num_left(self) -> int:
+        """How many tokens can still follow here."""
+        return self._full_length - self.num_tokens
+
+    @property
     def is_decoding(self) -> bool:
         """Whether only its newest token is still to compute."""
         return self.num_computed == self.num_tokens - 1
@@ -174,12 +185,26 @@ class Sequence:
             raise InternalError(f"sequence {self.request_id} cannot go from {self.state} to {state}")
         self.state = state
 
+    def write_draft(self, draft: list[int]) -> None:
+        """Guesses behind its tokens, of which they are no part."""
+        end = self.num_tokens + len(draft)
+        if end > len(self._buffer):
+            self._grow_to(2 * end + 64)
+        self._buffer[self.num_tokens : end] = draft
+
+    def window(self, first: int, end: int) -> TokenIds:
+        """Tokens ``first ≤ i < end``, guesses behind them included. A view."""
+        return self._buffer[first:end]
+
+    def _grow_to(self, size: int) -> None:
+        grown = np.empty(size, np.uint32)
+        grown[: self.num_tokens] = self._buffer[: self.num_tokens]
+        self._buffer = grown
+
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token; why the sequence ends with it, if it does."""
         if self.num_tokens == len(self._buffer):
-            grown = np.empty(2 * len(self._buffer) + 64, np.uint32)
-            grown[: self.num_tokens] = self._buffer
-            self._buffer = grown
+            self._grow_to(2 * len(self._buffer) + 64)
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
         if token_id in self.stop_ids and self.num_tokens - self.num_prompt > self.sampling.min_tokens:

@@ -24,7 +24,8 @@ class BatchBuilder:
         self._positions = np.empty(max_tokens, np.int64)
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[int]]:
-        """The batch, and which entries reach the end of their tokens: those have a row of logits each, in order."""
+        """The batch, and which entries reach the end of their tokens: those have a row of logits each, in order, and
+        one more for each guess behind their tokens."""
         firsts = np.array([entry.first for entry in entries], np.int64)
         counts = np.array([entry.num_tokens for entry in entries], np.int64)
         totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
@@ -34,13 +35,13 @@ class BatchBuilder:
         np.cumsum(counts, out=starts[1:])
         tokens, positions = self._buffers(int(starts[-1]))
         row_of_token: npt.NDArray[np.int64] = rows
-        complete = np.flatnonzero(ends == totals)
+        complete = np.flatnonzero(ends >= totals)
         if len(tokens) == len(complete):  # decodes only: the newest token of each
             tokens[:] = [entry.sequence.last_token for entry in entries]
             positions[:] = firsts
         else:
             for entry, start, end in zip(entries, starts.tolist(), starts[1:].tolist(), strict=False):
-                tokens[start:end] = entry.sequence.tokens[entry.first : entry.end]
+                tokens[start:end] = entry.sequence.window(entry.first, entry.end)
             row_of_token = np.repeat(rows, counts)
             np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
         indices, offsets = np.divmod(positions, self._block_tokens)
@@ -53,7 +54,7 @@ class BatchBuilder:
             context_lens=torch.from_numpy(ends.astype(np.int32)),
             block_tables=torch.from_numpy(self._tables[rows, :longest]),
             slots=torch.from_numpy(slots),
-            logit_rows=torch.from_numpy(starts[complete + 1].astype(np.int64) - 1),
+            logit_rows=torch.from_numpy(_logit_rows(starts, complete, (ends - totals)[complete])),
         )
         return batch, complete.tolist()
 
@@ -61,3 +62,15 @@ class BatchBuilder:
         if count > len(self._tokens):
             self._tokens, self._positions = np.empty(count, np.int64), np.empty(count, np.int64)
         return self._tokens[:count], self._positions[:count]
+
+
+def _logit_rows(
+    starts: npt.NDArray[np.int32], complete: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The last token of each complete entry, with the guesses behind it."""
+    last = starts[complete + 1].astype(np.int64) - 1
+    if not num_draft.any():
+        return last
+    counts = num_draft + 1
+    firsts = np.cumsum(counts) - counts
+    return np.repeat(last - num_draft, counts) + np.arange(counts.sum()) - np.repeat(firsts, counts)

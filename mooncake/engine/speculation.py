@@ -1,0 +1,109 @@
+"""Speculation by prompt lookup: what followed the last tokens when they came before may well follow them again.
+
+A draft is only a guess. The engine computes its tokens in one step with the newest one and draws at each place as it
+would have without; it keeps what agrees. So every answer, greedy or drawn, is the same with speculation and without.
+Pure: it must not know blocks, steps or the model. (Saxena: Prompt Lookup Decoding, 2023; Leviathan et al., ICML 2023.)
+"""
+
+from __future__ import annotations
+
+from mooncake.engine.sequence import Sequence
+
+NGRAM = 3  # tokens that must have come before
+FIRST_DRAFT = 4  # tokens; twice as many after each draft that came true, up to the limit
+MAX_PAUSE = 64  # tokens without drafts after several that failed
+
+
+class PromptLookup:
+    """Drafts for sequences. What it knows of one stays with the sequence."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+
+    def propose(self, sequence: Sequence) -> list[int]:
+        """Up to ``max_tokens`` tokens that may follow; none when nothing speaks for any, or guesses have failed."""
+        memory = sequence.draft_memory
+        if memory is None:
+            memory = sequence.draft_memory = DraftMemory()
+        return memory.propose(sequence, self.max_tokens)
+
+
+class DraftMemory:
+    """Where each run of three tokens was last followed by something, and how the last drafts went."""
+
+    def __init__(self) -> None:
+        self._follows: dict[tuple[int, int, int], int] = {}  # the last place behind these tokens
+        self._num_seen = 0  # tokens
+        self._length = FIRST_DRAFT
+        self._num_failures = 0  # in a row
+        self._pause_until = 0  # tokens
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        if sequence.num_tokens < self._pause_until or sequence.num_tokens <= NGRAM:
+            return []
+        self._learn(sequence)
+        a, b, c = sequence.tokens[-NGRAM:].tolist()
+        place = self._follows.get((a, b, c))
+        if place is None:
+            return []
+        return list(map(int, sequence.tokens[place : place + min(self._length, max_tokens)]))
+
+    def judge(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
+        """A draft was checked; the sequence has ``num_tokens`` now. Guesses that fail make the next ones rarer."""
+        if 2 * num_accepted >= num_drafted:
+            self._num_failures = 0
+            self._length = 2 * self._length if num_accepted == num_drafted else self._length
+            self._length = min(self._length, 256)
+            return
+        self._length = FIRST_DRAFT
+        self._num_failures += 1
+        self._pause_until = num_tokens + min(2**self._num_failures, MAX_PAUSE)
+
+    def _learn(self, sequence: Sequence) -> None:
+        """All runs but the last one, which nothing follows yet."""
+        first = max(self._num_seen - NGRAM, 0)
+        tokens = sequence.tokens[first:].tolist()
+        runs = zip(tokens, tokens[1:], tokens[2:-1], strict=False)
+        self._follows.update((run, first + index + NGRAM) for index, run in enumerate(runs))
+        self._num_seen = sequence.num_tokens
+
+
+class Payoff:
+    """Whether drafts pay at all here, by the clock: tokens a second of steps with drafts against steps without.
+
+    Steps are compared with others of as many sequences. When drafts do not pay, they rest, twice as long each time.
+    """
+
+    MIN_STEPS = 8
+    FIRST_REST, MAX_REST = 64, 4096  # steps
+    DECAY = 0.9
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}  # ms of a step without drafts, by number of sequences
+        self._gain = 1.0  # of steps with drafts, in tokens a second against those without
+        self._num_judged = 0
+        self._rest = 0
+        self._next_rest = self.FIRST_REST
+
+    @property
+    def is_open(self) -> bool:
+        return self._rest == 0
+
+    def note(self, num_sequences: int, num_tokens: int, has_drafts: bool, elapsed_ms: float) -> None:
+        """A step of decodes alone that made ``num_tokens`` tokens."""
+        self._rest = max(self._rest - 1, 0)
+        if not has_drafts:
+            known = self._plain.get(num_sequences, elapsed_ms)
+            self._plain[num_sequences] = self.DECAY * known + (1 - self.DECAY) * elapsed_ms
+            return
+        plain_ms = self._plain.get(num_sequences)
+        if plain_ms is None or elapsed_ms <= 0:
+            return
+        gain = num_tokens / num_sequences * plain_ms / elapsed_ms
+        self._gain = self.DECAY * self._gain + (1 - self.DECAY) * gain
+        self._num_judged += 1
+        if self._num_judged >= self.MIN_STEPS and self._gain < 1.0:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, self.MAX_REST)
+            self._gain, self._num_judged = 1.0, 0
+        elif self._gain > 1.1:
+            self._next_rest = self.FIRST_REST
