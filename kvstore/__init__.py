@@ -1,0 +1,18 @@
+"""The KV pool: blocks of bytes by key over the memory and disks of many nodes. ``kvstore.Client`` is the way in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.pool import Client
+
+__all__ = ["Client"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Client":
+        from kvstore.pool import Client
+
+        return Client
+    raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
@@ -21,7 +21,14 @@ from typing import TypeVar
 import grpc
 from typing_extensions import Buffer
 
-from kvstore.checksum import Checksums, checksums_from_wire, checksums_of, checksums_to_wire, verify
+from kvstore.checksum import (
+    Checksums,
+    checksums_from_wire,
+    checksums_of,
+    checksums_to_wire,
+    first_mismatch,
+    verify,
+)
 from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
 from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, MooncakeError, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
@@ -224,6 +231,68 @@ class StoreClient:
         await self._get(key, lease, view[:length], deadline)
         return length
 
+    # Batches, for ``kvstore.pool``
+
+    async def put_all(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
+        *,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[bool]:
+        """``put`` for several blocks of one length. Says for each whether it is stored afterwards."""
+        deadline = time.monotonic() + timeout_s
+        slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
+        mine = [index for index, slot in enumerate(slots) if slot is not None]
+        held = [slot for slot in slots if slot is not None]
+        if held:
+            mine_views, mine_sums = [views[index] for index in mine], [checksums[index] for index in mine]
+            sealed = await self._write_then_seal(held, mine_views, mine_sums, deadline, durable)
+            for index, is_sealed in zip(mine, sealed, strict=True):
+                stored[index] = is_sealed
+        return stored
+
+    async def get_all(
+        self,
+        keys: Sequence[bytes],
+        room: Callable[[int, int], memoryview],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[int | None]:
+        """Read what is stored of ``keys`` into the memory that ``room(index, length)`` gives for each.
+
+        Returns the lengths; None for what is not stored, and for what came back wrong, which has then been dropped.
+        """
+        deadline = time.monotonic() + timeout_s
+        lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=timeout_s)
+        lengths: list[int | None] = [None] * len(keys)
+        corrupt: list[bytes] = []
+        try:
+            found = [(index, block) for index, block in enumerate(lease.blocks) if block.length]
+            views = [room(index, block.length) for index, block in found]
+            ranges = [ReadRange(block.slot, 0, view) for (_, block), view in zip(found, views, strict=True)]
+            if ranges:
+                await self.read_ranges(lease, ranges, timeout_s=_left_s(deadline))
+            for (index, block), view in zip(found, views, strict=True):
+                if first_mismatch(view, block.checksums) is None:
+                    lengths[index] = block.length
+                else:
+                    corrupt.append(keys[index])
+        finally:
+            await self.finish(lease, corrupt)
+        return lengths
+
+    async def finish(self, lease: Lease, corrupt_keys: Sequence[bytes] = ()) -> None:
+        """End a lease without waiting for it, unless blocks were corrupt: nobody shall find those after this returns.
+        When the store does not hear of it, the lease ends by itself."""
+        if corrupt_keys:
+            with contextlib.suppress(MooncakeError):
+                await self.release([lease], corrupt_keys=corrupt_keys)
+        elif lease.lease_id:
+            self._release_later(lease)
+
     # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
 
     async def reserve(
@@ -272,16 +341,21 @@ class StoreClient:
     # Reading in ranges: acquire, read_ranges as often as needed, then release
 
     async def acquire(
-        self, keys: Sequence[bytes], *, recompute_ms: float = 0.0, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        keys: Sequence[bytes],
+        *,
+        recompute_ms: float = 0.0,
+        scattered: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Lease:
-        """Lease the longest stored leading run of ``keys``; perhaps none of them.
+        """Lease the longest stored leading run of ``keys``; perhaps none of them. With ``scattered``, lease what is
+        stored of them, run or not: there is then one block a key, of length 0 where there is none.
 
         What only the SSD has is loaded first, but no further than that takes less time than computing the run anew,
         which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
+        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered)
         asked_s = time.monotonic()  # the store's clock starts later, so ours ends earlier
-        response = await self._call(
-            self._stub.Acquire(pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms), timeout=timeout_s)
-        )
+        response = await self._call(self._stub.Acquire(request, timeout=timeout_s))
         blocks = tuple(
             StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
         )
@@ -407,6 +481,17 @@ class StoreClient:
         """How many were sealed. On any error the reservations are given up."""
         if not slots:
             return 0
+        return sum(await self._write_then_seal(slots, views, checksums, deadline, durable))
+
+    async def _write_then_seal(
+        self,
+        slots: list[Reservation],
+        views: list[memoryview],
+        checksums: list[Checksums],
+        deadline: float,
+        durable: bool,
+    ) -> list[bool]:
+        """On any error the reservations are given up."""
         ranges = [WriteRange(slot.index, 0, view, slot.epoch) for slot, view in zip(slots, views, strict=True)]
         try:
             await self._transfer.write_async(slots[0].segment, ranges, deadline)
@@ -414,7 +499,7 @@ class StoreClient:
         except BaseException:
             self._later(self.abort(slots))  # the transfer has ended: nothing is written any more
             raise
-        return sum(await self.seal(list(zip(slots, checksums, strict=True)), durable=durable, timeout_s=left_s))
+        return await self.seal(list(zip(slots, checksums, strict=True)), durable=durable, timeout_s=left_s)
 
     async def _get(self, key: bytes, lease: Lease, into: memoryview, deadline: float) -> None:
         corrupt: list[BlockKey] = []

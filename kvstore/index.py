@@ -85,6 +85,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class LeasedBlock:
+    key: BlockKey
     slot: int
     length: int
     checksums: Checksums
@@ -311,11 +312,13 @@ class StoreIndex:
 
     # Reading
 
-    def acquire(self, keys: Sequence[BlockKey], now: float) -> Lease:
-        """Lease the longest leading run of ``keys`` that is here. Raises Overloaded when far too many leases are
-        open."""
+    def acquire(self, keys: Sequence[BlockKey], now: float, scattered: bool = False) -> Lease:
+        """Lease the longest leading run of ``keys`` that is here; with ``scattered`` all of them that are here.
+
+        Raises Overloaded when far too many leases are open."""
         self._expire(now)
-        run = [self._sealed[key] for key in itertools.takewhile(self._sealed.__contains__, keys)]
+        here = self._sealed.__contains__
+        run = [self._sealed[key] for key in (filter(here, keys) if scattered else itertools.takewhile(here, keys))]
         self.counters["hits"] += len(run)
         self.counters["misses"] += len(keys) - len(run)
         expires_s = now + self._lease_s
@@ -713,7 +716,7 @@ class StoreIndex:
     def _leased(self, index: int) -> LeasedBlock:
         slot = self._slots[index]
         assert slot.checksums is not None
-        return LeasedBlock(index, slot.length, slot.checksums)
+        return LeasedBlock(slot.name.key, index, slot.length, slot.checksums)
 
     def _expire(self, now: float) -> None:
         """End leases and pins that ran out."""

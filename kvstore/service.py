@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
-from kvstore.index import BlockName, Grant, Offer
+from kvstore.index import BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Sealing, Store
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
@@ -59,11 +59,12 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return pb.AbortResponse()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802
-        lease = await self._store.acquire(_keys(request.keys), request.recompute_ms)
-        blocks = [
-            pb.LeasedBlock(slot=block.slot, length=block.length, checksums=checksums_to_wire(block.checksums))
-            for block in lease.blocks
-        ]
+        keys = _keys(request.keys)
+        lease = await self._store.acquire(keys, request.recompute_ms, request.scattered)
+        blocks = list(map(_leased_to_wire, lease.blocks))
+        if request.scattered:
+            by_key = {block.key: wire for block, wire in zip(lease.blocks, blocks, strict=True)}
+            blocks = [by_key.get(key, _NO_BLOCK) for key in keys]
         return pb.AcquireResponse(
             segment=self._segment, lease_id=lease.lease_id, lease_s=self._store.lease_s, blocks=blocks
         )
@@ -130,6 +131,13 @@ def _parent(parent: bytes) -> bytes:
 
 def _grant(slot: pb.Slot) -> Grant:
     return Grant(slot.index, slot.epoch)
+
+
+_NO_BLOCK = pb.LeasedBlock()
+
+
+def _leased_to_wire(block: LeasedBlock) -> pb.LeasedBlock:
+    return pb.LeasedBlock(slot=block.slot, length=block.length, checksums=checksums_to_wire(block.checksums))
 
 
 def _offer_to_wire(offer: Offer) -> pb.OptionalSlot:

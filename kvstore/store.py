@@ -156,22 +156,26 @@ class Store:
 
     # Reading
 
-    async def acquire(self, keys: Sequence[BlockKey], recompute_ms: float = 0.0) -> Lease:
-        """Lease the leading run of ``keys`` that is stored. Blocks that are on the SSD alone are loaded first, as far
-        as reading them takes less time than computing them does (``recompute_ms`` each; 0: it cannot be done)."""
+    async def acquire(self, keys: Sequence[BlockKey], recompute_ms: float = 0.0, scattered: bool = False) -> Lease:
+        """Lease the leading run of ``keys`` that is stored, or with ``scattered`` whatever is stored of them.
+
+        Blocks that are on the SSD alone are loaded first, as far as reading them takes less time than computing them
+        does (``recompute_ms`` each; 0: it cannot be done)."""
         for key in keys:
             if self._saw(key) and (save := self._write_through(BlockName(key), False)) is not None:
                 self._keep(save)
         if self._ssd is None:
-            return self._index.acquire(keys, time.monotonic())
+            return self._index.acquire(keys, time.monotonic(), scattered)
         self._ssd.touch(reversed(keys))
         with contextlib.ExitStack() as held:
-            for key in self._worth_loading(keys, recompute_ms):
+            for key in self._worth_loading(keys, recompute_ms, scattered):
                 if not await self._have(key):
+                    if scattered:
+                        continue
                     break
                 if (block := self._index.hold(key)) is not None:  # so that the next ones do not push it out
                     held.callback(self._index.let_go, block)
-            lease = self._index.acquire(keys, time.monotonic())
+            lease = self._index.acquire(keys, time.monotonic(), scattered)
         self._prepare()
         self._publish()
         return lease
@@ -393,8 +397,8 @@ class Store:
 
     # From the SSD
 
-    def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float) -> list[BlockKey]:
-        """The leading run that is stored, as far as what has to be loaded is worth it."""
+    def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
+        """What is stored of ``keys`` (of their leading run), as far as what has to be loaded is worth it."""
         assert self._ssd is not None
         run: list[BlockKey] = []
         waiting = 0
@@ -402,6 +406,8 @@ class Store:
             if not is_here:
                 header = self._ssd.get(key)
                 if header is None:
+                    if scattered:
+                        continue
                     break
                 waiting += header.length
                 if recompute_ms and self._ssd.load_s(waiting) * 1e3 > recompute_ms * (len(run) + 1):

@@ -274,8 +274,11 @@ class AcquireRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    SCATTERED_FIELD_NUMBER: _builtins.int
     recompute_ms: _builtins.float
     """what computing one of these blocks anew costs the reader; 0: it cannot be computed"""
+    scattered: _builtins.bool
+    """lease whatever is stored of `keys`, which need not be a run"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -283,10 +286,11 @@ class AcquireRequest(_message.Message):
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         recompute_ms: _builtins.float = ...,
+        scattered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "recompute_ms", b"recompute_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "recompute_ms", b"recompute_ms", "scattered", b"scattered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,7 +337,7 @@ class AcquireResponse(_message.Message):
     def segment(self) -> _common_pb2.SegmentAddress: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedBlock]:
-        """the leading run of `keys` that is stored"""
+        """the leading run of `keys` that is stored; scattered: one a key, length 0 for none"""
 
     def __init__(
         self,

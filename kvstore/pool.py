@@ -1,0 +1,479 @@
+"""The pool from outside: blocks of bytes by key over any number of store nodes, for whoever needs no engine of ours.
+
+    import kvstore
+
+    async with await kvstore.Client.connect(["10.0.0.1:50060", "10.0.0.2:50060"], namespace=fingerprint) as pool:
+        await pool.put("chunk-17", array)             # anything contiguous: bytes, numpy, a torch CPU tensor
+        n = await pool.get_into("chunk-17", tensor)   # straight into the tensor's memory; None when it is not there
+
+A key names its bytes for good: putting other bytes under a key that is stored changes nothing, ``remove`` it first.
+What is not stored is None or False and never an error; bytes that come back are the bytes that were put, or they do not
+come back. This module spreads keys over stores and knows what callers' memory looks like; it must not know what the
+bytes mean, nor how they travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, TypeVar, cast
+
+import xxhash
+from typing_extensions import Buffer
+
+from kvstore.checksum import checksum, range_checksums
+from kvstore.client import DEFAULT_TIMEOUT_S, ReadRange, StoreClient, StoredBlock, StoreStats
+from kvstore.transfer.engine import TransferEngine
+from mooncake.errors import (
+    ChecksumMismatch,
+    InvalidRequest,
+    KVLoadFailed,
+    MooncakeError,
+    OutOfBlocks,
+    RetryElsewhere,
+    TryLater,
+)
+from mooncake.rpc.server import Channels
+from mooncake.types import BlockKey
+
+MAX_KEY_BYTES = 240
+NAMESPACE_BYTES = 16
+
+T = TypeVar("T")
+
+
+class TensorLike(Protocol):
+    """What a torch tensor offers; torch itself is not imported. Only contiguous CPU tensors are taken."""
+
+    def data_ptr(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+    def element_size(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+
+Memory = Buffer | TensorLike
+Key = str | bytes
+
+
+class Client:
+    """Belongs to one event loop; any number of calls may be on their way at once.
+
+    Every call takes ``timeout_s``, ends within it and raises nothing but ``mooncake.errors``: InvalidRequest for what
+    the caller got wrong, NodeUnavailable when no store that should know answers, DeadlineExceeded, and what each method
+    names. A store that is gone makes its blocks misses, as long as another holds a replica.
+    """
+
+    def __init__(self, stores: Mapping[str, StoreClient], namespace: str, salt: str, replicas: int) -> None:
+        """``connect`` is how to get one."""
+        if not stores:
+            raise InvalidRequest("a client needs at least one store", "addresses")
+        if not 1 <= replicas <= len(stores):
+            raise InvalidRequest(f"{replicas} replicas need as many stores; there are {len(stores)}", "replicas")
+        self._stores = dict(stores)
+        self._replicas = replicas
+        self._prefix = _namespace(namespace, salt)
+        self._owned = contextlib.AsyncExitStack()
+
+    @classmethod
+    async def connect(
+        cls,
+        addresses: str | Sequence[str],
+        *,
+        namespace: str = "",
+        salt: str = "",
+        tenant: str = "",
+        replicas: int = 1,
+        name: str = "client",
+        transports: tuple[str, ...] = ("shm", "tcp"),
+        streams: int = 2,
+        max_mb_per_s: float = 0.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Client:
+        """A client of the stores at these gRPC addresses, once they have answered.
+
+        ``namespace`` is part of every key. For KV caches it is ``mooncake.hashing.kv_fingerprint(…)``: weights, dtype,
+        layout, block size and adapter, so that bytes of another configuration can never be taken for these. ``salt``
+        is part of every key too: nobody without it can ask what this tenant has stored. ``tenant`` is whose quota puts
+        count against. ``replicas`` is how many stores are to hold each block. Raises NodeUnavailable.
+        """
+        transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s), Channels()
+        listed = [addresses] if isinstance(addresses, str) else list(addresses)
+        stores = {address: StoreClient(address, transfer, channels, tenant) for address in listed}
+        client: Client | None = None
+        try:
+            client = cls(stores, namespace, salt, replicas)
+            client._owned.push_async_callback(channels.close)
+            client._owned.callback(transfer.close)
+            await client.stats(timeout_s=timeout_s)
+            return client
+        except BaseException:
+            if client is None:
+                await channels.close()
+                transfer.close()
+            else:
+                await client.close()
+            raise
+
+    async def close(self) -> None:
+        """Waits a moment for what runs in the background (the ends of leases), then lets go of all connections."""
+        await asyncio.gather(*(store.close() for store in self._stores.values()))
+        await self._owned.aclose()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # One block
+
+    async def put(
+        self,
+        key: Key,
+        data: Memory,
+        *,
+        ranges: int = 1,
+        parent: Key = b"",
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> bool:
+        """Store ``data``. True when it is stored afterwards, also when it was before.
+
+        ``ranges`` is how many equal parts of it (layers) get a checksum each, so that they can be read alone. With
+        ``parent``, stores evict this block before that one. With ``durable`` it has reached an SSD when this returns.
+        Raises OutOfBlocks when no store has room, or not durably, or the tenant's quota is used up.
+        """
+        [stored] = await self.put_batch(
+            [(key, data)], ranges=ranges, parents=[parent], durable=durable, timeout_s=timeout_s
+        )
+        return stored
+
+    async def get(self, key: Key, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytearray | None:
+        """The bytes stored under ``key``, or None. They are yours to change."""
+        [data] = await self.get_batch([key], timeout_s=timeout_s)
+        return data
+
+    async def get_into(self, key: Key, into: Memory, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
+        """Like ``get``, straight into memory of yours: writable, contiguous, at least as long as the block.
+
+        Returns the block's length in bytes, or None. After None or an error ``into`` may hold anything. Raises
+        InvalidRequest when the block is longer.
+        """
+        [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
+        return length
+
+    async def get_range(
+        self, key: Key, offset: int, length: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bytearray | None:
+        """``length`` bytes from ``offset`` on, or None. Raises InvalidRequest when the block is not as long.
+
+        Verified like whole blocks: what is read from the store is the run of checksummed ranges around it (see
+        ``put``), so reading a layer of a block that was put with as many ranges as layers moves that layer alone.
+        """
+        into = bytearray(length)
+        return into if await self.get_range_into(key, offset, into, timeout_s=timeout_s) else None
+
+    async def get_range_into(
+        self, key: Key, offset: int, into: Memory, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Like ``get_range``, straight into memory of yours where it covers whole ranges."""
+        wire, view = self._wire_key(key), _writable(into)
+        if offset < 0 or view.nbytes < 1:
+            raise InvalidRequest("a range begins at 0 or later and has at least one byte", "offset")
+
+        async def read(store: StoreClient) -> bool | None:
+            return await _read_range(store, wire, offset, view, timeout_s) or None
+
+        return bool(await self._first(self._homes(wire), read))
+
+    # Many blocks
+
+    async def put_batch(
+        self,
+        items: Iterable[tuple[Key, Memory]],
+        *,
+        ranges: int = 1,
+        parents: Sequence[Key] | None = None,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[bool]:
+        """``put`` for each (key, data), in few messages. Says for each whether it is stored afterwards.
+
+        Raises OutOfBlocks when there was room for none of those that were not stored already.
+        """
+        listed = list(items)
+        views = [_readable(data) for _, data in listed]
+        keys = [self._wire_key(key) for key, _ in listed]
+        above = [self._wire_key(parent) if parent else b"" for parent in parents or [b""] * len(listed)]
+        sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
+        groups: dict[tuple[str, int], list[int]] = {}
+        for index, (wire, view) in enumerate(zip(keys, views, strict=True)):
+            for address in self._homes(wire)[: self._replicas]:
+                groups.setdefault((address, view.nbytes), []).append(index)
+        stored = [False] * len(listed)
+        calls = [
+            self._stores[address].put_all(
+                [(keys[i], above[i]) for i in mine],
+                [views[i] for i in mine],
+                [sums[i] for i in mine],
+                durable=durable,
+                timeout_s=timeout_s,
+            )
+            for (address, _), mine in groups.items()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for mine, answer in zip(groups.values(), answers, strict=True):
+            for index, is_stored in zip(mine, [] if isinstance(answer, BaseException) else answer, strict=False):
+                stored[index] = stored[index] or is_stored
+        if not any(stored):
+            _raise_worst(answers)
+        return stored
+
+    async def get_batch(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytearray | None]:
+        """``get`` for each key, in few messages and transfers."""
+        buffers: list[bytearray | None] = [None] * len(keys)
+
+        def room(index: int, length: int) -> memoryview:
+            buffers[index] = buffer = bytearray(length)
+            return memoryview(buffer)
+
+        lengths = await self._get(keys, room, timeout_s)
+        return [buffer if length is not None else None for buffer, length in zip(buffers, lengths, strict=True)]
+
+    async def get_batch_into(
+        self, keys: Sequence[Key], into: Sequence[Memory], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> list[int | None]:
+        """``get_into`` for each key and its memory, in few messages and transfers."""
+        if len(keys) != len(into):
+            raise InvalidRequest("get_batch_into needs memory for each key")
+        views = [_writable(memory) for memory in into]
+
+        def room(index: int, length: int) -> memoryview:
+            if views[index].nbytes < length:
+                raise InvalidRequest(f"the block has {length} bytes, there is room for {views[index].nbytes}", "into")
+            return views[index][:length]
+
+        return await self._get(keys, room, timeout_s)
+
+    async def exists(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
+        """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
+        wires = [self._wire_key(key) for key in keys]
+        if len(self._stores) == 1:
+            [store] = self._stores.values()
+            return await store.exists(wires, timeout_s=timeout_s)
+        found = [False] * len(wires)
+        groups: dict[str, list[int]] = {}
+        for index, wire in enumerate(wires):
+            for address in self._homes(wire)[: self._replicas]:
+                groups.setdefault(address, []).append(index)
+        calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups.items()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for mine, answer in zip(groups.values(), answers, strict=True):
+            for index, here in zip(mine, [] if isinstance(answer, BaseException) else answer, strict=False):
+                found[index] = found[index] or here
+        _raise_if_none_answered(answers)
+        return found
+
+    async def remove(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Make blocks unreadable in every store, also after a restart. Returns how many replicas there were.
+
+        Raises NodeUnavailable when a store did not answer: it may have kept its replicas.
+        """
+        wires = [self._wire_key(key) for key in keys]
+        removed = await asyncio.gather(*(s.remove(wires, timeout_s=timeout_s) for s in self._stores.values()))
+        return sum(removed)
+
+    async def pin(
+        self, keys: Sequence[Key], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> int:
+        """Keep blocks in DRAM for ``ttl_s``: a soft pin while anything else can be evicted, a hard one for certain.
+
+        Returns how many replicas are pinned. Raises OutOfBlocks when hard pins would take more than half of a store.
+        """
+        return await self._on_replicas(keys, lambda s, mine: s.pin(mine, hard=hard, ttl_s=ttl_s, timeout_s=timeout_s))
+
+    async def unpin(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Returns how many replicas were pinned."""
+        return await self._on_replicas(keys, lambda s, mine: s.unpin(mine, timeout_s=timeout_s))
+
+    async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, StoreStats]:
+        """The accounts of each store, by address. Raises NodeUnavailable when one does not answer."""
+        answers = await asyncio.gather(*(store.stats(timeout_s=timeout_s) for store in self._stores.values()))
+        return dict(zip(self._stores, answers, strict=True))
+
+    # Placement
+
+    def _homes(self, wire: bytes) -> list[str]:
+        """Stores in the order in which they hold this key: rendezvous hashing, so that a store more or less moves only
+        its own share of keys."""
+        if len(self._stores) == 1:
+            return list(self._stores)
+        return sorted(self._stores, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
+
+    def _wire_key(self, key: Key) -> bytes:
+        raw = key.encode() if isinstance(key, str) else bytes(key)
+        if not 1 <= len(raw) <= MAX_KEY_BYTES:
+            raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {len(raw)}", "key")
+        return self._prefix + raw
+
+    async def _on_replicas(
+        self, keys: Sequence[Key], call: Callable[[StoreClient, list[bytes]], Awaitable[int]]
+    ) -> int:
+        groups: dict[str, list[bytes]] = {}
+        for wire in map(self._wire_key, keys):
+            for address in self._homes(wire)[: self._replicas]:
+                groups.setdefault(address, []).append(wire)
+        return sum(await asyncio.gather(*(call(self._stores[address], mine) for address, mine in groups.items())))
+
+    async def _first(self, addresses: Sequence[str], read: Callable[[StoreClient], Awaitable[T | None]]) -> T | None:
+        """The first answer that is something. Raises what went wrong when no store could say anything."""
+        failure: MooncakeError | None = None
+        answered = False
+        for address in addresses[: self._replicas]:
+            try:
+                found = await read(self._stores[address])
+            except ChecksumMismatch:  # that store has dropped it
+                answered = True
+                continue
+            except (RetryElsewhere, TryLater) as error:
+                failure = failure or error
+                continue
+            if found is not None:
+                return found
+            answered = True
+        if failure is not None and not answered:
+            raise failure
+        return None
+
+    # Batches
+
+    async def _get(
+        self, keys: Sequence[Key], room: Callable[[int, int], memoryview], timeout_s: float
+    ) -> list[int | None]:
+        """Read blocks into the memory that ``room(index, length)`` gives; those that a store has not, from the next."""
+        wires = [self._wire_key(key) for key in keys]
+        homes = [self._homes(wire)[: self._replicas] for wire in wires]
+        lengths: list[int | None] = [None] * len(wires)
+        failures: list[BaseException] = []
+        for turn in range(self._replicas):
+            groups: dict[str, list[int]] = {}
+            for index, length in enumerate(lengths):
+                if length is None:
+                    groups.setdefault(homes[index][turn], []).append(index)
+            calls = [
+                self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=timeout_s)
+                for address, mine in groups.items()
+            ]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for mine, answer in zip(groups.values(), answers, strict=True):
+                if isinstance(answer, BaseException):
+                    if not isinstance(answer, (RetryElsewhere, TryLater)):
+                        raise answer
+                    failures.append(answer)
+                    continue
+                for index, length in zip(mine, answer, strict=True):
+                    lengths[index] = length
+            if None not in lengths:
+                break
+        if failures and not any(length is not None for length in lengths):
+            raise failures[0]
+        return lengths
+
+
+def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> Callable[[int, int], memoryview]:
+    return lambda index, length: room(numbers[index], length)
+
+
+async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memoryview, timeout_s: float) -> bool:
+    """Read a part of a block with the checksummed ranges around it. False when it is not there."""
+    lease = await store.acquire([wire], timeout_s=timeout_s)
+    if not lease.blocks:
+        return False
+    [block] = lease.blocks
+    corrupt: list[bytes] = []
+    try:
+        if offset + view.nbytes > block.length:
+            raise InvalidRequest(f"{offset} + {view.nbytes} is beyond the block's {block.length} bytes", "offset")
+        first, last, size = _covering(block, offset, view.nbytes)
+        is_whole = first * size == offset and last * size == offset + view.nbytes
+        target = view if is_whole else memoryview(bytearray((last - first) * size))
+        await store.read_ranges(lease, [ReadRange(block.slot, first * size, target)], timeout_s=timeout_s)
+        for number in range(first, last):
+            part = target[(number - first) * size : (number - first + 1) * size]
+            if checksum(part) != int(block.checksums[number]):
+                corrupt.append(wire)
+                raise ChecksumMismatch(f"range {number} of {len(block.checksums)} differs from what was sealed")
+        if not is_whole:
+            view[:] = target[offset - first * size :][: view.nbytes]
+        return True
+    finally:
+        await store.finish(lease, corrupt)
+
+
+def _covering(block: StoredBlock, offset: int, length: int) -> tuple[int, int, int]:
+    """(first, one after the last, bytes of one) of the checksummed ranges that contain these bytes."""
+    size = block.length // len(block.checksums)
+    return offset // size, -(-(offset + length) // size), size
+
+
+def _readable(data: Memory) -> memoryview:
+    """The bytes of whatever a caller calls memory, without a copy."""
+    if hasattr(data, "data_ptr"):
+        return _of_tensor(cast(TensorLike, data))
+    try:
+        return memoryview(data).cast("B")
+    except (TypeError, ValueError):
+        raise InvalidRequest("data must be contiguous: bytes, an array or a CPU tensor", "data") from None
+
+
+def _writable(into: Memory) -> memoryview:
+    view = _readable(into)
+    if view.readonly:
+        raise InvalidRequest("cannot read into memory that is read-only", "into")
+    return view
+
+
+def _of_tensor(tensor: TensorLike) -> memoryview:
+    device = getattr(getattr(tensor, "device", None), "type", "cpu")
+    if device != "cpu" or not tensor.is_contiguous():
+        raise InvalidRequest("a tensor must be contiguous and on the CPU", "data")
+    nbytes = tensor.element_size() * tensor.numel()
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory._owner = tensor  # type: ignore[attr-defined]  # lives as long as the view does
+    return memoryview(memory).cast("B")
+
+
+def _namespace(namespace: str, salt: str) -> bytes:
+    fields = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in (namespace, salt))
+    return hashlib.sha256(b"mooncake-pool-v1" + fields).digest()[:NAMESPACE_BYTES]
+
+
+async def _off_loop(work: Callable[[], T], nbytes: int) -> T:
+    """In a thread when it takes long enough for others to notice."""
+    return await asyncio.to_thread(work) if nbytes > 1 << 20 else work()
+
+
+def _raise_worst(answers: Sequence[object]) -> None:
+    """When nothing worked: what went wrong first, errors that say most before those that say least."""
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for kind in (InvalidRequest, OutOfBlocks, BaseException):
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
+
+
+def _raise_if_none_answered(answers: Sequence[object]) -> None:
+    if answers and all(isinstance(answer, BaseException) for answer in answers):
+        _raise_worst(answers)
+
+
+__all__ = ("BlockKey", "Client", "KVLoadFailed", "Memory", "StoreStats")

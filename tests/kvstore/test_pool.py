@@ -1,0 +1,178 @@
+"""``kvstore.Client`` as somebody outside uses it: over one store, over three, with numpy, with torch, with faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvstore
+from kvstore.checksum import range_checksums
+from mooncake.errors import InvalidRequest, NodeUnavailable, OutOfBlocks
+
+BLOCK = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def keep(start_actor: Callable[..., Any]) -> Callable[..., Any]:
+    def start(num_blocks: int = 8, *settings: str) -> Any:
+        size = f"store.dram_gb={num_blocks * BLOCK / 1e9 + 1e-6}"
+        return start_actor("store", block_bytes=BLOCK, settings=[size, *settings])
+
+    return start
+
+
+def data(seed: int, size: int = BLOCK) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+async def test_bytes_arrays_and_tensors_go_in_and_come_back(keep):
+    async with await kvstore.Client.connect(keep().greeting["control"], namespace="model A") as pool:
+        array = np.random.default_rng(0).normal(size=(4, 64, 128)).astype(np.float32)
+        tensor = torch.randn(8, 256, dtype=torch.bfloat16)
+        assert await pool.put("array", array)
+        assert await pool.put("tensor", tensor)
+        assert await pool.put(b"bytes", data(1))
+        assert await pool.put("array", array)  # once more is no error
+        into_array, into_tensor = np.empty_like(array), torch.empty_like(tensor)
+        assert await pool.get_into("array", into_array) == array.nbytes
+        assert await pool.get_into("tensor", into_tensor) == tensor.nbytes
+        assert np.array_equal(into_array, array) and torch.equal(into_tensor, tensor)
+        assert await pool.get("bytes") == data(1) and await pool.get("nothing") is None
+        assert await pool.get_into("nothing", bytearray(1)) is None
+        assert await pool.exists(["array", "nothing"]) == [True, False]
+        assert await pool.remove(["array", "nothing"]) == 1
+        assert await pool.get("array") is None
+        for wrong in (array[:, ::2], "text"):
+            with pytest.raises(InvalidRequest):
+                await pool.put("wrong", wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            await pool.get_into("tensor", b"read-only memory" * 256)
+        with pytest.raises(InvalidRequest, match="there is room for 1"):
+            await pool.get_into("tensor", bytearray(1))
+        with pytest.raises(InvalidRequest):
+            await pool.put("", b"x")
+
+
+async def test_parts_are_read_and_verified_alone(keep):
+    store = keep()
+    async with await kvstore.Client.connect(store.greeting["control"]) as pool:
+        block = data(2)
+        assert await pool.put("k", block, ranges=8)
+        size = BLOCK // 8
+        for offset, length in (
+            (0, size),
+            (3 * size, 2 * size),
+            (size + 5, 10),
+            (size - 1, 2),
+            (0, BLOCK),
+            (BLOCK - 1, 1),
+        ):
+            assert await pool.get_range("k", offset, length) == block[offset : offset + length]
+        tensor = torch.empty(size, dtype=torch.uint8)
+        assert await pool.get_range_into("k", 2 * size, tensor)
+        assert tensor.numpy().tobytes() == block[2 * size : 3 * size]
+        assert await pool.get_range("other", 0, 1) is None
+        with pytest.raises(InvalidRequest, match="beyond"):
+            await pool.get_range("k", BLOCK - 1, 2)
+        store.ask("flip", 0, 5 * size + 3)
+        assert await pool.get_range("k", 0, size) == block[:size]  # this part is whole
+        assert await pool.get_range("k", 5 * size + 100, 8) is None  # that one is not
+        assert await pool.exists(["k"]) == [False]
+
+
+async def test_namespaces_and_salts_keep_apart_what_has_one_name(keep):
+    address = keep().greeting["control"]
+    clients = [
+        await kvstore.Client.connect(address, namespace=namespace, salt=salt)
+        for namespace, salt in (("fp32", ""), ("bf16", ""), ("fp32", "tenant"), ("fp32tenant", ""))
+    ]
+    for i, client in enumerate(clients):
+        assert await client.get("k") is None
+        assert await client.put("k", data(i, 100))
+    for i, client in enumerate(clients):
+        assert await client.get("k") == data(i, 100)
+        await client.close()
+
+
+async def test_batches_take_what_is_there(keep):
+    async with await kvstore.Client.connect(keep(16).greeting["control"]) as pool:
+        items = [(f"k{i}", data(i, 1000 + i % 2)) for i in range(10)]
+        assert await pool.put_batch(items) == [True] * 10
+        keys = ["k3", "missing", "k0", "k3"]
+        assert await pool.get_batch(keys) == [data(3, 1001), None, data(0, 1000), data(3, 1001)]
+        into = [bytearray(2000) for _ in keys]
+        assert await pool.get_batch_into(keys, into) == [1001, None, 1000, 1001]
+        assert into[2][:1000] == data(0, 1000)
+        assert await pool.exists([f"k{i}" for i in range(12)]) == [True] * 10 + [False] * 2
+        assert await pool.get_batch([]) == [] and await pool.put_batch([]) == [] and await pool.exists([]) == []
+
+
+async def test_keys_spread_over_stores_and_replicas_outlive_one(keep):
+    stores = [keep(64) for _ in range(3)]
+    addresses = [store.greeting["control"] for store in stores]
+    async with await kvstore.Client.connect(addresses, replicas=2) as pool:
+        items = [(f"k{i}", data(i, 5000)) for i in range(60)]
+        assert all(await pool.put_batch(items))
+        shares = [stats.sealed for stats in (await pool.stats()).values()]
+        assert sum(shares) == 120 and min(shares) > 20
+        stores[1].kill()
+        assert await pool.get_batch([key for key, _ in items]) == [value for _, value in items]
+        assert await pool.exists([key for key, _ in items]) == [True] * 60
+        assert await pool.put("after", data(99, 5000))
+        with pytest.raises(NodeUnavailable):
+            await pool.remove(["k1"])  # who knows what the dead one still holds
+
+
+async def test_a_corrupt_replica_is_dropped_and_the_other_one_serves(keep):
+    stores = [keep() for _ in range(2)]
+    async with await kvstore.Client.connect([store.greeting["control"] for store in stores], replicas=2) as pool:
+        assert await pool.put("k", data(0))
+        for store in stores:
+            store.ask("flip", 0, 77)
+        assert await pool.get("k") is None  # both were wrong
+        assert await pool.put("k", data(0))
+        stores[0].ask("flip", 0, 77)
+        assert await pool.get("k") == data(0)
+        assert await pool.get("k") == data(0)
+        counters = [stats.counters.get("checksum_mismatches", 0) for stats in (await pool.stats()).values()]
+        assert counters[1] == 1 and counters[0] in (1, 2)
+
+
+async def test_pins_and_quotas_through_the_client(keep):
+    address = keep(8, f"store.tenant_dram_gb={4 * BLOCK / 1e9}").greeting["control"]
+    async with await kvstore.Client.connect(address, tenant="t") as pool:
+        for i in range(4):
+            await pool.put(f"k{i}", data(i))
+        assert await pool.pin([f"k{i}" for i in range(4)], hard=True) == 4
+        with pytest.raises(OutOfBlocks, match="'t'"):
+            await pool.put("more", data(9))
+        assert await pool.unpin(["k0", "k9"]) == 1
+        assert await pool.put("more", data(9))
+        assert await pool.exists(["k0", "k1", "more"]) == [False, True, True]
+
+
+async def test_a_missing_store_is_one_clear_error():
+    with pytest.raises(NodeUnavailable):
+        await kvstore.Client.connect("127.0.0.1:1", timeout_s=2.0)
+    with pytest.raises(InvalidRequest, match="replicas"):
+        await kvstore.Client.connect("127.0.0.1:1", replicas=2)
+
+
+def test_checksums_name_the_part_that_differs():
+    assert len(set(range_checksums(data(0), 8))) == 8
+
+
+def test_the_example_runs():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.example"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "second life: 24 of 24" in done.stdout
