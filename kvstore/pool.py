@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 from typing_extensions import Buffer
 
@@ -58,7 +60,7 @@ class TensorLike(Protocol):
     def numel(self) -> int: ...
 
 
-Memory = Buffer | TensorLike
+Memory = Buffer | TensorLike | npt.NDArray[np.generic]
 Key = str | bytes
 
 
@@ -430,7 +432,7 @@ def _readable(data: Memory) -> memoryview:
     if hasattr(data, "data_ptr"):
         return _of_tensor(cast(TensorLike, data))
     try:
-        return memoryview(data).cast("B")
+        return memoryview(cast(Buffer, data)).cast("B")
     except (TypeError, ValueError):
         raise InvalidRequest("data must be contiguous: bytes, an array or a CPU tensor", "data") from None
 
