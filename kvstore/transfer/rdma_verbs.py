@@ -110,8 +110,8 @@ class Device:
 
     def __init__(self, name: str = "") -> None:
         """The first device with an active port, or the one named. Raises VerbsUnavailable."""
-        self._verbs = _verbs()
         self.name, self.port = _find_port(name)
+        self._verbs = _verbs()
         try:
             self._context = self._verbs.device.Context(name=self.name)
             attributes = self._context.query_device()
@@ -361,6 +361,11 @@ class _Verbs(NamedTuple):
 
 _loading = threading.Lock()
 _loaded: list[_Verbs] = []
+
+
+def load_pyverbs() -> None:
+    """Import it, which works without any device too. Raises VerbsUnavailable."""
+    _verbs()
 
 
 def _verbs() -> _Verbs:

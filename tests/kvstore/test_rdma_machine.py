@@ -1,0 +1,56 @@
+"""The tests of ``tests/rdma`` in a virtual machine with soft RoCE, for machines whose kernel has no RDMA.
+
+``RDMA_VM`` names a program that runs a command where verbs work; by default one beside the checkout is looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.transfer.rdma_verbs import Device, VerbsUnavailable, load_pyverbs
+
+ROOT = Path(__file__).parents[2]
+TOOL = Path(os.environ.get("RDMA_VM") or ROOT.parent / "shared" / "rdma-vm" / "run-in-rdma-vm")
+pytestmark = [pytest.mark.rdma, pytest.mark.slow]
+
+
+def in_machine(*arguments: str, memory: str = "2G", timeout_s: int) -> str:
+    """Output of pytest with these arguments. Skips when there is no such machine, or no need for one."""
+    try:
+        Device().close()
+        pytest.skip("this machine has verbs itself: tests/rdma runs here")
+    except VerbsUnavailable:
+        pass
+    if not TOOL.exists():
+        pytest.skip("no verbs here, and no program to get a machine that has them (RDMA_VM)")
+    try:
+        load_pyverbs()
+    except VerbsUnavailable as error:
+        pytest.skip(str(error))
+    environment = os.environ | {"CXX": "/none"}  # torch's kernels: compiling ours takes minutes in there
+    command = [str(TOOL), "--mem", memory, "--timeout", str(timeout_s), sys.executable, "-m", "pytest"]
+    options = ["-q", "-p", "no:cacheprovider", "--timeout", str(timeout_s)]
+    run = subprocess.run(
+        [*command, *options, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if run.returncode == 125:
+        pytest.skip(f"the machine does not start: {run.stderr.strip().splitlines()[-1:]}")
+    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}"
+    return run.stdout
+
+
+@pytest.mark.timeout(600)
+def test_reads_writes_keys_queue_pairs_and_peers_over_verbs():
+    output = in_machine("tests/rdma/test_rdma.py", timeout_s=540)
+    assert " passed" in output and "skipped" not in output
+
+
+@pytest.mark.timeout(600)
+def test_a_hand_off_streams_over_verbs():
+    output = in_machine("tests/rdma/test_rdma_handoff.py", memory="3G", timeout_s=540)
+    assert "1 passed" in output

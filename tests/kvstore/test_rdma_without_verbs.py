@@ -1,0 +1,77 @@
+"""What of RDMA needs no device: the greeting's bytes, how runs are joined, and that its absence is said, not hidden."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.segment import Segment
+from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.rdma import _merge
+from kvstore.transfer.rdma_verbs import Device, Endpoint, VerbsUnavailable
+from kvstore.transfer.server import SegmentServer
+from mooncake.errors import NodeUnavailable
+
+ENDPOINT = Endpoint(queue_pair=77, packet_number=(1 << 24) - 1, gid=bytes(range(16)), lid=3, mtu=5)
+
+
+def test_an_endpoint_travels():
+    assert Endpoint.unpack(ENDPOINT.pack()) == ENDPOINT
+
+
+@given(st.binary(max_size=2 * Endpoint.SIZE))
+def test_no_other_bytes_are_an_endpoint(data: bytes):
+    if not data.startswith(b"RDMA"):
+        with pytest.raises(ValueError, match="endpoint"):
+            Endpoint.unpack(data)
+
+
+@pytest.mark.parametrize(("start", "value"), [(4, 9), (5, 0), (5, 6), (15, 1)])
+def test_a_spoilt_endpoint_is_refused(start: int, value: int):
+    data = bytearray(ENDPOINT.pack())
+    data[start] = value
+    with pytest.raises(ValueError, match="endpoint"):
+        Endpoint.unpack(bytes(data))
+
+
+def test_runs_are_joined_where_both_sides_touch_under_the_same_keys():
+    assert _merge([(100, 1, 900, 2, 10), (110, 1, 910, 2, 5)]) == [(100, 1, 900, 2, 15)]
+    for other in ((111, 1, 910, 2, 5), (110, 1, 911, 2, 5), (110, 9, 910, 2, 5), (110, 1, 910, 9, 5)):
+        runs = [(100, 1, 900, 2, 10), other]
+        assert _merge(runs) == runs
+
+
+def test_a_machine_without_verbs_says_so_in_one_line_and_goes_on(caplog: pytest.LogCaptureFixture):
+    try:
+        Device().close()
+        pytest.skip("this machine has verbs")
+    except VerbsUnavailable as error:
+        why = str(error)
+    assert why and "\n" not in why
+    segment = Segment.create("owner", 4096, 2)
+    with caplog.at_level(logging.WARNING):
+        server = SegmentServer(segment, "owner", ("rdma", "tcp"))
+        server.start()
+        engine = TransferEngine("reader", ("rdma", "tcp"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"segment of owner: rdma is configured but not offered: {why}",
+        f"reader: transport rdma cannot be used: {why}",
+    ]
+    assert not server.address.rdma
+    assert engine.unavailable() == {"rdma": why}
+    segment.array[:] = np.arange(2 * 4096, dtype=np.uint64).view(np.uint8)[: 2 * 4096]
+    into = bytearray(4096)
+    report = engine.read(server.address, [ReadRange(1, 0, into)], time.monotonic() + 10)
+    assert report.transport == "tcp" and into == segment.block(1)
+    only = TransferEngine("only", ("rdma",))
+    with pytest.raises(NodeUnavailable):
+        only.read(server.address, [ReadRange(1, 0, into)], time.monotonic() + 10)
+    engine.close()
+    only.close()
+    server.stop()
+    segment.close()

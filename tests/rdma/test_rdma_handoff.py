@@ -1,0 +1,104 @@
+"""A hand-off over verbs: layers stream from the engine that computes them into the cache of the one that decodes.
+
+The model is a tiny one, because real verbs may be had in an emulated machine only, a hundred times slower than this
+one; ``RDMA_TEST_MODEL=smollm2`` takes the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.checksum import range_checksums
+from kvstore.segment import Segment
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.server import SegmentServer
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.model import load_model
+from mooncake.types import SamplingParams
+from prefill_node.outbox import Destination, Outbox, Sink
+from prefill_node.streamer import LayerStreamer, Stream
+from tests.engine.hash_model import answers, run_all
+from tests.support.tiny_gguf import write_gguf
+
+pytestmark = [pytest.mark.rdma, pytest.mark.slow]  # minutes, for torch alone, in an emulated machine
+
+BLOCK_TOKENS = 16
+EPOCH = 9
+PROMPT = np.random.default_rng(0).integers(0, 256, 40).astype(np.uint32)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+def sequence(**settings: int | bool) -> Sequence:
+    return Sequence("r", PROMPT, len(PROMPT), GREEDY, b"s", eos_ids=(2,), max_model_len=128, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    name = os.environ.get("RDMA_TEST_MODEL", "")
+    if not name:
+        name = str(tmp_path / "tiny.gguf")
+        write_gguf(Path(name))
+    return open_checkpoint(name)
+
+
+def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkpoint):
+    torch.set_num_threads(1)
+    model = load_model(checkpoint, "float32", 128)
+    layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+    config = EngineConfig(BLOCK_TOKENS, chunk_tokens=16, max_sequences=2, max_model_len=128)
+    prefill = Engine(model, KVCache(layout, 8), config)
+    segment = Segment.create("decode", layout.block_bytes, 8)
+    decode = Engine(model, KVCache(layout, 8, segment.buffer), config)
+    server = SegmentServer(segment, "decode", ("rdma",))
+    server.start()
+    transfer = TransferEngine("prefill", ("rdma",))
+    transfer.register(prefill.cache.memory.data)
+
+    reservation = decode.reserve(sequence())
+    server.grant(reservation.block_ids, EPOCH)
+    sent: list[tuple[str, int]] = []
+    outbox = Outbox(
+        "hand-offs", transfer, prefill.cache.memory, lambda sink, size, ms: sent.append((sink.transport, size))
+    )
+    sink = Sink("hand-off", layout, time.monotonic() + 120)
+    slots = {index: (block, EPOCH) for index, block in enumerate(reservation.block_ids)}
+    sink.open(Destination(server.address, slots))
+    streamer = LayerStreamer(BLOCK_TOKENS)
+
+    def no_load(blocks: Any) -> Any:
+        raise AssertionError("nothing is stored")
+
+    streamer.streams["r"] = Stream("r", no_load, [(sink, outbox)], lambda: None)
+    source = sequence(num_to_sample=1, hold_blocks=True)
+    prefill.add(source)
+    [first] = run_all(prefill, streamer)
+    sink.done.result(120)
+
+    assert {name for name, _ in sent} == {"rdma"}
+    assert sink.sent_bytes == len(reservation.block_ids) * layout.block_bytes
+    server.revoke(reservation.block_ids)
+    for index, block in enumerate(reservation.block_ids):
+        assert np.array_equal(
+            range_checksums(decode.cache.memory[block].data, layout.num_layers), sink.checksums[index]
+        )
+    decode.start_reserved("r", [first.token])
+    got = answers(run_all(decode))
+
+    prefill.release("r")
+    outbox.stop()
+    transfer.close()
+    server.stop()
+    prefill.add(sequence())  # the reference: one engine alone, which finds its own blocks again
+    assert got == answers(run_all(prefill))
+    assert len(got["r"]) == GREEDY.max_tokens
+    segment.close()
