@@ -55,11 +55,16 @@ System = Annotated[str, typer.Option(help="A system message.", show_default=Fals
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
 
 BENCHES = {
+    "chunked": "mooncake.app.bench_chunked",
     "conductor": "mooncake.app.bench_conductor",
     "engine": "mooncake.app.bench_engine",
     "gpu": "mooncake.app.bench_gpu",
     "layout": "mooncake.app.bench_layout",
     "serve": "mooncake.app.bench_serve",
+    "ssd": "mooncake.app.bench_ssd",
+    "store": "mooncake.app.bench_store",
+    "speculation": "mooncake.app.bench_speculation",
+    "transfer": "mooncake.app.bench_transfer",
 }
 
 
@@ -230,6 +235,20 @@ def simulate(
     chosen = command.changed(chosen, policy, admission, prefill, decode)
     run = Run(seed=seed, speed=speed, jitter_s=jitter_ms / 1e3, max_output=max_output)
     command.simulate(trace, limit, resample, chosen, run, command.Output(as_json, report, requests))
+
+
+@app.command()
+def reproduce(
+    traces: Annotated[Path, typer.Argument(help="The folder with the published traces.", show_default=False)],
+    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.")] = Path(
+        "deploy/reproduction"
+    ),
+    only: Annotated[list[str] | None, typer.Option(help="Only this experiment; may be repeated.")] = None,
+) -> None:
+    """The paper's experiments in virtual time, in one table beside the published figures."""
+    from mooncake.app.simulate_reproduce import reproduce as run_experiments
+
+    run_experiments(traces, target, only or [])
 
 
 @app.command()

@@ -77,6 +77,7 @@ class Conductor(Frozen, frozen=True):
     admission_mode: Literal["off", "hard"] = "hard"
     max_tokens: Count = 4096  # of an answer, as clients ask for
     heartbeat_s: Positive = 1.0
+    sample_every: Count = 1  # nodes report every so many-th of their measurements
     expected_output_tokens: Positive = 256.0  # before anything was seen
 
 

@@ -74,6 +74,7 @@ class Simulation:
         self._arrival_rng, brain_rng = np.random.default_rng(run.seed).spawn(2)
         self.brain = Brain(cluster, brain_rng)
         self._block_tokens = cluster.model.block_tokens
+        self._sample_every = cluster.conductor.sample_every
         self._stride = cluster.model.block_tokens // TRACE_BLOCK_TOKENS
         self._names: Counter[str] = Counter()  # how many machines of each role there were
         self._groups: dict[str, Machines] = {}  # of each machine
@@ -194,7 +195,8 @@ class Simulation:
         flight.held = machine.cache.hold(flight.keys, machine.cache.match(flight.keys[:run]))
         self._tell_index(machine.name)
         took_ms = (self.agenda.now - flow.started_s) * 1e3
-        self.brain.costs.observe_transfer(flight.prefill_id, store_id(source), int(flow.num_bytes), took_ms)
+        if flight.index % self._sample_every == 0:
+            self.brain.costs.observe_transfer(flight.prefill_id, store_id(source), int(flow.num_bytes), took_ms)
         flight.is_ready = True
         machine.make_ready()
 
@@ -221,7 +223,8 @@ class Simulation:
         machine = self.prefill[flight.prefill_id]
         new_tokens = flight.num_tokens - flight.cached_tokens
         computing_ms = work_s * 1e3 - machine.load_ms(flight.cached_tokens)
-        self.brain.costs.observe_prefill(flight.prefill_id, new_tokens, flight.cached_tokens, computing_ms)
+        if flight.index % self._sample_every == 0:
+            self.brain.costs.observe_prefill(flight.prefill_id, new_tokens, flight.cached_tokens, computing_ms)
         self._tell_index(flight.prefill_id)
         flight.is_prefilled = True
         self.results.prefill_ms[flight.index] += work_s * 1e3

@@ -1,0 +1,126 @@
+"""Our defaults against everybody else's: placement against the published formulas, admission against the paper's.
+
+Scored on the second half of each trace only; nothing in the defaults was fitted to either half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from conductor.policies import DEFAULT_POLICY, POLICIES
+from mooncake.app.sim.cluster import load_preset
+from mooncake.app.sim.experiments import SEED, Finding, Row, Trace, Traces, first_tokens, run
+from mooncake.app.sim.requests import Fate
+from mooncake.app.sim.simulation import Run
+from mooncake.trace import TraceRequest
+
+LOADS = (0.6, 0.9, 1.2)
+FULL_SPEED = {"conversation": 2.1, "synthetic": 2.4}  # at which the prefill machines of paper-16 are just busy
+OVERLOAD = 2.0
+ADMISSIONS = ("none", "baseline", "early", "predicted", "lookahead")
+
+
+def second_half(trace: Trace) -> list[TraceRequest]:
+    return list(trace[len(trace) // 2 :])
+
+
+def rivals(traces: Traces) -> Finding:
+    """Mean TTFT of every policy over that of Algorithm 1 as published, by trace and load."""
+    rows: list[Row] = []
+    worst, best = 0.0, 0.0
+    halves = {"conversation": second_half(traces.conversation()), "synthetic": second_half(traces.synthetic())}
+    for name, trace in halves.items():
+        for load in LOADS:
+            cluster = load_preset("paper-16")
+            speed = load * FULL_SPEED[name]
+            found = {policy: first_tokens(cluster.with_conductor(policy=policy), trace, speed) for policy in POLICIES}
+            published = found["algorithm_1"]
+            rows += [
+                Row(
+                    f"{name} at {load:g}: {policy}",
+                    None,
+                    one.ttft_s.mean / published.ttft_s.mean,
+                    f"mean TTFT {one.ttft_s.mean:.3g} s, p99 {one.ttft_s.p99:.3g} s, inside 30 s {one.goodput:.1%}, "
+                    f"hit {one.hit_tokens:.1%}",
+                )
+                for policy, one in found.items()
+            ]
+            ours = found[DEFAULT_POLICY]
+            change = ours.ttft_s.mean / published.ttft_s.mean - 1
+            worst, best = max(worst, change), min(best, change)
+    beats_all = all(
+        row.measured >= _ours(rows, row.what) - 0.02 for row in rows if not row.what.endswith(DEFAULT_POLICY)
+    )
+    return Finding(
+        "rivals",
+        "Our default placement against every published formula: mean TTFT over that of Algorithm 1",
+        "8 prefill machines of paper-16, second half of each trace, answers cut to one token; load 1 is where prefill is "
+        "just busy; rivals' formulas as published, none of which fetches from other hosts",
+        rows,
+        "reproduced" if worst <= 0.02 and beats_all else "partly" if worst <= 0.02 else "not reproduced",
+        f"against Algorithm 1 between {best:+.1%} and {worst:+.1%}; "
+        + (
+            "no formula is more than 2 % faster anywhere"
+            if beats_all
+            else "some formula is more than 2 % faster somewhere"
+        ),
+    )
+
+
+def _ours(rows: Sequence[Row], what: str) -> float:
+    setting = what.partition(":")[0]
+    return next(row.measured for row in rows if row.what == f"{setting}: {DEFAULT_POLICY}")
+
+
+def overload(traces: Traces) -> Finding:
+    """Who is let in at twice what the machines can do, and what that is worth."""
+    trace = second_half(traces.conversation())
+    cluster = load_preset("paper-16")
+    goodput: dict[str, float] = {}
+    wasted: dict[str, float] = {}
+    rows: list[Row] = []
+    false_share = 0.0
+    for admission in ADMISSIONS:
+        chosen = cluster.with_conductor(admission=admission, max_tokens=2000)
+        options = Run(seed=SEED, speed=OVERLOAD * FULL_SPEED["conversation"])
+        simulation, summary = run(chosen, trace, options)
+        goodput[admission], wasted[admission] = summary.goodput, summary.wasted_prefill
+        results = simulation.results
+        missed = (results.fate == Fate.DONE) & (
+            (results.ttft_s > cluster.slo.ttft_s) | (np.nan_to_num(results.tail_tbt_ms) > cluster.slo.tbt_ms)
+        )
+        useless = float(results.prefill_ms[missed | (results.fate == Fate.REJECTED_LATE)].sum())
+        useless /= max(float(results.prefill_ms.sum()), 1.0)
+        rows += [
+            Row(f"{admission}: goodput, %", None, 100 * summary.goodput),
+            Row(f"{admission}: rejected, %", None, 100 * (summary.rejected + summary.rejected_late) / summary.requests),
+            Row(f"{admission}: prefill of rejected requests, %", None, 100 * summary.wasted_prefill),
+            Row(f"{admission}: prefill of requests outside the limits, %", None, 100 * useless),
+            Row(f"{admission}: mean TTFT, s", None, summary.ttft_s.mean),
+        ]
+        wasted[admission] = useless
+        stats = simulation.brain.admission.stats if simulation.brain.admission else None
+        if stats is not None and stats.looked_back:
+            false_share = stats.could_have_served / stats.looked_back
+            rows.append(
+                Row(f"{admission}: refused for decode load, could have been served, %", None, 100 * false_share)
+            )
+    over_none = goodput["lookahead"] / max(goodput["none"], 1e-9)
+    over_early = goodput["lookahead"] / max(goodput["early"], 1e-9)
+    rows += [Row("goodput, look-ahead / none", 1.5, over_none), Row("goodput, look-ahead / early", 1.1, over_early)]
+    met = over_none >= 1.5 and over_early >= 1.1 and wasted["lookahead"] <= 0.02
+    return Finding(
+        "overload",
+        "Admission at twice the load that the machines can do (published column: what is asked of us)",
+        f"paper-16, second half of the conversation trace at {OVERLOAD * FULL_SPEED['conversation']:g} times its speed, "
+        "TTFT 30 s, TBT 100 ms",
+        rows,
+        "reproduced" if met else "partly" if over_none >= 1.5 else "not reproduced",
+        f"{over_none:.2f} times the goodput of none, {over_early:.2f} times that of early rejection; "
+        f"{wasted['lookahead']:.1%} of prefill spent outside the limits",
+    )
+
+
+CONTESTS: dict[str, Callable[[Traces], Finding]] = {"rivals": rivals, "overload": overload}

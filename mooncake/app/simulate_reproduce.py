@@ -1,0 +1,76 @@
+"""``mooncake reproduce``: the paper's experiments in virtual time, a JSON file each and one table beside the paper.
+
+Experiments can be run one at a time; the table is made of all results that are in the folder.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+from rich.markup import escape
+
+from mooncake.app.bench_report import commit
+from mooncake.app.console import err, out, plain_table
+from mooncake.app.sim.contests import CONTESTS
+from mooncake.app.sim.experiments import EXPERIMENTS, Finding, Traces
+from mooncake.errors import ConfigError
+
+ALL = EXPERIMENTS | CONTESTS
+_HEAD = """# The paper's figures, replayed
+
+Made by `mooncake reproduce TRACES`. Every number is from virtual time on described machines (`paper-16`: step curves
+fitted to FAST'25 Fig. 14 and 15), with the shipped conductor deciding. A verdict is by a rule in
+`mooncake/app/sim/experiments.py`. The traces are those of the Mooncake project; tool&agent is generated of its measured
+shape when its file is not there.
+
+"""
+
+
+def reproduce(folder: Path, target: Path, only: list[str]) -> None:
+    """Raises ConfigError for an experiment that is not known."""
+    for name in only:
+        if name not in ALL:
+            raise ConfigError(f"no experiment is called {name!r}; there are: {', '.join(ALL)}")
+    traces = Traces(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for name in only or list(ALL):
+        started_s = time.perf_counter()
+        finding = ALL[name](traces)
+        line = {"commit": commit(), **msgspec.to_builtins(finding)}
+        (target / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(line), indent=1) + b"\n")
+        err.print(f"{name}: {finding.verdict} ({time.perf_counter() - started_s:.0f} s)")
+        show(finding)
+    (target / "README.md").write_text(markdown(load(target)))
+
+
+def load(folder: Path) -> list[Finding]:
+    """The results that are there, in the order of the experiments."""
+    files = [folder / f"{name}.json" for name in ALL]
+    return [msgspec.json.decode(file.read_bytes(), type=Finding) for file in files if file.exists()]
+
+
+def show(finding: Finding) -> None:
+    table = plain_table(escape(finding.title), "published", "here")
+    for row in finding.rows:
+        table.add_row(escape(row.what), _number(row.published), _number(row.measured))
+    out.print(table)
+    out.print(f"[bold]{finding.verdict}[/]: {escape(finding.why)}\n")
+
+
+def markdown(findings: list[Finding]) -> str:
+    parts = [_HEAD, "| experiment | verdict | why |\n|---|---|---|\n"]
+    parts += [f"| [{f.title}](#{f.name}) | **{f.verdict}** | {f.why} |\n" for f in findings]
+    for finding in findings:
+        parts.append(f'\n<a id="{finding.name}"></a>\n## {finding.title}\n\n{finding.setup}.\n\n')
+        parts.append("| | published | here | |\n|---|---|---|---|\n")
+        parts += [f"| {r.what} | {_number(r.published)} | {_number(r.measured)} | {r.note} |\n" for r in finding.rows]
+        parts.append(f"\n**{finding.verdict}**: {finding.why}.\n")
+    return "".join(parts)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"
