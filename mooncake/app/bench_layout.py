@@ -184,6 +184,7 @@ def _owner(
         yield ours.recv()
     finally:
         ours.close()
+        theirs.close()
         process.join(10)
         if process.is_alive():
             process.kill()
@@ -194,7 +195,9 @@ def _own(pipe: Connection, block_bytes: dict[int, int], num_blocks: int, transpo
     owned: list[tuple[Segment, SegmentServer]] = []
     for rank, size in block_bytes.items():
         segment = Segment.create(f"rank{rank}", size, num_blocks)
-        segment.array[:] = random.integers(0, 64, segment.array.nbytes, dtype=np.uint8)  # small numbers, whatever the type
+        segment.array[:] = random.integers(
+            0, 64, segment.array.nbytes, dtype=np.uint8
+        )  # small numbers, whatever the type
         server = SegmentServer(segment, f"rank{rank}", (transport, "tcp"))
         server.start()
         owned.append((segment, server))

@@ -1,0 +1,203 @@
+"""``mooncake bench rdma``: one-sided writes and reads of registered memory, against perftest's over the same device.
+
+Both move the same bytes from one process to another through one queue pair, in turns. It needs verbs; ``--machine``
+names a program that runs a command where some are. It must not know how a path works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.segment import Segment
+from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
+from kvstore.transfer.rdma_verbs import Device, VerbsUnavailable
+from kvstore.transfer.server import SegmentServer
+from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.errors import ConfigError
+from mooncake.types import SegmentAddress
+
+EPOCH = 1
+DEADLINE_S = 120.0
+PEER_TIMEOUT_S = 60.0
+MACHINE_SECONDS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    kib: tuple[int, ...]
+    mb: int
+    reps: int
+    seed: int
+    save: Path | None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Raises ConfigError when there are no verbs."""
+    options, machine = _options(arguments)
+    if machine is not None:
+        _go_to(machine, arguments, options.save)
+    try:
+        device = Device()
+    except VerbsUnavailable as error:
+        raise ConfigError(f"bench rdma: {error}; --machine PROGRAM runs it where there are verbs") from None
+    report = Report("rdma", {"kib": options.kib, "mb": options.mb, "reps": options.reps}, options.seed)
+    gid_index, name = device.gid_index, device.name
+    device.close()
+    with progress("rdma") as shown:
+        for kib in options.kib:
+            tell(shown, f"{kib} KiB")
+            _measure(kib << 10, name, gid_index, options, report)
+    report.notes.append("GB/s of 1e9 bytes, of payload; perftest with its default depth of 128 requests")
+    report.finish(options.save)
+
+
+def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
+    parser = argparse.ArgumentParser("mooncake bench rdma", description=__doc__)
+    add = parser.add_argument
+    add("--kib", default="64,1024", help="sizes of one write or read, with commas")
+    add("--mb", type=int, default=24, help="moved in each repetition, about")
+    add("--reps", type=int, default=3)
+    add("--seed", type=int, default=0)
+    add("--save", type=Path, help="write the JSON line to this file too")
+    add("--machine", help="a program that runs a command where verbs work: PROGRAM --timeout S --rw DIR COMMAND …")
+    given = parser.parse_args(arguments)
+    try:
+        kib = tuple(max(1, int(size)) for size in given.kib.split(","))
+    except ValueError:
+        raise ConfigError(f"--kib takes numbers with commas, got {given.kib!r}") from None
+    return Options(kib, max(1, given.mb), max(1, given.reps), given.seed, given.save), given.machine
+
+
+def _go_to(machine: str, arguments: Sequence[str], save: Path | None) -> None:
+    """Become the same benchmark in there."""
+    program = shutil.which(machine)
+    if program is None:
+        raise ConfigError(f"--machine: there is no program {machine!r}")
+    rest = [each for each in arguments if each not in ("--machine", machine) and each != f"--machine={machine}"]
+    command = [program, "--timeout", str(MACHINE_SECONDS)]
+    if save is not None:
+        command += ["--rw", str(save.resolve().parent)]
+    code = f"from mooncake.app.bench_rdma import main; main({rest!r})"
+    os.execv(program, [*command, sys.executable, "-c", code])
+
+
+def _measure(size: int, device: str, gid_index: int, options: Options, report: Report) -> None:
+    count = max(1, options.mb * 1_000_000 // size)
+    data = np.random.default_rng(options.seed).integers(0, 256, (count, size), dtype=np.uint8)
+    loose = data.copy()
+    transfer = TransferEngine("bench-rdma", ("rdma",))
+    transfer.register(data.data)
+    with _owner(size, count) as address:
+
+        def write(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> float:
+            ranges = [WriteRange(block, 0, rows[block].data, EPOCH) for block in range(count)]
+            return transfer.write(address, ranges, time.monotonic() + DEADLINE_S).nbytes
+
+        def read() -> float:
+            ranges = [ReadRange(block, 0, data[block].data) for block in range(count)]
+            return transfer.read(address, ranges, time.monotonic() + DEADLINE_S).nbytes
+
+        ways: dict[tuple[str, str], Callable[[], float]] = {
+            ("mooncake", "write"): lambda: _rate(lambda: write(data)),
+            ("perftest", "write"): lambda: _perftest("ib_write_bw", device, gid_index, size, count),
+            ("mooncake", "read"): lambda: _rate(read),
+            ("perftest", "read"): lambda: _perftest("ib_read_bw", device, gid_index, size, count),
+            ("mooncake", "write, copied"): lambda: _rate(lambda: write(loose)),
+        }
+        if shutil.which("ib_write_bw") is None:
+            report.notes.append("perftest is not installed: nothing to compare with")
+            ways = {way: measure for way, measure in ways.items() if way[0] == "mooncake"}
+        rates: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+        write(data), read()  # opens the path and its windows
+        for _ in range(options.reps):
+            for way, measure in ways.items():
+                rates[way].append(measure())
+    transfer.close()
+    for (subject, name), values in rates.items():
+        report.add(Figure(subject, name, "GB/s", tuple(values), more_is_better=True, params={"KiB": size >> 10}))
+    for name in ("write", "read"):
+        ours, theirs = (report.find(subject, name, KiB=size >> 10) for subject in ("mooncake", "perftest"))
+        report.compare(f"{name}_{size >> 10}KiB_vs_ib_{name}_bw", ours, theirs)
+
+
+def _rate(move: Callable[[], float]) -> float:
+    started = time.perf_counter()
+    nbytes = move()
+    return nbytes / (time.perf_counter() - started) / 1e9
+
+
+def _perftest(program: str, device: str, gid_index: int, size: int, count: int) -> float:
+    """Average GB/s of perftest between two processes. Raises ConfigError when it does not say."""
+    port = _free_port()
+    command = [program, "-d", device, "-x", str(gid_index), "-s", str(size), "-n", str(max(count, 5)), "-p", str(port)]
+    command += ["-F", "--report_gbits"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(20):  # until it listens
+                client = subprocess.run(
+                    [*command, "127.0.0.1"], capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False
+                )
+                if client.returncode == 0 or server.poll() is not None:
+                    break
+                time.sleep(0.3)
+            server.wait(PEER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{program} did not end within {PEER_TIMEOUT_S:g} s") from None
+        finally:
+            server.kill()
+    rows = re.findall(rf"^\s*{size}\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.MULTILINE)
+    if not rows:
+        raise ConfigError(f"{program} said nothing of use: {(client.stderr or client.stdout).strip()[-200:]}")
+    return float(rows[-1]) / 8
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def _owner(block_bytes: int, num_blocks: int) -> Iterator[SegmentAddress]:
+    """A segment in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_own, args=(theirs, block_bytes, num_blocks), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(DEADLINE_S):
+            raise ConfigError("the process with the segment did not start")
+        yield ours.recv()
+    finally:
+        ours.close()
+        theirs.close()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+def _own(pipe: Connection, block_bytes: int, num_blocks: int) -> None:
+    segment = Segment.create("bench-rdma", block_bytes, num_blocks)
+    segment.array[:] = 1
+    server = SegmentServer(segment, "owner", ("rdma",))
+    server.start()
+    server.grant(range(num_blocks), EPOCH)
+    pipe.send(server.address)
+    with suppress(EOFError):
+        pipe.recv()
+    server.stop()
+    segment.close()
