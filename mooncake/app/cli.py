@@ -60,6 +60,7 @@ BENCHES = {
     "engine": "mooncake.app.bench_engine",
     "gpu": "mooncake.app.bench_gpu",
     "layout": "mooncake.app.bench_layout",
+    "rdma": "mooncake.app.bench_rdma",
     "serve": "mooncake.app.bench_serve",
     "ssd": "mooncake.app.bench_ssd",
     "store": "mooncake.app.bench_store",
