@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
+from mooncake.hashing import chain_seed, extend_chain, extend_chain_plainly, kv_fingerprint
 from mooncake.types import KVLayout
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, block_tokens=4, head_dim=64, dtype="float32")
@@ -86,3 +86,10 @@ def test_one_tenants_salt_reaches_no_other() -> None:
         for fingerprint, salt in [("f", ""), ("f", "a"), ("fa", ""), ("", "fa"), ("f", "aa")]
     }
     assert len(seeds) == 5, "and moving a letter from one to the other is no way around"
+
+
+@given(st.binary(min_size=1, max_size=64), st.integers(16, 60), st.integers(1, 70))
+def test_a_long_chain_is_hashed_as_a_short_one(parent: bytes, num_blocks: int, block_tokens: int) -> None:
+    tokens = np.arange(num_blocks * block_tokens + 1, dtype=np.uint32)
+    data = tokens[: num_blocks * block_tokens].astype("<u4").tobytes()
+    assert extend_chain(parent, tokens, block_tokens) == extend_chain_plainly(parent, data, 4 * block_tokens)
