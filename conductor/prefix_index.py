@@ -21,6 +21,7 @@ NUM_SHARDS = (
     256  # by the first byte of a key: a table that grows stops the process for a millisecond and not for one second
 )
 MAX_SHARED = 1 << 16  # sets kept for sharing
+MAX_MEMBERS = 1024
 FEW_BITS = 8
 MAX_BLOCKS = 16_000_000  # about 85 bytes each, however many nodes hold it
 
@@ -51,6 +52,7 @@ class PrefixIndex:
         ] = {}  # one object a set: most blocks are held by the same nodes as their neighbours
         self._slots: dict[str, tuple[int, int]] = {}  # of any tier, of DRAM; equal when the node has one tier
         self._counts: dict[str, int] = {}  # blocks of each node
+        self._members: dict[int, npt.NDArray[np.int64]] = {}  # slots of large sets that were asked for lately
         self._free: list[int] = []
         self._num_slots = 0
         self._retired = 0  # slots that no node has any more and that still stand in some sets
@@ -117,6 +119,36 @@ class PrefixIndex:
                     self._num_blocks -= 1
         self._counts[node_id] = count
 
+    def load(self, node_id: str, keys: Iterable[bytes], tier: Tier = Tier.DRAM) -> None:
+        """As ``apply`` for blocks that a node is known to hold, with keys cut already: a third of the time."""
+        self.join(node_id)
+        slot, dram_slot = self._slots[node_id]
+        bits = 1 << slot if tier is Tier.SSD else 1 << slot | 1 << dram_slot
+        count, shared, shards, room = self._counts[node_id], self._shared, self._shards, self._max_blocks
+        for key in keys:
+            shard = shards[key[0]]
+            before = shard.get(key, 0)
+            if not before:
+                if self._num_blocks >= room:
+                    self.dropped += 1
+                    continue
+                self._num_blocks += 1
+            count += not before >> slot & 1
+            after = before | bits
+            shard[key] = shared.get(after) or self._share(after)
+        self._counts[node_id] = count
+
+    def blocks_of(self, node_id: str) -> Iterator[list[tuple[bytes, Tier]]]:
+        """What a node holds, a shard at a time; the index may change in between."""
+        for shard in self._shards:
+            slot, dram_slot = self._slots.get(node_id, (-1, -1))
+            if slot < 0:
+                return
+            bit, dram_bit = 1 << slot, 1 << dram_slot
+            yield [
+                (key, Tier.DRAM if nodes & dram_bit else Tier.SSD) for key, nodes in shard.items() if nodes & bit
+            ]
+
     def clear(self, node_id: str) -> None:
         """Forget what a node holds: it is about to tell everything anew. Costs nothing now: the node gets new slots,
         and the old ones are swept out bit by bit."""
@@ -169,11 +201,11 @@ class PrefixIndex:
                 ahead.append((middle, shards[key[0]].get(key[:cut], 0)))
                 continue
             if held != alive and high:
-                _assign(alive ^ held, high, runs)
+                self._assign(alive, high, runs)  # those that go on are assigned again
                 alive = held
             low = high
             ahead.pop()
-        _assign(alive, len(keys), runs)
+        self._assign(alive, len(keys), runs)
         return runs
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
@@ -185,6 +217,22 @@ class PrefixIndex:
         if len(self._shared) >= MAX_SHARED:
             self._shared.clear()
         return self._shared.setdefault(nodes, nodes)
+
+    def _assign(self, nodes: int, run: int, runs: npt.NDArray[np.float64]) -> None:
+        """Set ``run`` for every slot of ``nodes``: bit by bit when there are few; large sets are often the same ones,
+        namely who holds a system prompt."""
+        if nodes.bit_count() > FEW_BITS:
+            slots = self._members.get(nodes)
+            if slots is None:
+                if len(self._members) >= MAX_MEMBERS:
+                    self._members.clear()
+                slots = self._members[nodes] = _slots_of(nodes)
+            runs[slots] = run
+            return
+        while nodes:
+            low = nodes & -nodes
+            runs[low.bit_length() - 1] = run
+            nodes ^= low
 
     def _take_slot(self) -> int:
         if self._free:
@@ -208,13 +256,6 @@ class PrefixIndex:
         self._free += [slot for slot in range(self._num_slots) if gone >> slot & 1]
 
 
-def _assign(nodes: int, run: int, runs: npt.NDArray[np.float64]) -> None:
-    """Set ``run`` for every slot of ``nodes``: bit by bit when there are few."""
-    if nodes.bit_count() > FEW_BITS:
-        packed = np.frombuffer(nodes.to_bytes((len(runs) + 7) // 8, "little"), dtype=np.uint8)
-        runs[np.unpackbits(packed, count=len(runs), bitorder="little").view(np.bool_)] = run
-        return
-    while nodes:
-        low = nodes & -nodes
-        runs[low.bit_length() - 1] = run
-        nodes ^= low
+def _slots_of(nodes: int) -> npt.NDArray[np.int64]:
+    packed = np.frombuffer(nodes.to_bytes((nodes.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]
