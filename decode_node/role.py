@@ -1,0 +1,101 @@
+"""The decode role of a process: its registered segment under the paged cache, hand-offs, write-back, its service.
+
+``node`` gives it an engine of its own; a node that can change its role gives it the one that prefill uses too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from decode_node.generated import GeneratedBlocks
+from decode_node.receiver import Receiver
+from decode_node.service import DecodeServicer
+from decode_node.writeback import WriteBack
+from kvstore.client import StoreClient
+from kvstore.segment import Segment
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.server import SegmentServer
+from mooncake.config import Config, transfer_secret
+from mooncake.engine.host import CachePlan, EngineHost
+from mooncake.rpc import cluster_pb2, decode_pb2_grpc
+from mooncake.rpc.server import Channels, RpcServer
+from mooncake.types import SegmentAddress
+
+
+class DecodeRole:
+    """Build, start the engine with ``hook`` over ``buffer``, ``serve``, and at the end ``drain`` and ``stop``."""
+
+    def __init__(
+        self, node_id: str, config: Config, plan: CachePlan, transfer: TransferEngine, channels: Channels
+    ) -> None:
+        self._node_id, self._config, self._plan = node_id, config, plan
+        self._transfer, self._channels = transfer, channels
+        self._segment = Segment.create(node_id, plan.layout.block_bytes, plan.num_blocks)
+        self._memory = np.frombuffer(self._segment.buffer, np.uint8).reshape(plan.num_blocks, plan.layout.block_bytes)
+        self._stores: dict[str, StoreClient] = {}
+        self._writeback = WriteBack(self._store, self._memory, plan.layout)
+        self.hook = GeneratedBlocks(self._writeback, config.block.tokens)
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def buffer(self) -> memoryview:
+        return self._segment.buffer
+
+    @property
+    def address(self) -> SegmentAddress:
+        return self._segment_server.address
+
+    def serve(self, host: EngineHost, server: RpcServer) -> None:
+        """Export the segment and add the service; ``host`` runs. Raises ConfigError for transports it cannot have."""
+        transfer = self._config.transfer
+        self.hook.thread = host.thread
+        self._segment_server = SegmentServer(
+            self._segment,
+            self._node_id,
+            transfer.transports,
+            self._config.node.host,
+            on_peer_gone=self._on_peer_gone,
+            secret=transfer_secret(self._config),
+        )
+        self._receiver = Receiver(
+            host.thread, self._segment_server, self._memory, self._plan.layout, transfer.handoff_timeout_s
+        )
+        self._segment_server.start()
+        self._writeback.start()
+        self._servicer = DecodeServicer(host, self._receiver, self.hook, self.address)
+        server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
+
+    @property
+    def is_idle(self) -> bool:
+        return self._receiver.num_open == 0
+
+    def report(self, load: cluster_pb2.Load) -> None:
+        """Add what this role counts."""
+        load.counters["handoffs_taken"] = self._receiver.committed
+        load.counters["handoffs_open"] = self._receiver.num_open
+        load.counters["blocks_quarantined"] = self._receiver.num_quarantined_blocks
+        load.counters["checksum_mismatches"] = self._receiver.checksum_mismatches
+        load.counters["blocks_written_back"] = self._writeback.stored
+        load.counters["blocks_not_written_back"] = self._writeback.skipped
+
+    async def drain(self) -> None:
+        await self._servicer.drain()
+
+    async def finish_writing(self) -> None:
+        """Before the engine stops: no block is offered to the pool any more."""
+        await self._writeback.stop()
+
+    def stop(self) -> None:
+        """The engine has stopped."""
+        self._segment_server.stop()
+
+    def _on_peer_gone(self, writer_id: str) -> None:
+        """On a thread of the segment server."""
+        self._loop.call_soon_threadsafe(self._receiver.peer_gone, writer_id)
+
+    def _store(self, address: str) -> StoreClient:
+        if address not in self._stores:
+            self._stores[address] = StoreClient(address, self._transfer, self._channels)
+        return self._stores[address]

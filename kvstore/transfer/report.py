@@ -1,0 +1,23 @@
+"""What a node tells the conductor of its transports: which one each peer is reached by, and what it carries."""
+
+from __future__ import annotations
+
+from kvstore.transfer.engine import TransferEngine
+from mooncake.rpc import cluster_pb2
+
+EVERY_PEER = "*"  # a transport that is configured, and that this machine has not
+
+
+def add_transports(report: cluster_pb2.HeartbeatRequest, transfer: TransferEngine) -> None:
+    for peer in transfer.stats():
+        report.transports.add(
+            peer=peer.node_id,
+            transport=peer.transport,
+            bytes=peer.nbytes,
+            gb_per_s=peer.gb_per_s,
+            failures=peer.failures,
+            current=peer.is_current,
+            reason=peer.reason,
+        )
+    for name, reason in transfer.unavailable().items():
+        report.transports.add(peer=EVERY_PEER, transport=name, failures=1, reason=reason)

@@ -1,0 +1,66 @@
+"""The prefill role of a process: its hook on the engine, its movers of KV, its service.
+
+``node`` gives it an engine of its own; a node that can change its role gives it the one that decode uses too.
+"""
+
+from __future__ import annotations
+
+from kvstore.transfer.engine import Priority, TransferEngine
+from mooncake.config import Config
+from mooncake.engine.host import EngineHost
+from mooncake.rpc import prefill_pb2_grpc
+from mooncake.rpc.server import Channels, RpcServer
+from prefill_node.job import Workshop
+from prefill_node.loader import Loader
+from prefill_node.outbox import Outbox, Sink
+from prefill_node.service import PrefillServicer
+from prefill_node.streamer import LayerStreamer
+
+
+class PrefillRole:
+    """Build, start the engine with ``hook``, ``serve``, and at the end ``drain`` and ``stop``."""
+
+    def __init__(self, node_id: str, config: Config, transfer: TransferEngine, channels: Channels) -> None:
+        self.hook = LayerStreamer(config.block.tokens)
+        self._node_id = node_id
+        self._transfer = transfer
+        self._channels = channels
+
+    def serve(self, host: EngineHost, server: RpcServer) -> None:
+        """Add the service; ``host`` runs."""
+        self._host = host
+        memory = host.engine.cache.memory
+        self._loader = Loader(self._transfer, memory)
+        self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
+        self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
+        shop = Workshop(
+            self._node_id,
+            host,
+            self._transfer,
+            self._channels,
+            self.hook,
+            self._loader,
+            self._handoffs,
+            self._stores,
+            {},
+        )
+        self._servicer = PrefillServicer(shop)
+        server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.hook.streams
+
+    async def drain(self) -> None:
+        """Return once nothing of ended requests is held any more."""
+        await self._servicer.drain()
+
+    def stop(self) -> None:
+        """The engine has stopped."""
+        for worker in (self._loader, self._handoffs, self._stores):
+            worker.stop()
+
+    def _on_sent(self, sink: Sink, num_bytes: int, elapsed_ms: float) -> None:
+        address = sink.address
+        if address is not None:
+            self._host.samples.add_transfer(address.node_id, sink.transport, num_bytes, elapsed_ms)
