@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +45,7 @@ SEGMENT_BYTES = 64 << 20
 RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
 MAX_QUEUE = 4096  # blocks waiting to be saved
 READ_THREADS = 4
+MAX_READS_A_TRIP = 8
 CLOSE_TIMEOUT_S = 30.0
 BACK_OFF_S = 5.0  # without writes, after the disk refused one
 _RATE_WEIGHT = 0.2
@@ -59,6 +61,13 @@ class _Saving:
     header: BlockHeader
     data: memoryview
     done: asyncio.Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    block: SsdBlock
+    into: memoryview
+    answer: asyncio.Future[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,9 @@ class SsdTier:
         self._work = asyncio.Event()
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
         self._off_until = 0.0
-        self._reading = 0
+        self._reading = 0  # bytes
+        self._reads: deque[_Reading] = deque()
+        self._busy_readers = 0
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ssd-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
@@ -191,7 +202,7 @@ class SsdTier:
         started = time.monotonic()
         self._reading += place.size
         try:
-            is_right = await asyncio.get_running_loop().run_in_executor(self._readers, self._read, block, into)
+            is_right = await self._read_soon(block, into)
         except (OSError, KeyError) as error:
             if self._index.get(key) is block:  # else compaction moved it, or it was dropped while we waited
                 self.counters["ssd_read_errors"] += 1
@@ -250,10 +261,43 @@ class SsdTier:
         self._readers.shutdown()
         self._log.close()
 
-    def _read(self, block: SsdBlock, into: memoryview) -> bool:
-        """In a thread: read the bytes, and say whether they are what was sealed."""
-        self._log.read(block.place.segment, block.place.offset + block.place.header_bytes, into)
-        return first_mismatch(into[: block.header.length], block.header.checksums) is None
+    def _read_soon(self, block: SsdBlock, into: memoryview) -> asyncio.Future[bool]:
+        """Reads that wait at the same time share trips to the threads: a trip costs as much as reading 200 KB."""
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._reads.append(_Reading(block, into, answer))
+        self._start_reads()
+        return answer
+
+    def _start_reads(self) -> None:
+        while self._reads and self._busy_readers < READ_THREADS:
+            share = -(-len(self._reads) // (READ_THREADS - self._busy_readers))
+            batch = [self._reads.popleft() for _ in range(min(share, MAX_READS_A_TRIP))]
+            self._busy_readers += 1
+            trip = asyncio.get_running_loop().run_in_executor(self._readers, self._read_all, batch)
+            trip.add_done_callback(partial(self._end_reads, batch))
+
+    def _end_reads(self, batch: list[_Reading], trip: asyncio.Future[list[bool | Exception]]) -> None:
+        self._busy_readers -= 1
+        for reading, result in zip(batch, trip.result(), strict=True):
+            if reading.answer.done():  # nobody waits for it any more
+                continue
+            if isinstance(result, Exception):
+                reading.answer.set_exception(result)
+            else:
+                reading.answer.set_result(result)
+        self._start_reads()
+
+    def _read_all(self, batch: list[_Reading]) -> list[bool | Exception]:
+        """In a thread: for each, whether its bytes are what was sealed, or what went wrong."""
+        results: list[bool | Exception] = []
+        for reading in batch:
+            block, into = reading.block, reading.into
+            try:
+                self._log.read(block.place.segment, block.place.offset + block.place.header_bytes, into)
+                results.append(first_mismatch(into[: block.header.length], block.header.checksums) is None)
+            except (OSError, KeyError) as error:
+                results.append(error)
+        return results
 
     def _lose(self, key: BlockKey) -> None:
         self._index.drop(key, time.monotonic())

@@ -1,0 +1,202 @@
+"""``mooncake bench ssd``: the SSD tier beside fio on the same disk, in turns; both past the page cache (O_DIRECT).
+
+Ours saves blocks with checksums and headers until they are durable, and loads them in random order, verified; fio
+writes and reads the same amount in pieces of the same size, unverified. Without fio a bare loop of the same system
+calls stands in for it, and the ratios say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvstore.checksum import range_checksums
+from kvstore.eviction import make_policy
+from kvstore.ssd_record import BlockHeader
+from kvstore.ssd_tier import READ_THREADS, SsdTier
+from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.errors import Cancelled, ConfigError, InternalError
+from mooncake.types import BlockKey
+
+OURS = "ours"
+RANGES = 32  # checksums a block, as many as a model has layers
+SIZES_KIB = (256, 1024, 4096)
+NOTES = (
+    "GB = 1e9 bytes of blocks; ours: group commit with fdatasync, an xxh3 a layer verified after each read; "
+    "writes of fio are sequential and end with fsync, reads of both are random and as deep",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    path: Path | None
+    megabytes: int
+    reps: int
+    seed: int
+    fio: str
+    json: Path | None
+
+
+class _Job(msgspec.Struct):
+    read: dict[str, object]
+    write: dict[str, object]
+
+
+class _FioOutput(msgspec.Struct):
+    jobs: list[_Job]
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, InternalError when fio fails, Cancelled after Ctrl-C."""
+    options = parse(args)
+    peer = "fio" if options.fio else "raw"
+    report = Report("ssd", {"megabytes": options.megabytes, "reps": options.reps, "peer": peer}, options.seed)
+    report.notes.extend(NOTES)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-", dir=options.path) as place,
+            progress("ssd") as shown,
+        ):
+            for kib in SIZES_KIB:
+                rows: dict[tuple[str, str], list[float]] = {}
+                for rep in range(options.reps):
+                    tell(shown, f"{kib} KiB, {rep + 1}/{options.reps}")
+                    for who, turn in ((peer, _fio if options.fio else _raw), (OURS, _ours)):
+                        write, read = turn(options, Path(place), kib << 10)
+                        rows.setdefault((who, "write"), []).append(write)
+                        rows.setdefault((who, "read"), []).append(read)
+                for (who, what), rates in rows.items():
+                    report.add(Figure(who, what, "GB/s", tuple(rates), more_is_better=True, params={"KiB": kib}))
+                for what in ("read", "write"):
+                    ours, theirs = report.find(OURS, what, KiB=kib), report.find(peer, what, KiB=kib)
+                    report.compare(f"{what}_{kib}KiB_vs_{peer}", ours, theirs)
+    except KeyboardInterrupt:
+        report.notes.append("stopped before the end")
+        report.finish(options.json)
+        raise Cancelled("stopped before the end of the benchmark") from None
+    for what in ("read", "write"):
+        if (ratio := report.ratios.get(f"{what}_1024KiB_vs_{peer}")) is not None:
+            report.ratios[f"{what}_vs_{peer}"] = ratio
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench ssd", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--path",
+        type=Path,
+        metavar="DIR",
+        help="on the disk to be measured; the system's temporary directory otherwise",
+    )
+    add("--megabytes", type=int, default=256, help="of one turn")
+    add("--reps", type=int, default=5, help="turns of each")
+    add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="its program; '' for a bare loop instead")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--quick", action="store_true", help="little of everything: does it work?")
+    given = parser.parse_args(args)
+    if given.quick:
+        given.megabytes, given.reps = 16, 1
+    if given.path is not None and not given.path.is_dir():
+        raise ConfigError(f"--path {given.path} is not a directory")
+    return Options(given.path, max(8, given.megabytes), max(1, given.reps), given.seed, given.fio, given.json)
+
+
+def _ours(options: Options, place: Path, size: int) -> tuple[float, float]:
+    return asyncio.run(_through_the_tier(options, place / "tier", size))
+
+
+async def _through_the_tier(options: Options, place: Path, size: int) -> tuple[float, float]:
+    """GB/s of saving until durable, and of loading in random order."""
+    count = (options.megabytes << 20) // size
+    rng = np.random.default_rng(options.seed)
+    memory = memoryview(mmap.mmap(-1, count * size))
+    np.frombuffer(memory, np.uint8)[:] = np.frombuffer(rng.bytes(count * size), np.uint8)
+    slots = [memory[i * size : (i + 1) * size] for i in range(count)]
+    headers = [
+        BlockHeader(BlockKey(i.to_bytes(32, "big")), b"", "", size, range_checksums(slot, RANGES))
+        for i, slot in enumerate(slots)
+    ]
+    tier = await SsdTier.open(place, 4 * count * size + (1 << 30), make_policy("lru", count), size)
+    try:
+        started = time.perf_counter()
+        saved = await asyncio.gather(*(tier.save(h, slot) for h, slot in zip(headers, slots, strict=True)))
+        write_s = time.perf_counter() - started
+        if not all(saved):
+            raise InternalError("the SSD tier did not take every block")
+        order = [int(i) for i in rng.permutation(count)]
+        started = time.perf_counter()
+        await asyncio.gather(*(tier.load(headers[index].key, slots[index]) for index in order))
+        )
+        read_s = time.perf_counter() - started
+    finally:
+        await tier.close()
+        shutil.rmtree(place)
+    return count * size / write_s / 1e9, count * size / read_s / 1e9
+
+
+def _fio(options: Options, place: Path, size: int) -> tuple[float, float]:
+    path = place / "fio.bin"
+    common = [
+        options.fio,
+        "--name=job",
+        f"--filename={path}",
+        "--direct=1",
+        f"--bs={size}",
+        f"--size={options.megabytes}M",
+        "--output-format=json",
+        "--fallocate=posix",
+    ]
+    try:
+        write = _run([*common, "--rw=write", "--ioengine=psync", "--end_fsync=1"])
+        read = _run([*common, "--rw=randread", "--ioengine=libaio", f"--iodepth={READ_THREADS}"])
+    finally:
+        path.unlink(missing_ok=True)
+    return _rate(write.write), _rate(read.read)
+
+
+def _run(command: list[str]) -> _Job:
+    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise InternalError(f"fio failed: {done.stderr.decode(errors='replace').strip()[:200]}")
+    return msgspec.json.decode(done.stdout, type=_FioOutput).jobs[0]
+
+
+def _rate(counts: dict[str, object]) -> float:
+    return float(str(counts["io_bytes"])) / max(float(str(counts["runtime"])), 1) / 1e6
+
+
+def _raw(options: Options, place: Path, size: int) -> tuple[float, float]:
+    """One thread, one system call a block."""
+    path, total = place / "raw.bin", options.megabytes << 20
+    page = memoryview(mmap.mmap(-1, size))
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, total)
+        offsets = range(0, total - size + 1, size)
+        started = time.perf_counter()
+        for offset in offsets:
+            os.pwrite(fd, page, offset)
+        os.fsync(fd)
+        write_s = time.perf_counter() - started
+        order = np.random.default_rng(options.seed).permutation(len(offsets))
+        started = time.perf_counter()
+        for index in order:
+            os.preadv(fd, [page], offsets[int(index)])
+        read_s = time.perf_counter() - started
+    finally:
+        os.close(fd)
+        path.unlink()
+    return len(offsets) * size / write_s / 1e9, len(offsets) * size / read_s / 1e9
