@@ -90,7 +90,7 @@ def _options(arguments: Sequence[str]) -> Options:
     add("--mb", type=int, default=96, help="read in each repetition, about")
     add("--reps", type=int, default=7)
     add("--seed", type=int, default=0)
-    add("--save", type=Path, help="write the JSON line to this file too")
+    add("--json", type=Path, help="write the JSON line to this file too")
     given = parser.parse_args(arguments)
     transports = tuple(given.transports.split(","))
     cases = tuple(filter(None, given.cases.split(",")))
@@ -98,7 +98,7 @@ def _options(arguments: Sequence[str]) -> Options:
         raise ConfigError(f"--transports knows shm, rdma and tcp, got {given.transports!r}")
     if unknown := set(cases) - {case.name for case in _cases()}:
         raise ConfigError(f"--cases: {', '.join(sorted(unknown))}? There are {', '.join(c.name for c in _cases())}")
-    return Options(transports, cases, max(1, given.mb), max(1, given.reps), given.seed, given.save)
+    return Options(transports, cases, max(1, given.mb), max(1, given.reps), given.seed, given.json)
 
 
 def _measure(case: Case, transport: str, options: Options, report: Report) -> None:

@@ -73,14 +73,14 @@ def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
     add("--mb", type=int, default=24, help="moved in each repetition, about")
     add("--reps", type=int, default=3)
     add("--seed", type=int, default=0)
-    add("--save", type=Path, help="write the JSON line to this file too")
+    add("--json", type=Path, help="write the JSON line to this file too")
     add("--machine", help="a program that runs a command where verbs work: PROGRAM --timeout S --rw DIR COMMAND …")
     given = parser.parse_args(arguments)
     try:
         kib = tuple(max(1, int(size)) for size in given.kib.split(","))
     except ValueError:
         raise ConfigError(f"--kib takes numbers with commas, got {given.kib!r}") from None
-    return Options(kib, max(1, given.mb), max(1, given.reps), given.seed, given.save), given.machine
+    return Options(kib, max(1, given.mb), max(1, given.reps), given.seed, given.json), given.machine
 
 
 def _go_to(machine: str, arguments: Sequence[str], save: Path | None) -> None:
