@@ -139,7 +139,6 @@ async def _through_the_tier(options: Options, place: Path, size: int) -> tuple[f
         order = [int(i) for i in rng.permutation(count)]
         started = time.perf_counter()
         await asyncio.gather(*(tier.load(headers[index].key, slots[index]) for index in order))
-        )
         read_s = time.perf_counter() - started
     finally:
         await tier.close()
