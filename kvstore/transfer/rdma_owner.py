@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.transfer.protocol import MAX_RANGES
 from kvstore.transfer.rdma import (
     KEY,
     MESSAGE_BYTES,
@@ -47,7 +48,7 @@ REGION_BYTES = 32 << 20  # the interpreter stands still while one region is pinn
 MAX_REGIONS = 768  # their keys fit the answer to a peer
 PIN_TIMEOUT_S = 60.0  # for the whole segment
 _RECEIVES = 64  # announcements that may pile up while the owner is busy
-_SEND_DEPTH = 1024
+_SEND_DEPTH = 4 * MAX_RANGES  # an answer and the windows it tells of, and those before it still unacknowledged
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -214,15 +215,17 @@ class RdmaAttachment:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def close_windows(self, blocks: Iterable[int]) -> None:
-        with self._lock:
-            found = [self._windows.pop(block)[1] for block in blocks if block in self._windows]
-            try:
-                for window in found:
-                    window.close()
-            except VerbsFailed as error:
-                log.warning("%s; closing the peer's queue pair", error)
-                if self._queue_pair is not None:
-                    self._queue_pair.close()
+        """After this returns the peer writes into none of these blocks, if it takes the whole queue pair."""
+        try:
+            with self._lock:
+                for block in blocks:
+                    if block in self._windows:
+                        self._windows.pop(block)[1].close()
+        except VerbsFailed as error:
+            log.warning("%s; closing the peer's queue pair", error)
+            self.close()  # by its own thread, which alone may touch it
+            if self._on_broken is not None:
+                self._on_broken()
 
     def _serve(self) -> None:
         pair = self._queue_pair

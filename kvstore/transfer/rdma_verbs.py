@@ -292,16 +292,29 @@ class QueuePair:
         if (found := self.completions()) or (timeout_s is not None and timeout_s <= 0):
             return found
         if not self._armed:
-            self._queue.req_notify()
-            self._armed = True
+            self._arm()
             if found := self.completions():  # it came between the look and the arming
                 return found
         timeout_ms = None if timeout_s is None else max(1, int(timeout_s * 1e3))
         if any(fd == self._channel_fd for fd, _ in self._poll.poll(timeout_ms)):
-            self._channel.get_cq_event(self._queue)
-            self._queue.ack_events(1)
-            self._armed = False
+            self._take_event()
         return self.completions()
+
+    def _arm(self) -> None:
+        try:
+            self._queue.req_notify()
+        except self.device._verbs.error as error:
+            raise VerbsFailed(f"the completion queue cannot be armed: {error}") from None
+        self._armed = True
+
+    def _take_event(self) -> None:
+        """The one that arming brought. An event that is not acknowledged would block the queue's end for ever."""
+        try:
+            self._channel.get_cq_event(self._queue)
+        except self.device._verbs.error as error:
+            raise VerbsFailed(f"the completion channel is broken: {error}") from None
+        self._queue.ack_events(1)
+        self._armed = False
 
     def close(self) -> None:
         """After this returns the device neither reads nor writes memory for it. Idempotent."""
