@@ -1,7 +1,14 @@
 """``python -m conductor --config FILE``: one conductor process."""
 
 from conductor.node import ConductorNode
+from mooncake.app.directory import open_directory
 from mooncake.app.role_main import run_role
+from mooncake.config import Config
+
+
+def build(config: Config) -> ConductorNode:
+    return ConductorNode(config, open_directory)
+
 
 if __name__ == "__main__":
-    run_role("conductor", ConductorNode)
+    run_role("conductor", build)

@@ -18,7 +18,10 @@ from conductor.fleet import Fleet
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
 from conductor.subscriber import Subscriber
+from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
+from mooncake.directory import Directory, KnownNode
+from mooncake.errors import MooncakeError
 from mooncake.rpc.server import Channels
 from mooncake.types import Role
 
@@ -30,7 +33,9 @@ TICK_S = 0.1
 class Core:
     """Build on a running event loop, ``start``, and ``stop``. ``clock`` gives monotonic seconds."""
 
-    def __init__(self, config: Config, model: ModelFacts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: Config, model: ModelFacts, directory: Directory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         section = config.conductor
         self.clock = clock
         self.incarnation = secrets.randbits(64) | 1
@@ -42,12 +47,17 @@ class Core:
         self.index = PrefixIndex()
         self.costs = CostModel()
         self.fleet = Fleet(self.registry, self.costs, self.index, model.shape.chunk_tokens)
-        self.subscriber = Subscriber(self.index, self.channels)
+        self.directory = directory
+        self.subscriber = Subscriber(self.index, self.channels, directory)
         self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        """With what the directory knows of an earlier life, or of another conductor."""
+        for known in await self.directory.load():
+            self._restore(known)
+        self.directory.start(self.index.blocks_of)
         self._ticker = asyncio.create_task(self._tick_for_ever(), name="registry tick")
 
     async def stop(self) -> None:
@@ -55,6 +65,7 @@ class Core:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self.subscriber.close()
+        await self.directory.close()
         await asyncio.gather(*self._dropping, return_exceptions=True)
         await self.channels.close()
 
@@ -66,6 +77,7 @@ class Core:
         if replaced is not None:
             self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
         if is_new:
+            self.directory.joined(info.node_id, describe(info))
             self.subscriber.follow(info)
             log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
 
@@ -75,6 +87,19 @@ class Core:
         if known:
             self.fleet.heard(node_id, load)
         return known
+
+    def _restore(self, known: KnownNode) -> None:
+        """Take a node in on the word of the directory: as a suspect, until it is heard."""
+        try:
+            info = info_from_bytes(known.description)
+            self.registry.register(info, self.clock())
+        except MooncakeError as error:
+            log.warning("the directory's node %s is of no use: %s", known.node_id, error)
+            return
+        self.registry.call_failed(info, self.clock())
+        self.directory.joined(info.node_id, known.description, known.table)
+        self.subscriber.follow(info, known.table)
+        log.info("%s node %s is known with %d blocks", info.role, info.node_id, len(known.table))
 
     def waiting_for(self) -> list[str]:
         """Roles without a live node that serving needs."""
@@ -90,6 +115,7 @@ class Core:
     def _drop(self, info: NodeInfo, why: str, keep_address: bool = False) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)
         self.subscriber.forget(info.node_id)
+        self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
         self.dispatcher.node_gone(info, why)
         self.fleet.forget(info.node_id)

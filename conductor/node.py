@@ -6,6 +6,7 @@ It reads no weights beyond their digest and never imports torch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from conductor.core import Core
 from conductor.dispatch import ModelFacts
@@ -14,6 +15,7 @@ from conductor.service import ClusterServicer
 from conductor.view import Shape
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
+from mooncake.directory import Directory
 from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer, join_address
@@ -26,8 +28,10 @@ STOP_GRACE_S = 2.0
 class ConductorNode:
     """``start`` raises ConfigError or ModelError in one sentence; ``stop`` ends whatever was started."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, open_directory: Callable[[Config, str], Directory]) -> None:
+        """``open_directory`` is called with the configuration and the KV fingerprint when the node starts."""
         self._config = config
+        self._open_directory = open_directory
         self._core: Core | None = None
         self._server: RpcServer | None = None
         self._ingress: Ingress | None = None
@@ -42,7 +46,8 @@ class ConductorNode:
         config = self._config
         checkpoint = open_checkpoint(config.model.path)
         tokenizer = checkpoint.load_tokenizer()
-        core = self._core = Core(config, model_facts(config, checkpoint))
+        facts = model_facts(config, checkpoint)
+        core = self._core = Core(config, facts, self._open_directory(config, facts.kv_fingerprint))
         cluster = ClusterServicer(core, config.model.name or checkpoint.name)
         server = self._server = RpcServer()
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")

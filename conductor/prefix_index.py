@@ -9,14 +9,16 @@ corrupt block was dropped), the run may be told too long; the node then computes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.types import BlockEvent, BlockKey
+from mooncake.directory import RECORD_KEY_BYTES
+from mooncake.types import BlockEvent, BlockKey, Tier
 
-INDEX_KEY_BYTES = 15  # of 32: still no two chains meet by accident, and a bytes object of 48 bytes instead of 64
+INDEX_KEY_BYTES = (
+    RECORD_KEY_BYTES  # 15 of 32: still no two chains meet by accident, and a bytes object of 48 bytes instead of 64
+)
 NUM_SHARDS = (
     256  # by the first byte of a key: a table that grows stops the process for a millisecond and not for one second
 )
@@ -24,13 +26,6 @@ MAX_SHARED = 1 << 16  # sets kept for sharing
 MAX_MEMBERS = 1024
 FEW_BITS = 8
 MAX_BLOCKS = 16_000_000  # about 85 bytes each, however many nodes hold it
-
-
-class Tier(IntEnum):
-    """Where in a node a block is; the lower the faster."""
-
-    DRAM = 0
-    SSD = 1
 
 
 def index_keys(keys: Iterable[BlockKey]) -> list[bytes]:
@@ -145,9 +140,7 @@ class PrefixIndex:
             if slot < 0:
                 return
             bit, dram_bit = 1 << slot, 1 << dram_slot
-            yield [
-                (key, Tier.DRAM if nodes & dram_bit else Tier.SSD) for key, nodes in shard.items() if nodes & bit
-            ]
+            yield [(key, Tier.DRAM if nodes & dram_bit else Tier.SSD) for key, nodes in shard.items() if nodes & bit]
 
     def clear(self, node_id: str) -> None:
         """Forget what a node holds: it is about to tell everything anew. Costs nothing now: the node gets new slots,

@@ -9,12 +9,10 @@ from typing import Any
 
 from conductor.core import Core
 from conductor.cost import CostModel
-from conductor.registry import Node, NodeInfo, NodeLoad
-from mooncake.errors import InvalidRequest
+from conductor.registry import Node, NodeLoad
+from conductor.wire import info_from_wire, info_to_wire
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import cluster_pb2_grpc
-from mooncake.rpc.convert import segment_from_wire, segment_to_wire
-from mooncake.types import Role
 
 MAX_SAMPLES = 1024  # of a kind and message that are looked at
 
@@ -90,35 +88,6 @@ def observe(costs: CostModel, node_id: str, samples: pb.CostSamples) -> None:
         costs.observe_decode(node_id, step.batch, step.context_tokens, step.ms)
     for transfer in samples.transfer[:MAX_SAMPLES]:
         costs.observe_transfer(node_id, transfer.peer, transfer.bytes, transfer.ms)
-
-
-def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
-    """Raises InvalidRequest for a role that does not exist."""
-    if message.role not in tuple(Role):
-        raise InvalidRequest(f"no such role: {message.role!r}", "role")
-    return NodeInfo(
-        node_id=message.node_id,
-        role=Role(message.role),
-        incarnation=message.incarnation,
-        control_address=message.control_address,
-        segment=segment_from_wire(message.segment) if message.HasField("segment") else None,
-        kv_fingerprint=message.kv_fingerprint,
-        block_tokens=message.block_tokens,
-        max_sequences=message.max_sequences,
-    )
-
-
-def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
-    return pb.NodeInfo(
-        node_id=info.node_id,
-        role=info.role,
-        incarnation=info.incarnation,
-        control_address=info.control_address,
-        segment=segment_to_wire(info.segment) if info.segment else None,
-        kv_fingerprint=info.kv_fingerprint,
-        block_tokens=info.block_tokens,
-        max_sequences=info.max_sequences,
-    )
 
 
 def load_from_wire(message: pb.Load) -> NodeLoad:

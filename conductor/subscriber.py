@@ -13,12 +13,14 @@ from operator import attrgetter
 
 import grpc
 
-from conductor.prefix_index import PrefixIndex, Tier
+from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo
+from mooncake.directory import BlockTable, Directory
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc.common_pb2_grpc import CacheEventsStub
 from mooncake.rpc.convert import event_from_wire
 from mooncake.rpc.server import Channels
+from mooncake.types import Tier
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +46,20 @@ class Cursor:
 class Subscriber:
     """One owner, one event loop. ``follow`` when a node joins, ``forget`` when it is gone."""
 
-    def __init__(self, index: PrefixIndex, channels: Channels) -> None:
+    def __init__(self, index: PrefixIndex, channels: Channels, directory: Directory) -> None:
         self._index = index
         self._channels = channels
+        self._directory = directory
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def follow(self, info: NodeInfo) -> None:
+    def follow(self, info: NodeInfo, table: BlockTable | None = None) -> None:
+        """From where ``table`` ends, whose blocks the index takes over; else from the beginning."""
         self.forget(info.node_id)
+        for tier, keys in (table.blocks if table else {}).items():
+            self._index.load(info.node_id, keys, tier)
+        cursor = Cursor(table.incarnation, table.next_sequence) if table else Cursor()
         name = f"events of {info.node_id}"
-        self._tasks[info.node_id] = asyncio.create_task(self._follow(info), name=name)
+        self._tasks[info.node_id] = asyncio.create_task(self._follow(info, cursor), name=name)
 
     def forget(self, node_id: str) -> None:
         if task := self._tasks.pop(node_id, None):
@@ -65,8 +72,7 @@ class Subscriber:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, info: NodeInfo) -> None:
-        cursor = Cursor()
+    async def _follow(self, info: NodeInfo, cursor: Cursor) -> None:
         pause_s = MIN_PAUSE_S
         while True:
             before = cursor.next_sequence
@@ -98,7 +104,9 @@ class Subscriber:
                     return
                 if message.reset:
                     self._index.clear(info.node_id)
-                for tier, events in groupby(map(event_from_wire, message.events), key=attrgetter("tier")):
+                changes = [event_from_wire(event) for event in message.events]
+                for tier, events in groupby(changes, key=attrgetter("tier")):
                     self._index.apply(info.node_id, events, Tier(tier))
+                self._directory.changed(info.node_id, cursor.incarnation, cursor.next_sequence, changes, message.reset)
         finally:
             call.cancel()

@@ -45,6 +45,20 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: float = 300.0  # for requests that carry no deadline
     max_requests: int = 256  # running at once; more are refused with a retry time
     retries: int = 1  # how often a failed attempt is tried on another pair
+    policy: str = "milliseconds"  # how nodes are chosen; `python -m conductor --help` names the others
+    ttft_limit_ms: float = 0.0  # of service; 0: none. Requests that would exceed a limit are held back or refused
+    tbt_limit_ms: float = 0.0  # mean of the longest tenth of a request's token gaps; 0: none
+    admission: str = "lookahead"  # none, baseline, early, predicted or lookahead
+    admission_mode: str = "hard"  # hard: refuse with a retry time; soft: wait; off: only count
+    max_waiting: int = 256  # requests held back at once
+
+
+class DirectorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where conductors keep what they know of nodes and blocks, beside their memory."""
+
+    redis: str = ""  # redis://[user:password@]host:port/db, rediss:// or unix://path; "": memory alone
+    ttl_s: float = 60.0  # a node that no conductor has vouched for in that time is forgotten there
+    timeout_s: float = 1.0  # of one command; a slower Redis is taken as away
 
 
 class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +118,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: StoreSection = StoreSection()
     prefill: EngineSection = EngineSection()
     decode: EngineSection = EngineSection()
+    directory: DirectorySection = DirectorySection()
     transfer: TransferSection = TransferSection()
     cluster: ClusterSection = ClusterSection()
     node: NodeSection = NodeSection()
@@ -191,6 +206,8 @@ _POSITIVE = (
     "store.dram_gb",
     "store.lease_s",
     "store.ssd_gb",
+    "directory.ttl_s",
+    "directory.timeout_s",
     "store.reserve_timeout_s",
     "prefill.kv_gb",
     "decode.kv_gb",

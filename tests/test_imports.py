@@ -49,6 +49,7 @@ HEAVY: dict[str, set[str]] = {
     "marshal": set(),
     "shelve": set(),
 }
+    "redis": {"kvstore.metadata.redis"},
 
 PACKAGES = ("mooncake", "kvstore", "conductor", "prefill_node", "decode_node")
 

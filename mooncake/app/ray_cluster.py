@@ -56,7 +56,7 @@ READY_S = 120.0
 STOP_S = 15.0
 
 NODE_BUILDERS = {
-    "conductor": ("conductor.node", "ConductorNode"),
+    "conductor": ("conductor.__main__", "build"),
     "store": ("kvstore.__main__", "build"),
     "prefill": ("prefill_node.node", "PrefillNode"),
     "decode": ("decode_node.node", "DecodeNode"),

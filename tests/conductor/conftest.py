@@ -20,6 +20,7 @@ from conductor.core import Core
 from conductor.dispatch import ModelFacts
 from conductor.service import ClusterServicer
 from conductor.view import Shape
+from kvstore.metadata.memory import MemoryDirectory
 from mooncake.config import Config, load_config
 from mooncake.errors import HandoffFailed, MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
@@ -295,7 +296,7 @@ class FakeCluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.core = Core(config, FACTS)
+        self.core = Core(config, FACTS, MemoryDirectory())
         self.server = RpcServer()
         self.servicer = ClusterServicer(self.core, "fake")
         self.server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, self.servicer, "mooncake.v1.Cluster")

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from conductor.node import ConductorNode
+from mooncake.app.directory import open_directory
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
 from mooncake.rpc import cluster_pb2, inference_pb2
@@ -15,7 +16,7 @@ from mooncake.rpc.inference_pb2_grpc import InferenceStub
 
 
 async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
-    node = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]))
+    node = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]), open_directory)
     await node.start()
     try:
         async with grpc.aio.insecure_channel(node.control_address) as channel:
@@ -33,9 +34,11 @@ async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
 
 
 async def test_a_taken_port_is_one_sentence() -> None:
-    first = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]))
+    first = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]), open_directory)
     await first.start()
-    second = ConductorNode(load_config(overrides=[f"conductor.grpc_port={first.grpc_port}", "conductor.http_port=0"]))
+    second = ConductorNode(
+        load_config(overrides=[f"conductor.grpc_port={first.grpc_port}", "conductor.http_port=0"]), open_directory
+    )
     try:
         with pytest.raises(ConfigError, match="cannot listen"):
             await second.start()

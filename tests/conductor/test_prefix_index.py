@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.prefix_index import NUM_SHARDS, PrefixIndex, Tier, index_keys
-from mooncake.types import BlockEvent, BlockKey
+from conductor.prefix_index import NUM_SHARDS, PrefixIndex, index_keys
+from mooncake.types import BlockEvent, BlockKey, Tier
 
 NODES = tuple(f"n{i}" for i in range(70))  # more than one machine word of bits
 KEYS = tuple(BlockKey(bytes([i]) * 32) for i in range(6))

@@ -9,6 +9,7 @@ import pytest
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo
 from conductor.subscriber import Cursor, Subscriber
+from kvstore.metadata.memory import MemoryDirectory
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc import common_pb2_grpc
@@ -40,7 +41,7 @@ async def serve(servicer: Any, port: int = 0) -> tuple[RpcServer, int]:
 @pytest.fixture
 async def following() -> AsyncIterator[tuple[PrefixIndex, Subscriber]]:
     index, channels = PrefixIndex(), Channels()
-    subscriber = Subscriber(index, channels)
+    subscriber = Subscriber(index, channels, MemoryDirectory())
     yield index, subscriber
     await subscriber.close()
     await channels.close()

@@ -1,0 +1,329 @@
+"""The directory in Redis: what a conductor knows is written behind its back, and read once when it starts.
+
+    PREFIX:nodes                 set of node ids
+    PREFIX:node:ID               a node's description; expires unless it is refreshed
+    PREFIX:log:ID:GENERATION     packed records of its blocks, appended to (see ``records``)
+    PREFIX:cursor:ID             which log counts, how far, and where the node's events go on
+    PREFIX:events                stream of nodes that joined and left, of bounded length
+
+A log has one writer: each conductor writes generations of its own, complete on their own, and the cursor points to one.
+Whatever goes wrong - gone, slow, full, emptied, restarted - the writer forgets what it had queued, tries again after a
+pause, and then writes whole tables. So Redis is never needed and memory here is bounded. The only module that imports
+redis; it must not know what a description says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from kvstore.metadata.records import RECORD_BYTES, Cursor, pack_blocks, pack_events, unpack_log
+from mooncake.directory import BlocksOf, BlockTable, KnownNode
+from mooncake.errors import ConfigError
+from mooncake.types import BlockEvent
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 0.5
+MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+GATHER_S = 0.01  # events of so much time go in one write
+PIECE_BYTES = 4 << 20  # of a log, in one command
+MAX_PENDING_BYTES = 8 << 20  # of all nodes; beyond, the whole table is written later
+MAX_LOG_BYTES = 256 << 20  # Redis allows 512 MB a string
+COMPACT_RATIO, COMPACT_SLACK_BYTES = 3, 1 << 20
+MAX_STREAM = 10_000
+
+FAILURES = (RedisError, OSError, TimeoutError)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node as it should stand in Redis."""
+
+    description: bytes
+    generation: int = 0
+    length: int = 0  # bytes of the log that Redis has acknowledged
+    blocks: int = 0  # in the last whole table
+    pending: bytearray | None = None  # events after that; None when the whole table has to be written
+    incarnation: int = 0
+    next_sequence: int = 0
+    is_announced: bool = False  # in Redis, as far as we know
+
+    @property
+    def is_too_long(self) -> bool:
+        limit = min(COMPACT_RATIO * self.blocks * RECORD_BYTES + COMPACT_SLACK_BYTES, MAX_LOG_BYTES)
+        return self.length > max(limit, self.blocks * RECORD_BYTES + COMPACT_SLACK_BYTES)
+
+
+class RedisDirectory:
+    """``prefix`` keeps clusters of different models apart. Raises ConfigError for a URL that is none."""
+
+    def __init__(self, url: str, prefix: str, ttl_s: float = 60.0, timeout_s: float = 1.0) -> None:
+        try:
+            self._redis: Redis = Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+            )
+        except ValueError as error:
+            raise ConfigError(f"directory.redis: {error}") from None
+        self._prefix = prefix
+        self._ttl_ms = round(ttl_s * 1000)
+        self._refresh_s = ttl_s / 3
+        self._timeout_s = timeout_s
+        self._nodes: dict[str, _Node] = {}
+        self._gone: dict[str, int] = {}  # node ids to take out, with the generation of their log
+        self._blocks_of: BlocksOf = lambda node_id: iter(())
+        self._work = asyncio.Event()
+        self._refresh_at_s = 0.0
+        self._writer: asyncio.Task[None] | None = None
+        self._trouble = "not asked yet"
+        self.tables_written = 0
+
+    # What the conductor calls
+
+    @property
+    def state(self) -> str:
+        return f"memory: Redis is away ({self._trouble})" if self._trouble else "redis"
+
+    async def load(self) -> list[KnownNode]:
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                nodes = await self._load()
+        except FAILURES as error:
+            self._fail(error)
+            return []
+        self._trouble = ""
+        return nodes
+
+    def start(self, blocks_of: BlocksOf) -> None:
+        self._blocks_of = blocks_of
+        self._writer = asyncio.create_task(self._write_for_ever(), name="directory in Redis")
+
+    def joined(self, node_id: str, description: bytes, table: BlockTable | None = None) -> None:
+        node = self._nodes[node_id] = _Node(description)
+        if table is not None:
+            node.incarnation, node.next_sequence = table.incarnation, table.next_sequence
+        self._gone.pop(node_id, None)
+        self._work.set()
+
+    def left(self, node_id: str) -> None:
+        node = self._nodes.pop(node_id, None)
+        if node is not None:
+            self._gone[node_id] = node.generation
+            self._work.set()
+
+    def changed(
+        self, node_id: str, incarnation: int, next_sequence: int, events: Sequence[BlockEvent], is_reset: bool
+    ) -> None:
+        node = self._nodes.get(node_id)
+        if node is None:
+            return
+        node.incarnation, node.next_sequence = incarnation, next_sequence
+        if is_reset:
+            node.pending = None
+        elif node.pending is not None:
+            node.pending += pack_events(events)
+            if len(node.pending) > MAX_PENDING_BYTES // len(self._nodes):
+                node.pending = None
+        self._work.set()
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+            if not self._trouble:
+                with suppress(*FAILURES):
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        await self._write()
+        with suppress(*FAILURES):
+            await self._redis.aclose()
+
+    # Reading
+
+    async def _load(self) -> list[KnownNode]:
+        redis = self._redis
+        ids: list[bytes] = sorted(await _answer(redis.smembers(self._key("nodes"))))
+        if not ids:
+            return []
+        names = [node_id.decode(errors="replace") for node_id in ids]
+        descriptions: list[bytes | None] = await _answer(redis.mget([self._key("node", name) for name in names]))
+        cursors: list[bytes | None] = await _answer(redis.mget([self._key("cursor", name) for name in names]))
+        expired = [name for name, description in zip(names, descriptions, strict=True) if description is None]
+        if expired:
+            await _answer(redis.srem(self._key("nodes"), *expired))
+        found = zip(names, descriptions, cursors, strict=True)
+        return [
+            KnownNode(name, description, await self._load_table(name, cursor))
+            for name, description, cursor in found
+            if description is not None
+        ]
+
+    async def _load_table(self, name: str, packed: bytes | None) -> BlockTable:
+        """An empty table when the log is not what the cursor says."""
+        cursor = Cursor.unpack(packed) if packed is not None else None
+        if cursor is None:
+            return BlockTable()
+        key = self._key("log", name, cursor.generation)
+        pipeline = self._redis.pipeline(transaction=True)
+        for start in range(0, cursor.length, PIECE_BYTES):
+            pipeline.getrange(key, start, min(start + PIECE_BYTES, cursor.length) - 1)
+        records = b"".join(await pipeline.execute()) if cursor.length else b""
+        if len(records) != cursor.length:
+            log.warning("the block table of %s in Redis is torn; asking the node instead", name)
+            return BlockTable()
+        return BlockTable(cursor.incarnation, cursor.next_sequence, unpack_log(records))
+
+    # Writing
+
+    async def _write_for_ever(self) -> None:
+        pause_s = MIN_PAUSE_S
+        while True:
+            try:
+                await self._write()
+            except FAILURES as error:
+                self._fail(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                continue
+            if self._trouble:
+                log.info("the directory is in Redis again")
+            self._trouble, pause_s = "", MIN_PAUSE_S
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._refresh_at_s - time.monotonic())):
+                    await self._work.wait()
+            await asyncio.sleep(GATHER_S)
+
+    def _fail(self, error: BaseException) -> None:
+        """From here on only memory counts; what is in Redis is written anew when it is back."""
+        trouble = str(error) or type(error).__name__
+        if not self._trouble:
+            log.warning("Redis is away, going on with memory alone: %s", trouble)
+        self._trouble = trouble
+        for node in self._nodes.values():
+            node.pending, node.is_announced = None, False
+
+    async def _write(self) -> None:
+        """Bring Redis up to date."""
+        self._work.clear()
+        await self._take_out()
+        if time.monotonic() >= self._refresh_at_s:
+            await self._refresh()
+            self._refresh_at_s = time.monotonic() + self._refresh_s
+        for name, node in list(self._nodes.items()):
+            if not node.is_announced:
+                await self._announce(name, node)
+            if node.pending is None or node.is_too_long:
+                await self._write_table(name, node)
+            if node.pending:
+                await self._append(name, node)
+
+    async def _take_out(self) -> None:
+        gone, self._gone = self._gone, {}
+        for name, generation in gone.items():
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.srem(self._key("nodes"), name)
+            pipeline.unlink(
+                *(self._key(*parts) for parts in (("node", name), ("cursor", name), ("log", name, generation)))
+            )
+            self._tell(pipeline, "left", name)
+            await pipeline.execute()
+
+    async def _announce(self, name: str, node: _Node) -> None:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.sadd(self._key("nodes"), name)
+        pipeline.set(self._key("node", name), node.description, px=self._ttl_ms)
+        self._tell(pipeline, "joined", name)
+        await pipeline.execute()
+        node.is_announced = True
+
+    async def _refresh(self) -> None:
+        """Keep what we wrote from expiring, and notice when it is not there any more."""
+        for name, node in list(self._nodes.items()):
+            if not node.is_announced:
+                continue
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.pexpire(self._key("node", name), self._ttl_ms)
+            pipeline.pexpire(self._key("cursor", name), self._ttl_ms)
+            pipeline.pexpire(self._key("log", name, node.generation), self._ttl_ms)
+            *lease, held = await pipeline.execute()
+            if not all(lease):
+                node.is_announced = False
+            if not (all(lease) and held) and node.length:
+                node.pending = None
+
+    async def _write_table(self, name: str, node: _Node) -> None:
+        """The whole table in a log of a new generation. What changes meanwhile is appended to it."""
+        old, generation = node.generation, secrets.randbits(64)
+        cursor_incarnation, cursor_sequence = node.incarnation, node.next_sequence
+        node.pending = bytearray()
+        key, length, blocks = self._key("log", name, generation), 0, bytearray()
+        try:
+            for part in self._blocks_of(name):
+                blocks += pack_blocks(part)
+                if len(blocks) >= PIECE_BYTES:
+                    length = await self._grow(key, length, blocks)
+                    blocks = bytearray()
+                else:
+                    await asyncio.sleep(0)
+            if blocks:
+                length = await self._grow(key, length, blocks)
+        except FAILURES:
+            with suppress(*FAILURES):  # it expires by itself otherwise
+                await self._redis.unlink(key)
+            raise
+        cursor = Cursor(generation, length, cursor_incarnation, cursor_sequence)
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.set(self._key("cursor", name), cursor.pack(), px=self._ttl_ms)
+        pipeline.unlink(self._key("log", name, old))
+        await pipeline.execute()
+        node.generation, node.length, node.blocks = generation, length, length // RECORD_BYTES
+        self.tables_written += 1
+
+    async def _grow(self, key: str, length: int, records: bytearray) -> int:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.append(key, bytes(records))
+        pipeline.pexpire(key, self._ttl_ms)
+        new_length, _ = await pipeline.execute()
+        if new_length != length + len(records):
+            raise RedisError("a log has lost its beginning")
+        return length + len(records)
+
+    async def _append(self, name: str, node: _Node) -> None:
+        """Events in one transaction with the cursor that says that they count."""
+        records, node.pending = bytes(node.pending or b""), bytearray()
+        length = node.length + len(records)
+        cursor = Cursor(node.generation, length, node.incarnation, node.next_sequence)
+        key = self._key("log", name, node.generation)
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.append(key, records)
+        pipeline.pexpire(key, self._ttl_ms)
+        pipeline.set(self._key("cursor", name), cursor.pack(), px=self._ttl_ms)
+        new_length = (await pipeline.execute())[0]
+        if new_length != length:
+            node.pending = None  # emptied behind our back
+            self._work.set()
+            return
+        node.length = length
+
+    def _tell(self, pipeline: Any, kind: str, name: str) -> None:
+        fields = {"kind": kind, "node": name}
+        pipeline.xadd(self._key("events"), fields, maxlen=MAX_STREAM, approximate=True)
+
+    def _key(self, *parts: object) -> str:
+        return ":".join((self._prefix, *map(str, parts)))
+
+
+async def _answer(reply: object) -> Any:
+    """redis-py types the replies of its two clients as one, and does not know what is in them."""
+    return await cast("Awaitable[Any]", reply)
