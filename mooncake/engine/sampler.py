@@ -20,6 +20,8 @@ from mooncake.engine.randomness import uniforms
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError
 from mooncake.guides import Guides
+from mooncake.kernels import Kernels, choose_kernels
+from mooncake.kernels.cpu import DRAW, CpuKernels
 from mooncake.types import SamplingParams, TokenLogprob
 
 Row = npt.NDArray[np.float32]  # [V]
@@ -32,30 +34,25 @@ FIRST_CANDIDATES = 256
 class Sampler:
     """Without state of its own: what it needs to remember of a sequence stays with the sequence."""
 
-    def __init__(self, guides: Guides | None = None) -> None:
-        """``guides`` knows the vocabulary of answers that have to follow a guide."""
+    def __init__(self, guides: Guides | None = None, kernels: Kernels | None = None) -> None:
+        """``guides`` knows the vocabulary of answers that have to follow a guide. ``kernels`` choose the way to
+        compute, not the result."""
         self._guides = guides
+        kernels = kernels or choose_kernels()
+        self._library = kernels if isinstance(kernels, CpuKernels) else None
 
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
         """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are."""
-        raw: npt.NDArray[np.float32] = logits.numpy()
-        tokens = [0] * len(sequences)
-        logprobs: list[TokenLogprob | None] = [None] * len(sequences)
-        random: list[int] = []
-        for row, sequence in enumerate(sequences):
-            if sequence.sampling.is_greedy:
-                tokens[row] = _most_likely(self._edited(raw[row], sequence))
-            else:
-                random.append(row)
-        if random:
-            draws = _draws([sequences[row] for row in random]).tolist()
-            for row, draw in zip(random, draws, strict=True):
-                sequence = sequences[row]
-                tokens[row] = _drawn(*distribution(self._edited(raw[row], sequence), sequence.sampling), draw)
-        for row, sequence in enumerate(sequences):
-            if sequence.sampling.logprobs is not None:
-                logprobs[row] = token_logprob(raw[row], tokens[row], sequence.sampling.logprobs)
-        return list(zip(tokens, logprobs, strict=True))
+        raw: list[Row] = list(logits.numpy())
+        edited = [self._edited(row, sequence) for row, sequence in zip(raw, sequences, strict=True)]
+        draws = _draws(sequences)
+        tokens = _choose(edited, sequences, draws) if self._library is None else self._library.sample(edited, draws)
+        if -1 in tokens:
+            raise InternalError("the model's logits are not finite")
+        return [
+            (token, None if wanted is None else token_logprob(row, token, wanted))
+            for token, row, wanted in zip(tokens, raw, (s.sampling.logprobs for s in sequences), strict=True)
+        ]
 
     def _edited(self, raw: Row, sequence: Sequence) -> Row:
         """With all that the request adds to the model's opinion; ``raw`` itself when that is nothing."""
@@ -84,11 +81,29 @@ def _most_likely(logits: Row) -> int:
     return int((logits == logits.max()).argmax())
 
 
-def _draws(sequences: Rows[Sequence]) -> npt.NDArray[np.float64]:
-    """One uniform number a sequence, for the position that its next token will have."""
-    seeds = np.array([sequence.sampling.seed for sequence in sequences], np.uint64)
-    positions = np.array([sequence.num_tokens for sequence in sequences], np.uint64)
-    return uniforms(seeds, positions)
+def _draws(sequences: Rows[Sequence]) -> npt.NDArray[np.void]:
+    """How the next token of each is chosen, with one uniform number for the position that it will have."""
+    samplings = [sequence.sampling for sequence in sequences]
+    draws: npt.NDArray[np.void] = np.zeros(len(sequences), DRAW)
+    draws["temperature"] = [0.0 if sampling.is_greedy else sampling.temperature for sampling in samplings]
+    if draws["temperature"].any():
+        draws["top_p"] = [sampling.top_p for sampling in samplings]
+        draws["min_p"] = [sampling.min_p for sampling in samplings]
+        draws["top_k"] = [max(0, sampling.top_k) for sampling in samplings]
+        seeds = np.array([sampling.seed for sampling in samplings], np.uint64)
+        positions = np.array([sequence.num_tokens for sequence in sequences], np.uint64)
+        draws["uniform"] = uniforms(seeds, positions)
+    return draws
+
+
+def _choose(rows: list[Row], sequences: Rows[Sequence], draws: npt.NDArray[np.void]) -> list[int]:
+    """The definition of what the library does faster."""
+    return [
+        _most_likely(row)
+        if sequence.sampling.is_greedy
+        else _drawn(*distribution(row, sequence.sampling), float(draw["uniform"]))
+        for row, sequence, draw in zip(rows, sequences, draws, strict=True)
+    ]
 
 
 def _drawn(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], draw: float) -> int:

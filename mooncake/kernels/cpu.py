@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mooncake.kernels import reference
@@ -37,6 +40,7 @@ _SIGNATURES = {
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
+    "mc_sample": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
 }
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -49,6 +53,8 @@ PROBLEMS = {
     3: "a token id or row lies outside its range",
 }
 STOPPED_BY_HOOK = 4
+DRAW = np.dtype([(name, np.float64) for name in ("temperature", "top_p", "min_p", "uniform")] + [("top_k", np.int64)])
+"""How one token is chosen; mirrors ``Draw`` of sampling.h. Temperature 0: the most likely one."""
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
 
 
@@ -199,6 +205,7 @@ class CpuKernels:
         self._write_kv = library.mc_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
+        self._sample = library.mc_sample
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = ""
@@ -214,6 +221,15 @@ class CpuKernels:
     ) -> PanelLinear:
         """Of float32 or bfloat16 weights. ``is_gated`` needs a multiple of ``mc_panel_width()`` outputs."""
         return PanelLinear(self.library, self.weight_memory, weight, bias, coding, is_gated)
+
+    def sample(self, rows: Sequence[npt.NDArray[np.float32]], draws: npt.NDArray[np.void]) -> list[int]:
+        """The next token after each row of logits ``[V]``, as ``mooncake.engine.sampler`` defines it; -1 for logits
+        that are not finite. ``draws`` are of the type DRAW."""
+        pointers = np.array([row.ctypes.data for row in rows], np.uint64)
+        tokens = np.empty(len(rows), np.int64)
+        size, threads = len(rows[0]), torch.get_num_threads()
+        self._sample(pointers.ctypes.data, len(rows), size, draws.ctypes.data, tokens.ctypes.data, threads)
+        return list(map(int, tokens))
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

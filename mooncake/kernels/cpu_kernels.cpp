@@ -4,6 +4,7 @@
 // sampling.h, in the order in which they build on each other.
 
 #include "cpp/decoder.h"
+#include "cpp/sampling.h"
 
 using namespace mooncake;
 
@@ -77,6 +78,12 @@ int mc_linear(const PackedLinear* layer, const float* from, int64_t from_stride,
     static thread_local Scratch memory;
     const Activations x = prepare(*layer, from, from_stride, rows, nullptr, 0, memory, threads);
     multiply_by(*layer, x, {Then::STORE, to, layer->outputs}, threads);
+    return OK;
+}
+
+// tokens[i]: the next token after the logits rows[i] [vocab], or -1 when they are not finite.
+int mc_sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
+    sample(rows, count, vocab, draws, tokens, threads);
     return OK;
 }
 

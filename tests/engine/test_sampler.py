@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from mooncake.engine.randomness import splitmix64, uniforms
 from mooncake.engine.sampler import Sampler, distribution, edit_logits, token_logprob
 from mooncake.engine.sequence import Sequence
+from mooncake.errors import InternalError
+from mooncake.kernels import reference
 from mooncake.types import SamplingParams
 
 VOCAB = 1000
@@ -251,3 +253,49 @@ def test_any_temperature_gives_a_token(seed: int, temperature: float, draw_seed:
     sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=draw_seed)
     [token] = sample(random_logits(seed), sequence_with(sampling))
     assert 0 <= token < VOCAB
+
+
+# The library
+
+
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 7, 300, VOCAB, VOCAB + 5]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.05, 0.7]),
+    seed=st.integers(1, 2**40),
+)
+
+
+@given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
+@settings(deadline=None)
+def test_the_library_draws_what_the_definition_draws(
+    samplings: list[SamplingParams], seed: int, is_masked: bool
+) -> None:
+    logits = np.stack([random_logits(seed + row) for row in range(len(samplings))])
+    if is_masked:
+        logits[:, 20:] = -np.inf
+    logits[:, 5:9] = logits[:, 4:5]  # ties
+    sequences = [sequence_with(sampling) for sampling in samplings]
+    ways = [Sampler(), Sampler(kernels=reference)]
+    library, definition = (way.sample(torch.from_numpy(logits), sequences) for way in ways)
+    assert library == definition
+
+
+def test_the_library_cuts_a_flat_distribution_of_a_large_vocabulary() -> None:
+    """More candidates than top-p looks at first."""
+    logits = np.random.default_rng(3).standard_normal(50_000).astype(np.float32) * 0.01
+    samplings = [SamplingParams(temperature=1.0, top_p=0.7, seed=seed) for seed in range(1, 60)]
+    sequences = [sequence_with(sampling) for sampling in samplings]
+    rows = torch.from_numpy(np.broadcast_to(logits, (len(sequences), 50_000)).copy())
+    assert Sampler().sample(rows, sequences) == Sampler(kernels=reference).sample(rows, sequences)
+
+
+@pytest.mark.parametrize("place", [0, 999])
+def test_logits_that_are_no_numbers_are_our_bug_in_both_ways(place: int) -> None:
+    logits = random_logits(1)[None]
+    logits[0, place] = np.nan
+    for way in (Sampler(), Sampler(kernels=reference)):
+        with pytest.raises(InternalError, match="not finite"):
+            way.sample(torch.from_numpy(logits), [sequence_with(SamplingParams(temperature=1.0, seed=1))])

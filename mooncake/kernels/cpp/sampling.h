@@ -1,0 +1,220 @@
+// The next token of each row of logits: what mooncake/engine/sampler.py defines in numpy, without sorting the vocabulary.
+// Weights are float64 and tokens stand in the order of their ids, so that a draw gives the same token there and here.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "pool.h"
+#include "vectors.h"
+
+namespace mooncake {
+
+constexpr int DW = 8;  // doubles in a vector, on any machine
+using vd = double __attribute__((vector_size(DW * 8)));
+using vl = int64_t __attribute__((vector_size(DW * 8)));
+using vf8 = float __attribute__((vector_size(DW * 4)));
+
+constexpr double MINUS_INFINITY = -std::numeric_limits<double>::infinity();
+constexpr int64_t RUN = 256;               // tokens; a draw looks at the sums of runs first
+constexpr size_t FIRST_CANDIDATES = 256;   // most likely tokens that top-p looks at first
+constexpr int BUCKETS = 4096;
+constexpr float BUCKETS_A_UNIT = 128;
+
+// e^x for x ≤ 0, to the last bit or so; 0 where that is no normal number.
+inline vd exp_of(vd x) {
+    const double magic = 6755399441055744.0;  // 1.5 * 2^52
+    const vd inside = x < -708.0 ? vd{} - 708.0 : x;
+    const vd shifted = inside * 1.4426950408889634 + magic, n = shifted - magic;
+    const vd r = (inside - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+    constexpr double inverse_factorials[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                             1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
+                                             1.0 / 6,          0.5,             1.0,            1.0};
+    vd p{};
+    for (double coefficient : inverse_factorials) p = p * r + coefficient;
+    const vl exponent = ((vl)shifted << 52) + (int64_t(1023) << 52);
+    const vd value = p * (vd)exponent;
+    return x < -708.0 ? vd{} : value;
+}
+
+struct Draw {
+    double temperature, top_p, min_p, uniform;  // temperature 0: the most likely token
+    int64_t top_k;                              // 0: all
+};
+
+class RowSampler {
+public:
+    // The token, or -1 when the logits are not finite.
+    int64_t sample(const float* logits, int64_t size, const Draw& draw) {
+        logits_ = logits;
+        size_ = size;
+        best_ = most();
+        if (draw.temperature == 0) return first_of(best_);
+        if (!std::isfinite(best_)) return -1;
+        temperature_ = draw.temperature;
+        double threshold = draw.min_p > 0 ? double(best_) + temperature_ * std::log(draw.min_p) : MINUS_INFINITY;
+        if ((draw.top_k > 0 && draw.top_k < size) || draw.top_p < 1) count_buckets();
+        if (draw.top_k > 0 && draw.top_k < size) {
+            gather_largest(draw.top_k);
+            threshold = std::max(threshold, double(values_.back()));
+        }
+        if (draw.top_p < 1) threshold = std::max(threshold, top_p_threshold(threshold, draw.top_p));
+        keep(float(threshold));
+        return drawn(draw.uniform);
+    }
+
+private:
+    float most() const {
+        vf top = splat(-std::numeric_limits<float>::infinity());
+        vi strange{};
+        int64_t i = 0;
+        for (; i + W <= size_; i += W) {
+            const vf x = load(logits_ + i);
+            top = larger(top, x);
+            strange |= x != x;
+        }
+        float best = largest(top);
+        bool is_strange = false;
+        for (int lane = 0; lane < W; lane++) is_strange |= strange[lane] != 0;
+        for (; i < size_; i++) {
+            best = std::max(best, logits_[i]);
+            is_strange |= logits_[i] != logits_[i];
+        }
+        return is_strange ? std::numeric_limits<float>::quiet_NaN() : best;
+    }
+
+    int64_t first_of(float wanted) const {
+        int64_t i = 0;
+        for (; i + W <= size_; i += W) {
+            const vi same = load(logits_ + i) == wanted;
+            int32_t any = 0;
+            for (int lane = 0; lane < W; lane++) any |= same[lane];
+            if (any) break;
+        }
+        for (; i < size_; i++)
+            if (logits_[i] == wanted) return i;
+        return 0;  // NaN
+    }
+
+    int bucket_of(float x) const { return int(std::min((best_ - x) * BUCKETS_A_UNIT, float(BUCKETS - 1))); }
+
+    void count_buckets() {
+        counts_.assign(BUCKETS, 0);
+        for (int64_t i = 0; i < size_; i++) counts_[bucket_of(logits_[i])]++;
+    }
+
+    // values_ = the `count` largest logits, largest first.
+    void gather_largest(int64_t count) {
+        int last = 0;
+        for (int64_t seen = counts_[0]; seen < count && last < BUCKETS - 1;) seen += counts_[++last];
+        values_.clear();
+        for (int64_t i = 0; i < size_; i++)
+            if (bucket_of(logits_[i]) <= last) values_.push_back(logits_[i]);
+        std::nth_element(values_.begin(), values_.begin() + (count - 1), values_.end(), std::greater<float>());
+        values_.resize(count);
+        std::sort(values_.begin(), values_.end(), std::greater<float>());
+    }
+
+    // The logit of the last token of the smallest set whose share of what is above `threshold` reaches `top_p`.
+    float top_p_threshold(double threshold, double top_p) {
+        keep(float(threshold));
+        double total = 0;
+        for (double weight : weights_) total += weight;
+        const int64_t survivors = int64_t(weights_.size());
+        const double wanted = top_p * total;
+        for (int64_t count = FIRST_CANDIDATES;; count *= 8) {
+            count = std::min(count, survivors);
+            gather_largest(count);
+            weigh(values_);
+            double reached = 0;
+            for (int64_t i = 0; i < count; i++) {
+                reached += weights_[i];
+                if (reached >= wanted) return values_[i];
+            }
+            if (count == survivors) return values_.back();
+        }
+    }
+
+    // ids_ and weights_ of the tokens at or above `threshold`, in the order of their ids.
+    void keep(float threshold) {
+        ids_.clear();
+        if (threshold == -std::numeric_limits<float>::infinity()) {
+            values_.assign(logits_, logits_ + size_);
+        } else {
+            values_.clear();
+            for (int64_t i = 0; i < size_; i++) {
+                if (!(logits_[i] >= threshold)) continue;
+                ids_.push_back(i);
+                values_.push_back(logits_[i]);
+            }
+        }
+        weigh(values_);
+    }
+
+    void weigh(const std::vector<float>& values) {
+        const size_t size = values.size(), padded = (size + DW - 1) / DW * DW;
+        weights_.resize(padded);
+        for (size_t i = 0; i < padded; i += DW) {
+            vf8 piece{};
+            std::memcpy(&piece, values.data() + i, std::min<size_t>(DW, size - i) * sizeof(float));
+            const vd weight = exp_of((__builtin_convertvector(piece, vd) - double(best_)) / temperature_);
+            std::memcpy(weights_.data() + i, &weight, sizeof weight);
+        }
+        weights_.resize(size);
+    }
+
+    // Where the cumulative weight passes the draw, in two levels: first the run of tokens, then the token.
+    int64_t drawn(double uniform) {
+        const int64_t size = int64_t(weights_.size()), runs = (size + RUN - 1) / RUN;
+        run_weights_.assign(runs, 0);
+        double total = 0;
+        for (int64_t run = 0; run < runs; run++) {
+            for (int64_t i = run * RUN; i < std::min(size, (run + 1) * RUN); i++) run_weights_[run] += weights_[i];
+            total += run_weights_[run];
+        }
+        double left = uniform * total;
+        const int64_t run = passes(run_weights_.data(), runs, left);
+        const int64_t first = run * RUN, place = first + passes(weights_.data() + first, std::min(RUN, size - first), left);
+        return ids_.empty() ? place : ids_[place];
+    }
+
+    // The first place where the cumulative weight is above `target`; takes what is before it off `target`. Rounding can put
+    // the target beyond the end; then it is the last place that has any weight.
+    static int64_t passes(const double* weights, int64_t size, double& target) {
+        double before = 0, before_last = 0;
+        int64_t last = 0;
+        for (int64_t i = 0; i < size; i++) {
+            if (before + weights[i] > target) {
+                target -= before;
+                return i;
+            }
+            if (weights[i] > 0) {
+                last = i;
+                before_last = before;
+            }
+            before += weights[i];
+        }
+        target -= before_last;
+        return last;
+    }
+
+    const float* logits_ = nullptr;
+    int64_t size_ = 0;
+    float best_ = 0;
+    double temperature_ = 1;
+    std::vector<int32_t> counts_;
+    std::vector<int64_t> ids_;
+    std::vector<float> values_;
+    std::vector<double> weights_, run_weights_;
+};
+
+inline void sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
+    parallel(count, threads, [&](int64_t i) {
+        static thread_local RowSampler sampler;
+        tokens[i] = sampler.sample(rows[i], vocab, draws[i]);
+    });
+}
+
+}  // namespace mooncake
