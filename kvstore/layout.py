@@ -254,8 +254,11 @@ class LayoutReader:
     ) -> Conversion:
         """Fill ``targets`` (bytes of consecutive blocks of the plan's target rank) from the blocks of the shards.
 
-        Tokens that no source block holds leave their bytes as they are. Raises what ``TransferEngine.read`` does,
-        ChecksumMismatch, and InvalidRequest when a shard is missing or a target has the wrong size.
+        Tokens that no source block holds leave their bytes as they are. Mapped blocks are verified before they are
+        copied: whoever holds a lease on them looks at its clock after this returns.
+
+        Raises what ``TransferEngine.read`` does, ChecksumMismatch, and InvalidRequest when a shard is missing or a
+        target has the wrong size.
         """
         jobs = _jobs(plan, shards, targets)
         elsewhere: list[_Job] = []
@@ -479,15 +482,13 @@ def convert(
     if target_dtype == "float32":
         _widen(source, source_scales, source_dtype, target)
         return
-    for index in np.ndindex(
-        source.shape[:2]
-    ):  # K or V of one layer: what comes in between stays in the cache
+    for index in np.ndindex(source.shape[:2]):  # K or V of one layer: what comes in between stays in the cache
         wide = source[index]
         if source_dtype != "float32":
             wide = np.empty(source.shape[2:], np.float32)
             _widen(source[index], source_scales[index] if source_scales is not None else None, source_dtype, wide)
         if target_dtype == "bfloat16":
-            np.copyto(target[index], _to_bfloat16(wide))
+            np.copyto(target[index], _to_bfloat16(wide), casting="unsafe")
         else:
             assert target_scales is not None
             _to_int8(wide, target[index], target_scales[index])
@@ -504,13 +505,18 @@ def _widen(
         np.multiply(values, scales[..., None], out=wide, dtype=np.float32, casting="unsafe")
 
 
-def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounded to the nearest, ties to even; what is no number stays none."""
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+    """The bits, rounded to the nearest, ties to even; what is no number stays none. In place, because what is
+    allocated costs more than what is computed."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    if np.isnan(values).any():
-        rounded = np.where(np.isnan(values), (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    if (nothing := np.isnan(values)).any():
+        rounded[nothing] = (bits[nothing] >> np.uint32(16)) | np.uint32(0x40)
+    return rounded
 
 
 def _to_int8(

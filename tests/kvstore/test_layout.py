@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.checksum import range_checksums
-from kvstore.layout import LayoutReader, Plan, Shard, ShardedLayout, plan
+from kvstore.layout import LayoutReader, Plan, Shard, ShardedLayout, convert, plan
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
@@ -207,6 +207,19 @@ def test_narrower_types_lose_what_they_must_and_no_more(transfer):
                 scale = np.abs(before).max(-1, keepdims=True) if dtype == "int8" else np.abs(before)
                 assert 0 < (error / scale).max() <= bound
                 assert narrow.blocks(0).nbytes * 3 < source.blocks(0).nbytes / (4 if dtype == "int8" else 2) * 1.07
+
+
+def test_what_is_no_number_and_what_is_endless_survive_bfloat16():
+    wide = np.array([[[[[np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -0.0, 1e-45, 1.00390625]]]]], np.float32)
+    wide.view(np.uint32)[0, 0, 0, 0, 1] = 0xFFFFFFFF  # all of its bits
+    narrow = np.zeros(wide.shape, np.uint16)
+    convert(wide, None, narrow, None, "float32", "bfloat16")
+    back = np.zeros_like(wide)
+    convert(narrow, None, back, None, "bfloat16", "float32")
+    [first, second, *rest] = back.ravel()
+    assert np.isnan(first) and np.isnan(second)
+    assert rest == [np.inf, -np.inf, np.inf, 0.0, 0.0, 1.0]  # the last is a tie, and goes to the even one
+    assert np.signbit(back.ravel()[5])
 
 
 def test_a_flipped_bit_is_found_where_whole_layers_are_read(transfer):
