@@ -19,15 +19,26 @@ import numpy as np
 
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
+from conductor.door import Door
+from conductor.fairness import Band
 from conductor.fleet import Fleet
 from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
 from conductor.merge import Merger
+from conductor.policies import POLICIES, Policy
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.view import RequestFacts, Shape
 from mooncake.config import Config
-from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, MooncakeError, NodeUnavailable, Overloaded
+from mooncake.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MooncakeError,
+    NodeUnavailable,
+    Overloaded,
+)
 from mooncake.hashing import chain_seed, extend_chain
 from mooncake.rpc.server import Channels
 from mooncake.types import FinishReason, PrefillReport, TokenIds
@@ -108,7 +119,8 @@ class Dispatcher:
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
         self._model = model
         self._fleet = fleet
-        self._scheduler = Scheduler(fleet, model.shape)
+        self._scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
+        self.door = Door(self._scheduler, config.conductor, clock)
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
@@ -145,6 +157,7 @@ class Dispatcher:
 
     async def _deltas(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
         """Try until every answer is complete."""
+        await self._let_in(journey)
         while True:
             attempt = journey.attempt = self._start(journey)
             try:
@@ -157,7 +170,7 @@ class Dispatcher:
                 self._prepare_retry(journey, attempt, failure)
             finally:
                 journey.attempt = None
-                self._end_attempt(attempt)
+                self._end_attempt(journey, attempt)
             if len(journey.emitted) > 1 and journey.num_kept:
                 async with contextlib.aclosing(self._each_alone(journey)) as deltas:
                     async for delta in deltas:
@@ -257,16 +270,22 @@ class Dispatcher:
         answers: list[list[int]] = [[] for _ in range(request.sampling.num_answers)]
         return _Journey(request, now, request_lifecycle(request.request_id), answers)
 
-    def _start(self, journey: _Journey) -> Attempt:
-        """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
-        request, now = journey.request, self._clock()
-        tokens = journey.tokens
+    async def _let_in(self, journey: _Journey) -> None:
+        """Wait for room where the limits say so. Who was let in once may try again. Raises as ``Door.enter``."""
+        if self.door.is_open or journey.retries or journey.num_emitted:
+            return
+        request = journey.request
+        facts = self._facts(journey, journey.tokens, self._clock())
+        await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, Band(request.band))
+
+    def _facts(self, journey: _Journey, tokens: TokenIds, now: float) -> RequestFacts:
+        """What placement depends on, of what is left of the request."""
+        request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
         seed = chain_seed(self._model.kv_fingerprint, request.salt)
-        keys = extend_chain(seed, tokens, self._model.shape.block_tokens)
-        facts = RequestFacts(
+        return RequestFacts(
             num_tokens=len(tokens),
-            keys=keys,
+            keys=extend_chain(seed, tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=left > 1 or journey.is_search,
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
@@ -274,8 +293,14 @@ class Dispatcher:
             session=request.session,
             number=self.stats.requests,
         )
+
+    def _start(self, journey: _Journey) -> Attempt:
+        """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
+        request, now, tokens = journey.request, self._clock(), journey.tokens
+        facts = self._facts(journey, tokens, now)
         placement = self._place(facts, journey, now)
         ticket = self._scheduler.book(facts, placement, now)
+        self.door.booked(ticket, facts, placement, request.sampling.max_tokens)
         epoch = next(self._epochs)
         journey.lifecycle.move(RequestState.PLACED)
         attempt = Attempt(
@@ -322,7 +347,9 @@ class Dispatcher:
         """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
         now = self._clock()
         if delta.tokens:
-            self._fleet.prefill_done(attempt.ticket, now)
+            if attempt.ticket.open_prefill:
+                self._fleet.prefill_done(attempt.ticket, now)
+                self.door.joined(attempt.ticket)
             if not journey.num_emitted and attempt.placement.is_known and not journey.retries:
                 self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
             if journey.lifecycle.state is RequestState.PLACED:
@@ -379,9 +406,10 @@ class Dispatcher:
         self.stats.retries += 1
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
 
-    def _end_attempt(self, attempt: Attempt) -> None:
+    def _end_attempt(self, journey: _Journey, attempt: Attempt) -> None:
         attempt.close()
         self._fleet.close(attempt.ticket, self._clock())
+        self.door.ended(attempt.ticket, journey.num_emitted if journey.is_whole else 0)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
         for info in attempt.nodes:
@@ -405,3 +433,9 @@ class Dispatcher:
             self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
         if journey.lifecycle.state is RequestState.FINISHED:
             self.stats.finished += 1
+
+
+def _policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ConfigError(f"conductor.policy must be one of {', '.join(POLICIES)}, got {name!r}")
+    return POLICIES[name]

@@ -45,7 +45,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: float = 300.0  # for requests that carry no deadline
     max_requests: int = 256  # running at once; more are refused with a retry time
     retries: int = 1  # how often a failed attempt is tried on another pair
-    policy: str = "milliseconds"  # how nodes are chosen; `python -m conductor --help` names the others
+    policy: str = "milliseconds"  # how nodes are chosen: a name of conductor/policies
     ttft_limit_ms: float = 0.0  # of service; 0: none. Requests that would exceed a limit are held back or refused
     tbt_limit_ms: float = 0.0  # mean of the longest tenth of a request's token gaps; 0: none
     admission: str = "lookahead"  # none, baseline, early, predicted or lookahead
@@ -216,6 +216,8 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "model.max_model_len",
     "conductor.retries",
+    "conductor.ttft_limit_ms",
+    "conductor.tbt_limit_ms",
     "prefill.chunk_tokens",
     "prefill.threads",
     "decode.chunk_tokens",
@@ -230,6 +232,7 @@ _NOT_NEGATIVE = (
 )
 _AT_LEAST_ONE = (
     "conductor.max_requests",
+    "conductor.max_waiting",
     "prefill.max_sequences",
     "decode.max_sequences",
     "cluster.prefill",

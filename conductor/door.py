@@ -1,0 +1,148 @@
+"""The way in: asks admission, and holds back or refuses who does not fit. The one place where a request waits for room.
+
+It knows loads and limits and no call to any node. What is decided is decided by ``admission`` and ``fairness``; here
+are the futures of those who wait, and the moments at which the next one is looked at again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conductor.admission import ADMISSIONS, Admission, Limits, Mode, Verdict
+from conductor.fairness import Band, Waiting, WaitingRoom
+from conductor.fleet import Ticket
+from conductor.lengths import Kind
+from conductor.scheduler import Placement, Scheduler
+from conductor.view import RequestFacts
+from mooncake.config import ConductorSection
+from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
+
+LOOK_S = 0.05  # those who wait are looked at so often, beside every end of a prefill or a request
+BATCH_LOAD = 0.5  # the batch class goes in below this load
+
+
+@dataclass(eq=False, slots=True)
+class _Guest:
+    facts: RequestFacts
+    kind: Kind
+    max_tokens: int
+    is_in: asyncio.Future[None]
+
+
+class Door:
+    """One owner, one event loop. Without limits everybody walks through."""
+
+    def __init__(self, scheduler: Scheduler, section: ConductorSection, clock: Callable[[], float]) -> None:
+        """Raises ConfigError for a rule or a mode that does not exist."""
+        if section.admission not in ADMISSIONS:
+            raise ConfigError(f"conductor.admission must be one of {', '.join(ADMISSIONS)}, got {section.admission!r}")
+        if section.admission_mode not in tuple(Mode):
+            raise ConfigError(f"conductor.admission_mode must be one of {', '.join(Mode)}")
+        limits = Limits(section.ttft_limit_ms or float("inf"), section.tbt_limit_ms or float("inf"))
+        self.is_open = limits == Limits()
+        self.admission = Admission(ADMISSIONS[section.admission], limits, Mode(section.admission_mode))
+        self._scheduler = scheduler
+        self._clock = clock
+        self._room = WaitingRoom[_Guest](section.max_waiting)
+        self._looking: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._room)
+
+    async def enter(
+        self, facts: RequestFacts, max_tokens: int, deadline: float, tenant: str = "", band: Band = Band.NORMAL
+    ) -> None:
+        """Return when the request may go on.
+
+        Raises Overloaded with a retry time, DeadlineExceeded when its time ran out while it waited, NodeUnavailable.
+        """
+        if self.is_open:
+            return
+        kind = Kind(facts.keys[0] if facts.keys else b"", facts.num_tokens)
+        verdict = self._ask(facts, kind, max_tokens)
+        if verdict.is_admitted and self._goes_before_others(band, verdict):
+            return
+        if self.admission.mode is Mode.HARD and band is not Band.BATCH:
+            raise Overloaded(_why(verdict), verdict.retry_after_s)
+        await self._wait(
+            _Guest(facts, kind, max_tokens, asyncio.get_running_loop().create_future()), deadline, tenant, band
+        )
+
+    def booked(self, ticket: Ticket, facts: RequestFacts, placement: Placement, max_tokens: int) -> None:
+        if not self.is_open:
+            kind = Kind(facts.keys[0] if facts.keys else b"", facts.num_tokens)
+            self.admission.admitted(ticket, kind, max_tokens, placement, self._clock())
+            self._look()
+
+    def joined(self, ticket: Ticket) -> None:
+        """Its first token is there."""
+        if not self.is_open:
+            self.admission.flights.joined(ticket, self._clock())
+            self._look()
+
+    def ended(self, ticket: Ticket, output_tokens: int) -> None:
+        """``output_tokens`` of a whole answer, 0 for one that was cut short."""
+        if not self.is_open:
+            self.admission.finished(ticket, self._clock(), output_tokens)
+            self._look()
+
+    def _ask(self, facts: RequestFacts, kind: Kind, max_tokens: int) -> Verdict:
+        now = self._clock()
+        question = self._scheduler.ask(facts, now)
+        return self.admission.decide(question, self._scheduler.answer(question), now, kind, max_tokens)
+
+    def _goes_before_others(self, band: Band, verdict: Verdict) -> bool:
+        ahead = self._room.peek(is_idle=False)
+        return (ahead is None or band < ahead.band) and self._has_capacity(band, verdict)
+
+    def _has_capacity(self, band: Band, verdict: Verdict) -> bool:
+        """For the batch class only what nobody else uses."""
+        return band is not Band.BATCH or verdict.load <= BATCH_LOAD or not len(self.admission.flights)
+
+    async def _wait(self, guest: _Guest, deadline: float, tenant: str, band: Band) -> None:
+        now = self._clock()
+        displaced = self._room.push(Waiting(guest, tenant, band, float(guest.facts.num_tokens), deadline, now))
+        if displaced is not None and not displaced.item.is_in.done():
+            displaced.item.is_in.set_exception(Overloaded("too many requests wait already", 1.0))
+        self._look_later()
+        try:
+            async with asyncio.timeout(max(deadline - now, 0.0)):
+                await guest.is_in
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time ran out while it waited for room") from None
+        finally:
+            self._room.remove(guest)
+
+    def _look(self) -> None:
+        """Whether who is next fits now. One at a time: the next look comes when this one is booked."""
+        waiting = self._room.peek(is_idle=True)
+        if waiting is None:
+            return
+        guest = waiting.item
+        try:
+            verdict = self._ask(guest.facts, guest.kind, guest.max_tokens)
+        except (NodeUnavailable, Overloaded):
+            return
+        if not (verdict.is_admitted and self._has_capacity(waiting.band, verdict)):
+            return
+        self._room.pop(is_idle=True)
+        if not guest.is_in.done():
+            guest.is_in.set_result(None)
+
+    def _look_later(self) -> None:
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = None
+        self._look()
+        if len(self._room):
+            self._look_later()
+
+
+def _why(verdict: Verdict) -> str:
+    what = "the first token" if verdict.prefill_load >= verdict.decode_load else "the time between tokens"
+    return f"{what} is predicted at {verdict.load:.1f} times its limit"

@@ -1,0 +1,102 @@
+"""The way in, live: limits refuse or hold back, who waits gets in when room is made, and nobody is forgotten there."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from placing import Cluster
+
+from conductor.api import InferenceRequest
+from conductor.door import Door
+from conductor.scheduler import Scheduler
+from mooncake.config import ConductorSection
+from mooncake.errors import ConfigError, DeadlineExceeded, Overloaded
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def full_cluster(start_cluster: Any, requests: int = 2, **settings: Any) -> tuple[Any, list[asyncio.Task[Any]]]:
+    """A decode node whose steps may not hold more than two sequences, and ``requests`` that decode there for long."""
+    cluster = await start_cluster(1, 1, tbt_limit_ms=12.5, admission="early", **settings)
+    for batch in (1, 2, 4, 8):
+        cluster.core.costs.observe_prefill("p0", 10 * batch, 0, 0.1 * batch)
+        cluster.core.costs.observe_decode("d0", batch, 100 * batch, 10.0 + batch)
+    cluster.decode[0].script.token_s = 0.02
+    running = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 40))) for _ in range(requests)]
+    await cluster.eventually(lambda: cluster.core.dispatcher.door.admission.flights.on("d0", 0.0)[0] == requests)
+    return cluster, running
+
+
+async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster)
+    calls = cluster.prefill[0].calls
+    with pytest.raises(Overloaded, match="time between tokens") as refused:
+        await cluster.generate(cluster.request(PROMPT, 8))
+    assert 0.05 <= refused.value.retry_after_s <= 60.0
+    assert cluster.prefill[0].calls == calls
+    await asyncio.gather(*running)
+    await cluster.generate(cluster.request(PROMPT, 8))
+    await cluster.is_quiet()
+
+
+async def test_a_soft_limit_holds_back_until_there_is_room(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft")
+    waiting = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4))) for _ in range(3)]
+    await cluster.eventually(lambda: cluster.core.dispatcher.door.num_waiting == 3)
+    await asyncio.gather(*running)
+    for tokens, _ in await asyncio.gather(*waiting):
+        assert tokens == cluster.answer(PROMPT, 4)
+    assert cluster.core.dispatcher.door.num_waiting == 0
+    await cluster.is_quiet()
+
+
+async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft")
+    door = cluster.core.dispatcher.door
+    gone = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4)))
+    late = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=0.2)))
+    await cluster.eventually(lambda: door.num_waiting == 2)
+    gone.cancel()
+    with pytest.raises(DeadlineExceeded):
+        await late
+    assert door.num_waiting == 0
+    await asyncio.gather(*running)
+    await cluster.is_quiet()
+
+
+async def test_urgent_requests_go_first_and_batch_work_waits_for_an_idle_cluster(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft")
+    order: list[int] = []
+
+    async def ask(band: int) -> None:
+        request: InferenceRequest = cluster.request(PROMPT, 2)
+        await cluster.generate(
+            InferenceRequest("r", request.tokens, request.sampling, request.deadline, band=band, salt=f"{band}")
+        )
+        order.append(band)
+
+    asked = []
+    for number, band in enumerate((2, 1, 0)):
+        asked.append(asyncio.create_task(ask(band)))
+        await cluster.eventually(lambda number=number: cluster.core.dispatcher.door.num_waiting == number + 1)
+    await asyncio.gather(*running, *asked)
+    assert order[0] == 0
+    await cluster.is_quiet()
+
+
+async def test_without_limits_everybody_walks_through(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    assert cluster.core.dispatcher.door.is_open
+    await cluster.generate(cluster.request(PROMPT, 4))
+    assert cluster.core.dispatcher.door.admission.stats.admitted == 0
+
+
+@pytest.mark.parametrize("wrong", [{"admission": "maybe"}, {"admission_mode": "rude"}])
+def test_a_wrong_name_is_one_sentence(wrong: dict[str, str], scheduler: Scheduler) -> None:
+    with pytest.raises(ConfigError, match="must be one of"):
+        Door(scheduler, ConductorSection(**wrong), lambda: 0.0)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Cluster().scheduler
