@@ -60,6 +60,7 @@ BENCHES = {
     "engine": "mooncake.app.bench_engine",
     "gpu": "mooncake.app.bench_gpu",
     "layout": "mooncake.app.bench_layout",
+    "quality": "mooncake.app.bench_quality",
     "rdma": "mooncake.app.bench_rdma",
     "serve": "mooncake.app.bench_serve",
     "ssd": "mooncake.app.bench_ssd",
@@ -160,6 +161,20 @@ def status(
     from mooncake.app.show import show_status
 
     show_status(_address(address, config, overrides), as_json)
+
+
+@app.command()
+def role(
+    node: Annotated[str, typer.Argument(help="A node of `mooncake status`.", show_default=False)],
+    to: Annotated[str, typer.Argument(metavar="prefill|decode", show_default=False)],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    address: Address = "",
+) -> None:
+    """Make a prefill node a decode node, or the other way (for nodes started with cluster.switchable)."""
+    from mooncake.app.show import switch_role
+
+    switch_role(_address(address, config, overrides), node, to)
 
 
 @app.command()

@@ -73,7 +73,7 @@ class PeerProcess:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
             self._process = self._start(self._log)
-            stack.callback(_end, self._process)
+            stack.callback(end_group, self._process)
             ready = self._answer(Ready, START_TIMEOUT_S)
             self.versions, self.start_s = ready.versions, ready.start_s
             self._signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ class PeerProcess:
     def _answer(self, kind: type[Answer], timeout_s: float) -> Answer:
         assert self._process is not None
         assert self._process.stdout is not None
-        line = _read_line(self._process.stdout, timeout_s)
+        line = read_line(self._process.stdout, timeout_s)
         if line is None:
             raise DeadlineExceeded(f"{self.engine} did not answer within {timeout_s:g} s")
         if not line:
@@ -142,27 +142,27 @@ class PeerProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        _signal_group(self._process, number)
+        signal_group(self._process, number)
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """Ask by closing its input, then make sure of every process that it started."""
-    _signal_group(process, signal.SIGCONT)
+    signal_group(process, signal.SIGCONT)
     with process:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_GRACE_S)
-        _signal_group(process, signal.SIGKILL)
+        signal_group(process, signal.SIGKILL)
 
 
-def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes | None:
+def read_line(pipe: IO[bytes], timeout_s: float) -> bytes | None:
     """A whole line; empty at the end of the stream, None after ``timeout_s``. A peer writes one line at a time."""
     deadline = time.monotonic() + timeout_s
     line = b""
