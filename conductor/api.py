@@ -48,6 +48,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     summary: RequestSummary | None = None
     choice: int = 0
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token, when asked for: of all but the first
 
 
 class Generator(Protocol):

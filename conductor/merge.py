@@ -11,7 +11,7 @@ from conductor.api import Delta
 from conductor.lifecycle import HandoffState, Lifecycle
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.rpc import decode_pb2, prefill_pb2
-from mooncake.rpc.convert import report_from_wire, sampled_from_wire
+from mooncake.rpc.convert import prompt_logprobs_from_wire, report_from_wire, sampled_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 
@@ -62,6 +62,8 @@ class Merger:
             self.report = report_from_wire(message.report)
             self._committed()
             return self._say_withheld()
+        if message.HasField("prompt_logprobs") and not any(self._expected):
+            return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
         if not message.HasField("first_token"):
             return None
         if self.handoff is not None and self.handoff.state is HandoffState.RESERVED:

@@ -80,6 +80,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_gb: float = 1.0  # paged cache
     chunk_tokens: int = 256  # most prompt tokens computed in one step, rounded to blocks; 0: whole prompts
     max_sequences: int = 64  # running at once
+    tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # most tokens of a sequence guessed and checked in one step; 0: none
     threads: int = 0  # of the compute library; 0: cores of this machine / nodes started on it
 
@@ -98,6 +99,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int = 1
     decode: int = 1
     store: int = 1
+    switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node cores of its own, as many as it has threads
 
 
@@ -105,6 +107,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the one process that reads this; set by whoever starts it."""
 
     id: str = ""  # "": role and process id
+    role: str = "prefill"  # that a switchable node begins with: "prefill" or "decode"
     host: str = "127.0.0.1"  # to listen on, and to be reached at
     port: int = 0  # gRPC; 0: any free one
     conductor: str = ""  # its gRPC address; "": from [conductor]
@@ -115,10 +118,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelSection = ModelSection()
     block: BlockSection = BlockSection()
     conductor: ConductorSection = ConductorSection()
+    directory: DirectorySection = DirectorySection()
     store: StoreSection = StoreSection()
     prefill: EngineSection = EngineSection()
     decode: EngineSection = EngineSection()
-    directory: DirectorySection = DirectorySection()
     transfer: TransferSection = TransferSection()
     cluster: ClusterSection = ClusterSection()
     node: NodeSection = NodeSection()
@@ -203,11 +206,11 @@ _POSITIVE = (
     "conductor.heartbeat_interval_s",
     "conductor.node_timeout_s",
     "conductor.request_timeout_s",
+    "directory.ttl_s",
+    "directory.timeout_s",
     "store.dram_gb",
     "store.lease_s",
     "store.ssd_gb",
-    "directory.ttl_s",
-    "directory.timeout_s",
     "store.reserve_timeout_s",
     "prefill.kv_gb",
     "decode.kv_gb",
@@ -222,6 +225,8 @@ _NOT_NEGATIVE = (
     "prefill.threads",
     "decode.chunk_tokens",
     "decode.threads",
+    "prefill.tbt_limit_ms",
+    "decode.tbt_limit_ms",
     "prefill.speculative_tokens",
     "decode.speculative_tokens",
     "transfer.max_mb_per_s",

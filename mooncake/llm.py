@@ -66,6 +66,7 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int  # of the prompt, whose KV was there already
     outputs: list[Answer]
+    prompt_logprobs: list[TokenLogprob] | None = None  # of its tokens but the first, when they were asked for
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,13 +102,14 @@ class LLM:
         kv_dtype: str = "auto",
         weights: str = "auto",
         speculative_tokens: int = 0,
+        tbt_limit_ms: float = 0.0,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
 
         ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
-        where they repeat.
+        where they repeat. With ``tbt_limit_ms`` prompts are cut so that answers under way get a token as often as that.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -129,6 +131,7 @@ class LLM:
             chunk_tokens,
             max_sequences,
             self.max_model_len,
+            tbt_limit_ms=tbt_limit_ms,
             speculative_tokens=speculative_tokens,
             keep_events=False,
         )
@@ -270,6 +273,7 @@ class _Draft:
         self.sequence = sequence
         self._sampling = sampling
         self._answers = [_DraftAnswer(assembler) for assembler in assemblers]
+        self._prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -277,6 +281,8 @@ class _Draft:
 
     def take(self, output: StepOutput) -> bool:
         """Whether it completes an answer."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = list(output.prompt_logprobs)
         answer = self._answers[output.choice]
         if answer.finish_reason is not None:
             return False
@@ -289,7 +295,7 @@ class _Draft:
             answers = sorted(answers, key=_DraftAnswer.mean_logprob, reverse=True)[: self._sampling.n]
         wants_logprobs = self._sampling.logprobs is not None
         outputs = [answer.answer(index, wants_logprobs) for index, answer in enumerate(answers)]
-        return Completion(self.sequence.num_prompt, self.sequence.num_cached_tokens, outputs)
+        return Completion(self.sequence.num_prompt, self.sequence.num_cached_tokens, outputs, self._prompt_logprobs)
 
 
 class _DraftAnswer:

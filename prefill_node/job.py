@@ -27,6 +27,7 @@ from mooncake.hashing import extend_chain
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import (
+    prompt_logprobs_to_wire,
     report_to_wire,
     sampled_to_wire,
     sampling_from_wire,
@@ -35,7 +36,7 @@ from mooncake.rpc.convert import (
 )
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
-from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
+from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings, TokenLogprob
 from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
@@ -114,9 +115,11 @@ class PrefillJob:
             hold_blocks=True,
         )
         self._open_outlets(stored_blocks)
-        first_tokens = await self._compute(sequence)
+        first_tokens, scores = await self._compute(sequence)
         computed_s = time.monotonic()
         self._sealing = asyncio.create_task(self._seal())
+        if scores is not None:
+            yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, scores))
         for choice, token in enumerate(first_tokens):
             yield pb.PrefillResponse(first_token=sampled_to_wire(token), choice=choice)
         if self._handoff is not None:
@@ -275,8 +278,9 @@ class PrefillJob:
 
     # The computation and what follows
 
-    async def _compute(self, sequence: Sequence) -> list[SampledToken]:
-        """The prompt once; the first token of each answer to it, in the order of the answers."""
+    async def _compute(self, sequence: Sequence) -> tuple[list[SampledToken], tuple[TokenLogprob, ...] | None]:
+        """The prompt once; the first token of each answer to it, in the order of the answers, and the prompt's
+        log-probabilities when they are wanted."""
         outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
 
         def on_output(output: StepOutput | MooncakeError) -> None:
@@ -284,13 +288,15 @@ class PrefillJob:
 
         self._shop.host.thread.add(sequence, on_output)
         tokens: dict[int, SampledToken] = {}
+        scores: tuple[TokenLogprob, ...] | None = None
         wanted = 1 if sequence.sampling.beam_search is not None else sequence.sampling.num_answers
         while len(tokens) < wanted:
             output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
             if isinstance(output, MooncakeError):
                 raise output
             tokens[output.choice] = output.token
-        return [tokens[choice] for choice in sorted(tokens)]
+            scores = output.prompt_logprobs or scores
+        return [tokens[choice] for choice in sorted(tokens)], scores
 
     async def _commit(self, first_tokens: list[SampledToken]) -> None:
         assert self._handoff is not None

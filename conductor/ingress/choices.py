@@ -20,6 +20,8 @@ from conductor.ingress.openai_types import (
     CompletionChoice,
     CompletionLogprobs,
     ContentLogprob,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
 )
 from conductor.ingress.pipeline import Outcome, Piece
@@ -36,6 +38,7 @@ class Extras:
     bytes_of: Callable[[int], bytes]
     logprobs: bool = False
     token_ids: bool = False
+    prompt_logprobs: int | None = None
 
     def text_of(self, token_id: int) -> str:
         """A part of a character becomes U+FFFD: here a token is named, no text is told."""
@@ -50,13 +53,16 @@ class ChoiceWriter(ABC):
         self._extras = extras
         self._text = ""  # not yet in a chunk
         self._tokens: list[SampledToken] = []  # likewise
+        self._prompt_scores: tuple[SampledToken, ...] | None = None  # of the prompt's tokens but the first
         self._has_begun = False
+        self._told_scores = False
         self.num_tokens = 0
         self.outcome: Outcome | None = None
 
     def take(self, piece: Piece) -> None:
         self._text += piece.text
         self._tokens.extend(piece.tokens)
+        self._prompt_scores = piece.prompt_logprobs or self._prompt_scores
         self.num_tokens += len(piece.tokens)
         self.outcome = piece.outcome or self.outcome
 
@@ -72,6 +78,13 @@ class ChoiceWriter(ABC):
             self._text = ""
             self._tokens = []
         return chunks
+
+    def prompt_scores(self) -> PromptLogprobs | UnsetType:
+        """Those of the prompt's tokens in vLLM's form, once, if the client wants them."""
+        scores, self._told_scores = (None if self._told_scores else self._prompt_scores), True
+        if self._extras.prompt_logprobs is None or scores is None:
+            return UNSET
+        return _prompt_scores(scores, self._extras)
 
     @property
     def _finish_reason(self) -> str | None:
@@ -116,12 +129,13 @@ class ChatWriter(ChoiceWriter):
 
 
 class CompletionWriter(ChoiceWriter):
-    """``echo`` is put before the answer's own text."""
+    """``echo`` is put before the answer's own text, and the prompt's tokens before its own in the log-probabilities."""
 
     def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str = "") -> None:
         super().__init__(index, extras)
         self._text = echo
-        self._offset = len(echo)  # of the next token in the text
+        self._offset = 0  # of the next token in the text
+        self._echoed = prompt_ids if echo else []
         self._prompt_ids: list[int] | UnsetType = prompt_ids if extras.token_ids else UNSET
 
     def _opening(self) -> list[AnyChoice]:
@@ -137,21 +151,49 @@ class CompletionWriter(ChoiceWriter):
 
     def _choice(self, finish_reason: str | None) -> AnyChoice:
         logprobs = self._logprobs()
-        return CompletionChoice(self._index, self._text, finish_reason, logprobs, self._prompt_ids, self._token_ids)
+        return CompletionChoice(
+            self._index, self._text, finish_reason, logprobs, self._prompt_ids, self._token_ids, self.prompt_scores()
+        )
 
     def _logprobs(self) -> CompletionLogprobs | None:
         if not self._extras.logprobs:
             return None
-        texts = [self._extras.text_of(token.token_id) for token in self._tokens]
+        tokens = [*self._echoed_tokens(), *self._tokens]
+        texts = [self._extras.text_of(token.token_id) for token in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
         top = [
             {text: _logprob(token)} | {self._extras.text_of(other): value for other, value in _top(token)}
-            for text, token in zip(texts, self._tokens, strict=True)
+            if token.logprob is not None
+            else None
+            for text, token in zip(texts, tokens, strict=True)
         ]
-        return CompletionLogprobs(texts, [_logprob(token) for token in self._tokens], top, offsets)
+        values = [None if token.logprob is None else _logprob(token) for token in tokens]
+        return CompletionLogprobs(texts, values, top, offsets)
+
+    def _echoed_tokens(self) -> list[SampledToken]:
+        """The prompt's, once. Nothing comes before the first one, so nothing tells how likely it was."""
+        echoed, self._echoed = self._echoed, []
+        if not echoed:
+            return []
+        return [SampledToken(0, echoed[0]), *(self._prompt_scores or ())]
+
+
+def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:
+    """One entry a token of the prompt: None for the first, then the token and the likeliest others by their ids."""
+    told: list[dict[str, PromptLogprob] | None] = [None]
+    for token in scores:
+        ranked = {other: rank for rank, (other, _) in enumerate(_top(token), 1)}
+        values = {token.token_id: _logprob(token)} | dict(_top(token))
+        told.append(
+            {
+                str(token_id): PromptLogprob(value, extras.text_of(token_id), ranked.get(token_id))
+                for token_id, value in values.items()
+            }
+        )
+    return told
 
 
 def _logprob(token: SampledToken) -> float:

@@ -137,10 +137,17 @@ def piece_to_wire(request_id: str, piece: Piece) -> pb.GenerateResponse:
         tokens=[sampled_to_wire(token) for token in piece.tokens],
         text=piece.text,
         choice=piece.choice,
+        prompt_logprobs=_prompt_logprobs_to_wire(piece),
     )
     if piece.outcome is not None:
         response.MergeFrom(_outcome_to_wire(piece.outcome))
     return response
+
+
+def _prompt_logprobs_to_wire(piece: Piece) -> common_pb2.PromptLogprobs | None:
+    if piece.prompt_logprobs is None:
+        return None
+    return common_pb2.PromptLogprobs(tokens=[sampled_to_wire(token) for token in piece.prompt_logprobs])
 
 
 def _outcome_to_wire(outcome: Outcome) -> pb.GenerateResponse:

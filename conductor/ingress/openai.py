@@ -39,6 +39,7 @@ from conductor.ingress.openai_types import (
     Message,
     ModelCard,
     ModelList,
+    PromptLogprobs,
     R,
     TokenizeRequest,
     TokenizeResponse,
@@ -147,11 +148,12 @@ class OpenAIApi:
         extras = self._extras(body, logprobs=body.logprobs is not None)
         for tokens in prompts:
             max_tokens = self._pipeline.max_tokens(len(tokens), body.max_tokens, COMPLETION_MAX_TOKENS)
-            sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0)
+            scores = body.logprobs if body.echo else None
+            sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores)
             await self._pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self._pipeline.decode(tokens) if body.echo else ""
-            ids = tokens.tolist() if body.return_token_ids else []
+            ids = tokens.tolist()
             writers += [CompletionWriter(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call, COMPLETION, jobs, writers))
 
@@ -243,6 +245,7 @@ class OpenAIApi:
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
+            prompt_logprobs=fields.prompt_logprobs,
         )
 
     # ------------------------------------------------------------ out
@@ -256,7 +259,8 @@ class OpenAIApi:
 
         await unless_gone(plan.call.request.receive, self._pipeline.run(plan.jobs, take))
         choices = [writer.whole() for writer in plan.writers]
-        whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids)
+        scores = plan.writers[0].prompt_scores() if plan.wording is CHAT else UNSET  # completions tell them by choice
+        whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids, scores)
         return json_response(whole, headers=plan.call.headers)
 
     async def _stream(self, plan: Plan, stream: EventStream) -> None:
@@ -284,11 +288,20 @@ class OpenAIApi:
         choices: Sequence[AnyChoice],
         usage: UsageBody | UnsetType | None,
         prompt_token_ids: list[int] | UnsetType,
+        prompt_logprobs: PromptLogprobs | UnsetType = UNSET,
     ) -> Envelope:
         model = self._pipeline.model
         call = plan.call
         return Envelope(
-            call.answer_id, kind, call.created, model.name, choices, model.fingerprint, usage, prompt_token_ids
+            call.answer_id,
+            kind,
+            call.created,
+            model.name,
+            choices,
+            model.fingerprint,
+            usage,
+            prompt_token_ids,
+            prompt_logprobs,
         )
 
     def _card(self) -> ModelCard:
@@ -318,8 +331,6 @@ def check_completion(body: CompletionRequest) -> None:
         raise InvalidRequest("best_of cannot be streamed: only the end tells which answers are best", "best_of")
     if body.suffix:
         raise InvalidRequest("suffix is not supported", "suffix")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo cannot be combined with logprobs: those of the prompt are not computed", "echo")
 
 
 def check_chat(body: ChatRequest) -> None:

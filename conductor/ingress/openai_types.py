@@ -74,6 +74,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     user: str | None = None
+    prompt_logprobs: int | None = None
     use_beam_search: bool | None = None  # over n beams; this and the next are vLLM's
     length_penalty: float | None = None
     early_stopping: bool | None = None
@@ -152,7 +153,13 @@ def _explain(error: msgspec.ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{path.group(1)}: {what}" if path.group(1) else what, path.group(1) or None)
 
 
-def sampling_of(fields: GenerationFields, max_tokens: int, logprobs: int | None, best_of: int = 0) -> SamplingParams:
+def sampling_of(
+    fields: GenerationFields,
+    max_tokens: int,
+    logprobs: int | None,
+    best_of: int = 0,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
     """Raises InvalidRequest, naming the field. A missing seed is drawn."""
     return SamplingParams(
         max_tokens=max_tokens,
@@ -169,6 +176,7 @@ def sampling_of(fields: GenerationFields, max_tokens: int, logprobs: int | None,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs if fields.prompt_logprobs is None else fields.prompt_logprobs,
         n=_given(fields.n, 1),
         best_of=best_of,
         beam_search=_beams_of(fields),
@@ -289,10 +297,20 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    decoded_token: str
+    rank: int | None  # among the alternatives that were asked for; None beyond them
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+"""vLLM's form, by token id."""
+
+
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -332,6 +350,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -345,6 +364,7 @@ class Envelope(msgspec.Struct, frozen=True):
     system_fingerprint: str
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True):

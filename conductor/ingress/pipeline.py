@@ -103,6 +103,7 @@ class Piece:
     text: str
     outcome: Outcome | None = None
     choice: int = 0
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: of all prompt tokens but the first
 
 
 Emit = Callable[[int, Piece], Awaitable[None]]
@@ -183,7 +184,7 @@ class Answer:
                 break
         reason = FinishReason.STOP if stopped else delta.finish_reason
         if reason is None:
-            return Piece(tuple(tokens), "".join(text), choice=self._choice)
+            return Piece(tuple(tokens), "".join(text), None, self._choice, delta.prompt_logprobs)
         if not stopped:
             last = self._assembler.flush()
             text.append(last.text)
@@ -353,6 +354,9 @@ class Pipeline:
                     delta = await self._next(deltas, request.deadline)
                     if delta.choice not in unfinished:
                         continue
+                    if delta.prompt_logprobs is not None:  # the prompt is that of every answer
+                        for choice in range(1, len(answers)):
+                            yield Piece((), "", None, choice, delta.prompt_logprobs)
                     piece = answers[delta.choice].take(delta, self._clock())
                     if piece.outcome is not None:
                         unfinished.discard(delta.choice)
@@ -481,7 +485,8 @@ class UnknownModel(NotFound):
 
 def _whole(pieces: Sequence[Piece]) -> Piece:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].outcome)
+    scores = pieces[0].prompt_logprobs
+    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].outcome, prompt_logprobs=scores)
 
 
 def _mean_logprob(answer: Piece) -> float:

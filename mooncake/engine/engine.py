@@ -18,11 +18,12 @@ import torch
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.kv_cache import KVCache
-from mooncake.engine.sampler import Sampler
+from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import Payoff, PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
+from mooncake.engine.step_curve import StepCurve
 from mooncake.errors import Cancelled, HandoffFailed, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
@@ -99,6 +100,7 @@ class EngineConfig:
     max_sequences: int = 64  # running at once
     max_model_len: int = 2048  # tokens of prompt and answer
     max_waiting: int = 1024  # sequences; more are refused
+    tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
 
@@ -111,6 +113,9 @@ class StepOutput:
     token: SampledToken
     finish_reason: FinishReason | None
     choice: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = (
+        None  # with the first token, when asked for: of all but the first
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +194,11 @@ class Engine:
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._num_computed_tokens = 0
+        self._curve = (
+            StepCurve(config.tbt_limit_ms, config.block_tokens, config.chunk_tokens or config.max_model_len)
+            if config.tbt_limit_ms
+            else None
+        )
         self._payoff = Payoff() if config.speculative_tokens else None
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
@@ -266,6 +276,7 @@ class Engine:
             if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
                 raise InvalidRequest(f"token {token.index} is not the next one of request {request_id}")
         sequence.num_computed = sequence.num_tokens
+        sequence.prompt_logprobs = None  # whoever computed the prompt has told them
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
         answers = self._answers_of(sequence)
@@ -325,7 +336,7 @@ class Engine:
         Raises KVLoadFailed from the hook: the step is abandoned and ``rewind_failed`` is next.
         """
         self._scheduler.drafts = self._payoff is not None and self._payoff.is_open
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._curve.budget if self._curve else None)
         self._settle(plan)
         if plan.entries:
             self._run(plan, hook)
@@ -400,6 +411,9 @@ class Engine:
         for index in complete:
             ended.append(_Ended(plan.entries[index], row))
             row += 1 + plan.entries[index].num_draft
+        if row < len(logits):
+            _score_prompts(plan.entries, logits[row:])
+            logits = logits[:row]
         rows, answers = self._to_sample(ended)
         tokens = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], answers) if answers else []
         self._advance(plan, started_s)
@@ -408,8 +422,7 @@ class Engine:
         for end, draft in drafts:
             if self._confirm(end.entry.sequence, draft, logits[end.row + 1 :], end.entry.sequence in finished):
                 finished.append(end.entry.sequence)
-        if self._payoff is not None:
-            self._note_step(plan, (time.monotonic() - started_s) * 1e3)
+        self._note_step(plan, (time.monotonic() - started_s) * 1e3)
         beams = [(end.entry.sequence, logits[end.row]) for end in ended if _is_beam(end.entry.sequence)]
         finished += [self._hand_candidates_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._park([beam for beam in beams if not beam[0].is_first_leg])
@@ -473,13 +486,16 @@ class Engine:
         return ends
 
     def _note_step(self, plan: StepPlan, elapsed_ms: float) -> None:
-        """Learn what drafts cost and bring, from steps of decodes alone."""
-        assert self._payoff is not None
+        """Learn what steps cost, and what drafts bring (from steps of decodes alone)."""
         entries = plan.entries
-        if any(entry.num_tokens > 1 + entry.num_draft for entry in entries):
-            return
-        num_tokens = sum(entry.sequence.num_computed - entry.first for entry in entries)
-        self._payoff.note(len(entries), num_tokens, any(entry.num_draft for entry in entries), elapsed_ms)
+        num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
+        has_drafts = any(entry.num_draft for entry in entries)
+        if self._curve is not None and not has_drafts:
+            num_decodes = sum(entry.num_tokens == 1 for entry in entries)
+            self._curve.note(num_decodes, num_chunk_tokens, elapsed_ms)
+        if self._payoff is not None and not num_chunk_tokens:
+            num_tokens = sum(entry.sequence.num_computed - entry.first for entry in entries)
+            self._payoff.note(len(entries), num_tokens, has_drafts, elapsed_ms)
 
     def _answers_of(self, sequence: Sequence) -> list[Sequence]:
         """The sequence, and when its prompt has just been computed for several answers, the others. They hold
@@ -665,4 +681,20 @@ def _is_beam(sequence: Sequence) -> bool:
 
 
 def _output(sequence: Sequence, token: SampledToken, finish_reason: FinishReason | None) -> StepOutput:
-    return StepOutput(sequence.root_id, token, finish_reason, sequence.choice)
+    scores, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return StepOutput(
+        sequence.root_id, token, finish_reason, sequence.choice, None if scores is None else tuple(scores)
+    )
+
+
+def _score_prompts(entries: list[StepEntry], logits: torch.Tensor) -> None:
+    """How likely each token of a prompt was after those before it: ``logits`` [R, V] of the scored places, in order."""
+    rows = iter(logits.numpy())
+    for entry in entries:
+        sequence = entry.sequence
+        for position in tuple(entry.scored):
+            row = next(rows)
+            assert sequence.prompt_logprobs is not None and sequence.sampling.prompt_logprobs is not None
+            if position == len(sequence.prompt_logprobs):  # else it was told before a preemption
+                token_id = int(sequence.tokens[position + 1])
+                sequence.prompt_logprobs.append(token_logprob(row, token_id, sequence.sampling.prompt_logprobs))

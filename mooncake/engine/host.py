@@ -155,6 +155,7 @@ class EngineHost:
         config = EngineConfig(
             block_tokens=self.config.block.tokens,
             chunk_tokens=self._section.chunk_tokens,
+            tbt_limit_ms=self._section.tbt_limit_ms,
             speculative_tokens=self._section.speculative_tokens,
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,

@@ -38,6 +38,13 @@ class StepEntry:
     def end(self) -> int:
         return self.first + self.num_tokens
 
+    @property
+    def scored(self) -> range:
+        """Places of the prompt whose logits are wanted too: they tell how likely the next token of the prompt was."""
+        if not self.sequence.is_scoring:
+            return range(0)
+        return range(self.first, min(self.end, self.sequence.num_prompt - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -167,11 +174,15 @@ class Scheduler:
 
     # The step
 
-    def plan(self) -> StepPlan:
-        """Moves sequences between the queues and hands out blocks, but computes nothing: a plan may be abandoned."""
+    def plan(self, budget_beside: Callable[[int], int] | None = None) -> StepPlan:
+        """Moves sequences between the queues and hands out blocks, but computes nothing: a plan may be abandoned.
+
+        ``budget_beside`` says how many prompt tokens may be computed beside so many decodes.
+        """
         plan = StepPlan()
         self._plan_decodes(plan)
-        budget = self._plan_chunks(plan)
+        budget = self._budget if budget_beside is None else min(budget_beside(len(plan.entries)), self._budget)
+        budget = self._plan_chunks(plan, budget)
         if not plan.has_preempted:
             self._admit(plan, budget)
         if not plan.entries and any(not sequence.is_parked for sequence in self.waiting):
@@ -210,9 +221,8 @@ class Scheduler:
             self.pool.release(sequence.block_table[needed:])
             del sequence.block_table[needed:]
 
-    def _plan_chunks(self, plan: StepPlan) -> int:
+    def _plan_chunks(self, plan: StepPlan, budget: int) -> int:
         """The next part of running prompts, first come, first served. Returns the rest of the budget (tokens)."""
-        budget = self._budget
         for sequence in self.running:
             if (not sequence.is_decoding or sequence.is_loading) and not sequence.is_parked and budget > 0:
                 budget -= self._plan_chunk(sequence, budget, plan)
@@ -260,6 +270,8 @@ class Scheduler:
         """Blocks for all tokens: cached ones, ones to load, ones to compute. At least the last token is computed."""
         sequence.extend_keys(self._block_tokens)
         usable = min((sequence.num_tokens - 1) // self._block_tokens, len(sequence.block_keys))
+        if sequence.is_scoring:
+            usable = 0
         num_cached = self._give_blocks(sequence, usable)
         if num_cached is None:
             return None

@@ -14,7 +14,7 @@ import numpy as np
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest
 from mooncake.guides import GuideState
 from mooncake.hashing import extend_chain
-from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds
+from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
     from mooncake.engine.speculation import DraftMemory
@@ -67,6 +67,7 @@ class Sequence:
         "num_prompt",
         "num_sealed",
         "num_tokens",
+        "prompt_logprobs",
         "request_id",
         "root_id",
         "row",
@@ -109,6 +110,8 @@ class Sequence:
         self.root_id = request_id  # of the request that asked for several answers
         self.choice = 0  # which of them this is
         self.has_forked = sampling.num_answers == 1 or sampling.beam_search is not None  # the others run on their own
+        scores_prompt = sampling.prompt_logprobs is not None and num_tokens == num_prompt
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if scores_prompt else None  # of its tokens but the first
         self.is_first_leg = num_to_sample is not None  # another engine goes on with it
         self.is_parked = False  # computed to its end, and waits for the other beams of its search
         self.num_prompt = num_prompt
@@ -157,6 +160,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to compute, for which every token has to be."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def num_left(self) -> int:
@@ -225,6 +233,7 @@ class Sequence:
             max_model_len=self._full_length,
         )
         child.root_id, child.choice = self.root_id, choice
+        child.prompt_logprobs = None  # those of the first answer are enough
         child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
         return child
 
@@ -240,6 +249,7 @@ class Sequence:
             max_model_len=self._full_length,
         )
         child.root_id = self.root_id
+        child.prompt_logprobs = None
         child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
         return child
 

@@ -25,7 +25,7 @@ class BatchBuilder:
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[int]]:
         """The batch, and which entries reach the end of their tokens: those have a row of logits each, in order, and
-        one more for each guess behind their tokens."""
+        one more for each guess behind their tokens. Behind all these come the rows of scored prompts."""
         firsts = np.array([entry.first for entry in entries], np.int64)
         counts = np.array([entry.num_tokens for entry in entries], np.int64)
         totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
@@ -47,6 +47,13 @@ class BatchBuilder:
         indices, offsets = np.divmod(positions, self._block_tokens)
         slots = self._tables[row_of_token, indices].astype(np.int64) * self._block_tokens + offsets
         longest = -(-int(ends.max()) // self._block_tokens)
+        logit_rows = _logit_rows(starts, complete, (ends - totals)[complete])
+        if any(entry.scored for entry in entries):
+            scored = [
+                np.arange(start, start + len(entry.scored))
+                for entry, start in zip(entries, starts.tolist(), strict=False)
+            ]
+            logit_rows = np.concatenate([logit_rows, *scored])
         batch = ForwardBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
@@ -54,7 +61,7 @@ class BatchBuilder:
             context_lens=torch.from_numpy(ends.astype(np.int32)),
             block_tables=torch.from_numpy(self._tables[rows, :longest]),
             slots=torch.from_numpy(slots),
-            logit_rows=torch.from_numpy(_logit_rows(starts, complete, (ends - totals)[complete])),
+            logit_rows=torch.from_numpy(logit_rows),
         )
         return batch, complete.tolist()
 

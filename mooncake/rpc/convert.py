@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -118,6 +119,16 @@ def sampled_from_wire(message: pb.SampledToken) -> SampledToken:
     if message.HasField("logprob"):
         logprob = TokenLogprob(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
     return SampledToken(message.index, message.token_id, logprob)
+
+
+def prompt_logprobs_to_wire(prompt: TokenIds, scores: Sequence[TokenLogprob]) -> pb.PromptLogprobs:
+    """Of all tokens of ``prompt`` but the first."""
+    tokens = enumerate(zip(prompt[1:].tolist(), scores, strict=False), 1)
+    return pb.PromptLogprobs(tokens=[sampled_to_wire(SampledToken(i, token, score)) for i, (token, score) in tokens])
+
+
+def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> tuple[SampledToken, ...]:
+    return tuple(sampled_from_wire(token) for token in message.tokens)
 
 
 def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:

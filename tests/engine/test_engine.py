@@ -28,8 +28,10 @@ from tests.engine.hash_model import (
     answers,
     hash_engine,
     hash_sequence,
+    logits_after,
     random_prompt,
     run_all,
+    running_checksums,
     true_answer,
 )
 
@@ -582,4 +584,28 @@ def test_a_random_life_of_an_engine_ends_with_right_answers_and_no_block_missing
         [wanted] = answers(run_all(alone)).values()
         tokens = got.get(name, [])
         assert tokens == (wanted[: len(tokens)] if name in gone else wanted)
+    assert is_empty(engine)
+
+
+# Log-probabilities of prompts
+
+
+@pytest.mark.parametrize("settings", [{"chunk_tokens": 0}, {"chunk_tokens": 3}, {"num_blocks": 12}])
+def test_every_token_of_a_prompt_is_scored_once(settings: dict[str, int]) -> None:
+    engine = hash_engine(**settings)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=2)
+    prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1, 2, 9, 17])}
+    for again in ("", "again "):  # nothing is skipped when the prompt is cached
+        for name, prompt in prompts.items():
+            engine.add(hash_sequence(again + name, prompt, sampling))
+        outputs = run_all(engine)
+        for name, prompt in prompts.items():
+            first, *others = [output for output in outputs if output.request_id == again + name]
+            assert [output.prompt_logprobs for output in others] == [None] * 5
+            assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(prompt) - 1
+            for place, score in enumerate(first.prompt_logprobs, 1):
+                logits = logits_after(running_checksums(prompt[:place])).astype(np.float64)
+                wanted = logits - np.log(np.exp(logits).sum())
+                assert score.logprob == pytest.approx(wanted[prompt[place]])
+                assert score.top[0][1] == pytest.approx(wanted.max()) and len(score.top) == 2
     assert is_empty(engine)

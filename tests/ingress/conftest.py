@@ -89,6 +89,8 @@ class Script:
         try:
             if self.first_delay_s:
                 await asyncio.sleep(self.first_delay_s)
+            if request.sampling.prompt_logprobs is not None:
+                yield Delta(prompt_logprobs=self._scores(request))
             ids = [*self.text.encode(), EOS] if self.ends else list(self.text.encode()) * 1000
             for index, token_id in enumerate(ids):
                 if self.error is not None and index == self.error_after:
@@ -111,6 +113,11 @@ class Script:
         finally:
             self.running.discard(request.request_id)
             self.changed.set()
+
+    def _scores(self, request):
+        top = tuple((ord("a") + rank, -1.0 - rank) for rank in range(request.sampling.prompt_logprobs))
+        tokens = enumerate(request.tokens.tolist()[1:], 1)
+        return tuple(SampledToken(index, token_id, TokenLogprob(-0.25 * index, top)) for index, token_id in tokens)
 
     def end_choice(self, request_id, choice):
         self.ended_choices.append((request_id, choice))

@@ -482,3 +482,33 @@ async def test_beam_search_has_vllms_names(front, client):
     await client.completions.create(model="bytes", prompt="x", n=3, extra_body=extra)
     [asked] = front.script.asked
     assert (asked.sampling.n, asked.sampling.beam_search.length_penalty) == (3, 0.5)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_echo_with_logprobs_tells_those_of_the_prompt(front, client, n):
+    front.script.text = "yo"
+    answer = await client.completions.create(model="bytes", prompt="Hi!", echo=True, logprobs=1, max_tokens=2, n=n)
+    for choice in answer.choices:
+        assert choice.text == "Hi!yo"
+        assert choice.logprobs.tokens == ["H", "i", "!", "y", "o"]
+        assert choice.logprobs.token_logprobs == [None, -0.25, -0.5, -0.5, -0.5]
+        assert choice.logprobs.top_logprobs[:2] == [None, {"i": -0.25, "a": -1.0}]
+        assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+
+
+async def test_prompt_logprobs_have_vllms_form(front, client):
+    extra = {"prompt_logprobs": 1}
+    answer = await client.completions.create(model="bytes", prompt="Hi", max_tokens=1, extra_body=extra)
+    wanted = [
+        None,
+        {
+            str(ord("i")): {"logprob": -0.25, "decoded_token": "i", "rank": None},
+            str(ord("a")): {"logprob": -1.0, "decoded_token": "a", "rank": 1},
+        },
+    ]
+    assert answer.choices[0].prompt_logprobs == wanted
+    chat = await client.chat.completions.create(model="bytes", messages=HELLO, max_tokens=1, extra_body=extra)
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens and chat.prompt_logprobs[0] is None
+    assert not hasattr(chat.choices[0], "prompt_logprobs")
+    plain = await client.completions.create(model="bytes", prompt="Hi", max_tokens=1)
+    assert not hasattr(plain.choices[0], "prompt_logprobs")

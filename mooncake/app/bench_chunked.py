@@ -1,0 +1,177 @@
+"""``mooncake bench chunked``: one process that does both, answers under way while a long prompt arrives.
+
+The same traffic with whole prompts, with chunks of a fixed size and with chunks cut to a limit on the token gap, in
+turns. It shows the gap that the arrival makes, and what the cutting costs the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import Cancelled, ConfigError
+from mooncake.model import load_model
+from mooncake.types import SamplingParams
+
+BLOCK = 64
+MIN_TOKEN = 100  # ids below are often special
+NOTES = (
+    "gap: between two tokens of an answer under way, from the arrival of the long prompt to its first token; the "
+    "99th percentile",
+    "prefill: tokens a second of a long prompt that has the engine to itself",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    dtype: str
+    prompt: int
+    running: int
+    budget: int
+    limit_ms: float
+    reps: int
+    threads: int
+    seed: int
+    json: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    gap_p99_ms: float
+    prefill_tok_s: float  # of the long prompt alone
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, Cancelled after Ctrl-C."""
+    options = parse(args)
+    config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
+    report = Report("chunked", config, options.seed, notes=list(NOTES))
+    ways = {
+        "whole": (0, 0.0),
+        "chunks": (options.budget, 0.0),
+        "limit": (options.budget, options.limit_ms),
+    }
+    turns: dict[str, list[Turn]] = {way: [] for way in ways}
+    complete = True
+    try:
+        with progress("chunked") as shown:
+            engines = _engines(options, ways)
+            for rep in range(options.reps):
+                for way, engine in engines.items():
+                    tell(shown, f"{way}, turn {rep + 1} of {options.reps}")
+                    turns[way].append(_turn(engine, options, rep))
+    except KeyboardInterrupt:
+        complete = False
+    for way, done in turns.items():
+        if done:
+            report.add(
+                Figure(way, "gap_p99", "ms", tuple(turn.gap_p99_ms for turn in done)),
+                Figure(way, "prefill", "tok/s", tuple(turn.prefill_tok_s for turn in done), more_is_better=True),
+            )
+    _compare(report)
+    report.finish(options.json)
+    if not complete:
+        raise Cancelled("stopped before the end of the benchmark")
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench chunked", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
+    add("--running", type=int, default=4, help="answers under way")
+    add("--budget", type=int, default=512, help="most prompt tokens of a step")
+    add("--limit-ms", type=float, default=100.0, help="longest gap aimed at")
+    add("--reps", type=int, default=3, help="turns of each way")
+    add("--threads", type=int, default=0)
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    options = Options(**vars(parser.parse_args(args)))
+    if min(options.prompt, options.running, options.budget, options.reps) < 1 or options.limit_ms <= 0:
+        raise ConfigError("--prompt, --running, --budget, --limit-ms and --reps must be positive")
+    return options
+
+
+def _engines(options: Options, ways: dict[str, tuple[int, float]]) -> dict[str, Engine]:
+    """One model, an engine and a cache for each way."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    checkpoint = open_checkpoint(options.model)
+    layout = checkpoint.kv_layout(BLOCK, options.dtype)
+    longest = options.prompt + 1024
+    model = load_model(checkpoint, options.dtype, longest)
+    num_blocks = -(-longest // BLOCK) + options.running * 20 + 8
+    engines = {}
+    for way, (budget, limit_ms) in ways.items():
+        config = EngineConfig(
+            block_tokens=BLOCK,
+            chunk_tokens=budget,
+            max_sequences=options.running + 1,
+            max_model_len=longest,
+            tbt_limit_ms=limit_ms,
+            keep_events=False,
+        )
+        engines[way] = Engine(model, KVCache(layout, num_blocks), config)
+    return engines
+
+
+def _turn(engine: Engine, options: Options, rep: int) -> Turn:
+    draw = random.Random(f"{options.seed} {rep}")
+    vocab = 40_000
+
+    def sequence(name: str, length: int, max_tokens: int) -> Sequence:
+        tokens = torch.tensor([draw.randrange(MIN_TOKEN, vocab) for _ in range(length)], dtype=torch.int64)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        ids = tokens.numpy().astype("uint32")
+        limit = engine.config.max_model_len
+        return Sequence(name, ids, length, sampling, b"bench", eos_ids=(), max_model_len=limit)
+
+    engine.drop_cached()
+    began_s = time.perf_counter()
+    engine.add(sequence("alone", options.prompt, 1))
+    while engine.has_work:
+        engine.step()
+    prefill_tok_s = options.prompt / (time.perf_counter() - began_s)
+
+    for number in range(options.running):
+        engine.add(sequence(f"r{number}", 64, 900))
+    for _ in range(12):  # they are under way, and the engine knows what a step of theirs takes
+        engine.step()
+    engine.add(sequence("long", options.prompt, 2))
+    gaps_ms: list[float] = []
+    last_s = time.perf_counter()
+    has_come = False
+    while not has_come:
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        if any(output.request_id != "long" for output in outputs):
+            gaps_ms.append((now_s - last_s) * 1e3)
+            last_s = now_s
+        has_come = any(output.request_id == "long" for output in outputs)
+    for name in ("long", *(f"r{number}" for number in range(options.running))):
+        engine.abort(name)
+    engine.take_ended()
+    return Turn(_p99(gaps_ms), prefill_tok_s)
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+
+
+def _compare(report: Report) -> None:
+    for way in ("chunks", "limit"):
+        report.compare(f"gap_{way}_shorter", report.find("whole", "gap_p99"), report.find(way, "gap_p99"))
+        report.compare(f"prefill_{way}_vs_whole", report.find(way, "prefill"), report.find("whole", "prefill"))
