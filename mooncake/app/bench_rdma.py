@@ -69,8 +69,8 @@ def main(arguments: Sequence[str]) -> None:
 def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
     parser = argparse.ArgumentParser("mooncake bench rdma", description=__doc__)
     add = parser.add_argument
-    add("--kib", default="64,1024", help="sizes of one write or read, with commas")
-    add("--mb", type=int, default=24, help="moved in each repetition, about")
+    add("--kib", default="1024", help="sizes of one write or read, with commas")
+    add("--mb", type=int, default=16, help="moved in each repetition, about")
     add("--reps", type=int, default=3)
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="write the JSON line to this file too")

@@ -1,0 +1,50 @@
+"""The benchmark of layouts runs and ends with its line; the one of RDMA says what it lacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.transfer.rdma_verbs import Device, VerbsUnavailable
+from mooncake.app import bench_layout, bench_rdma
+from mooncake.errors import ConfigError
+
+MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
+
+
+def test_a_conversion_is_held_against_a_copy(tmp_path: Path):
+    file = tmp_path / "line.json"
+    quick = ["--cases", "smollm2_tp3_to_1", "--transports", "shm", "--mb", "4", "--reps", "1", "--json", str(file)]
+    run = subprocess.run(
+        [*MOONCAKE, "bench", "layout", *quick], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert file.read_text() == run.stdout.splitlines()[-1] + "\n"
+    assert [row["subject"] for row in report["results"]] == ["converted", "copied"]
+    assert report["ratios"].keys() == {"smollm2_tp3_to_1_vs_copy_shm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [(["--transports", "pigeon"], "knows shm, rdma and tcp"), (["--cases", "tp9"], "--cases: tp9?")],
+)
+def test_wrong_options_are_named(options: list[str], sentence: str):
+    with pytest.raises(ConfigError) as raised:
+        bench_layout.main(options)
+    assert sentence in str(raised.value)
+
+
+def test_rdma_says_what_it_lacks(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match="no program 'nowhere'"):
+        bench_rdma.main(["--machine", "nowhere"])
+    try:
+        Device().close()
+        pytest.skip("this machine has verbs")
+    except VerbsUnavailable:
+        with pytest.raises(ConfigError, match="--machine PROGRAM"):
+            bench_rdma.main([])
