@@ -9,6 +9,7 @@ corrupt block was dropped), the run may be told too long; the node then computes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ NUM_SHARDS = (
 MAX_SHARED = 1 << 16  # sets kept for sharing
 MAX_MEMBERS = 1024
 FEW_BITS = 8
+FEW_ENDS = 4  # of runs within a prompt: who knows its system prompt, and who the conversation
 MAX_BLOCKS = 16_000_000  # about 85 bytes each, however many nodes hold it
 
 
@@ -114,24 +116,23 @@ class PrefixIndex:
                     self._num_blocks -= 1
         self._counts[node_id] = count
 
-    def load(self, node_id: str, keys: Iterable[bytes], tier: Tier = Tier.DRAM) -> None:
-        """As ``apply`` for blocks that a node is known to hold, with keys cut already: a third of the time."""
+    def load(self, node_id: str, keys: Sequence[bytes], tier: Tier = Tier.DRAM) -> None:
+        """As ``apply`` for blocks that a node is known to hold, with keys cut already, in a fraction of the time."""
         self.join(node_id)
         slot, dram_slot = self._slots[node_id]
-        bits = 1 << slot if tier is Tier.SSD else 1 << slot | 1 << dram_slot
-        count, shared, shards, room = self._counts[node_id], self._shared, self._shards, self._max_blocks
-        for key in keys:
-            shard = shards[key[0]]
-            before = shard.get(key, 0)
-            if not before:
-                if self._num_blocks >= room:
-                    self.dropped += 1
-                    continue
-                self._num_blocks += 1
-            count += not before >> slot & 1
-            after = before | bits
-            shard[key] = shared.get(after) or self._share(after)
-        self._counts[node_id] = count
+        bits = self._share(1 << slot if tier is Tier.SSD else 1 << slot | 1 << dram_slot)
+        room = max(0, self._max_blocks - self._num_blocks)
+        self.dropped += max(0, len(keys) - room)
+        fresh = -sum(map(len, self._shards))
+        added = 0
+        for key in islice(keys, room):
+            held = self._shards[key[0]].setdefault(key, bits)
+            if held is not bits:
+                added += not held >> slot & 1
+                self._shards[key[0]][key] = self._share(held | bits)
+        fresh += sum(map(len, self._shards))
+        self._num_blocks += fresh
+        self._counts[node_id] += fresh + added
 
     def blocks_of(self, node_id: str) -> Iterator[list[tuple[bytes, Tier]]]:
         """What a node holds, a shard at a time; the index may change in between."""
@@ -182,7 +183,32 @@ class PrefixIndex:
         alive = shards[key[0]].get(key[:cut], 0)  # who holds every block up to ``low``
         if self._retired:
             alive &= ~self._retired
-        low, last = 0, len(keys) - 1
+        low, end = 1, len(keys)
+        for _ in range(FEW_ENDS):
+            if not alive:
+                return runs
+            high = end
+            while low < high:  # the first block that one of them lacks
+                middle = (low + high) >> 1
+                key = keys[middle]
+                if shards[key[0]].get(key[:cut], 0) & alive == alive:
+                    low = middle + 1
+                else:
+                    high = middle
+            self._assign(alive, low, runs)  # those that go on are assigned again
+            if low == end:
+                return runs
+            key = keys[low]
+            alive &= shards[key[0]].get(key[:cut], 0)
+            low += 1
+        self._find_ends(keys, low - 1, alive, runs)
+        return runs
+
+    def _find_ends(self, keys: Sequence[bytes], low: int, alive: int, runs: npt.NDArray[np.float64]) -> None:
+        """Many runs end in ``keys``: halve what lies between two look-ups until nobody drops out there. ``alive`` hold
+        every block up to ``low``."""
+        shards, cut = self._shards, INDEX_KEY_BYTES
+        last = len(keys) - 1
         key = keys[last]
         ahead = [(last, shards[key[0]].get(key[:cut], 0))]  # positions looked at already, the nearest last
         while ahead and alive:
@@ -193,13 +219,12 @@ class PrefixIndex:
                 key = keys[middle]
                 ahead.append((middle, shards[key[0]].get(key[:cut], 0)))
                 continue
-            if held != alive and high:
-                self._assign(alive, high, runs)  # those that go on are assigned again
+            if held != alive and high > low:
+                self._assign(alive, high, runs)
                 alive = held
             low = high
             ahead.pop()
         self._assign(alive, len(keys), runs)
-        return runs
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """As ``runs``, by node; nodes that hold none are left out."""

@@ -19,6 +19,8 @@ from mooncake.types import BlockEvent, Tier
 RECORD_BYTES = RECORD_KEY_BYTES + 1
 _LEFT = b"\0"
 _STORED = {tier: bytes((1 + tier,)) for tier in Tier}
+_TIERS = {1 + tier: tier for tier in Tier}
+_RECORD = np.dtype([("key", f"V{RECORD_KEY_BYTES}"), ("state", "u1")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,9 @@ def pack_blocks(blocks: Iterable[tuple[bytes, Tier]]) -> bytes:
 
 def unpack_log(log: bytes) -> dict[Tier, list[bytes]]:
     """The table that a log adds up to. Records of a tier that nobody knows count as blocks that left."""
-    size = len(log) // RECORD_BYTES * RECORD_BYTES
-    states = np.frombuffer(log, dtype=np.uint8, count=size)[RECORD_KEY_BYTES::RECORD_BYTES].tolist()
-    keys = [log[start : start + RECORD_KEY_BYTES] for start in range(0, size, RECORD_BYTES)]
-    table = dict(zip(keys, states, strict=True))  # the last record of a block counts
-    kinds = set(states)
-    if len(kinds) == 1 and kinds <= {1 + tier for tier in Tier}:
-        return {Tier(kinds.pop() - 1): list(table)}
-    return {tier: found for tier in Tier if (found := [key for key, state in table.items() if state == 1 + tier])}
+    records = np.frombuffer(log, dtype=_RECORD, count=len(log) // RECORD_BYTES)
+    keys, states = records["key"].tolist(), records["state"]
+    if len(records) and states.min() == states.max() and states[0] in _TIERS:  # a whole table of one tier
+        return {_TIERS[int(states[0])]: keys}
+    table = dict(zip(keys, states.tolist(), strict=True))  # the last record of a block counts
+    return {tier: found for state, tier in _TIERS.items() if (found := [key for key in table if table[key] == state])}

@@ -1,0 +1,349 @@
+"""The directory in Redis against a real server that restarts, stops, fills up and loses everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from conductor.prefix_index import PrefixIndex
+from kvstore.metadata.redis import MAX_STREAM, RedisDirectory
+from mooncake.directory import RECORD_KEY_BYTES, KnownNode
+from mooncake.errors import ConfigError
+from mooncake.types import BlockEvent, BlockKey, Tier
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server on the PATH"),
+]
+
+PREFIX = "mooncake:test"
+
+
+class Server:
+    """A redis-server on a free port of loopback, with nothing on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str) -> None:
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
+        self._process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as link:
+                link.settimeout(1)
+                link.sendall(b"PING\r\n")
+                if link.recv(7).startswith(b"+PONG"):
+                    return
+            assert time.monotonic() < deadline, "redis-server does not answer"
+            time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+class Conductor:
+    """As much of one as a directory sees: an index that takes events over and tells."""
+
+    def __init__(self, url: str, ttl_s: float = 60.0) -> None:
+        self.index = PrefixIndex()
+        self.directory = RedisDirectory(url, PREFIX, ttl_s=ttl_s, timeout_s=0.3)
+        self.sequence = 0
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.index.join(name, is_tiered=True)
+            self.directory.joined(name, f"I am {name}".encode())
+
+    def change(self, name: str, events: Iterable[BlockEvent], is_reset: bool = False) -> None:
+        changes = list(events)
+        if is_reset:
+            self.index.clear(name)
+        for event in changes:
+            self.index.apply(name, [event], event.tier)
+        self.sequence += len(changes)
+        self.directory.changed(name, 7, self.sequence, changes, is_reset)
+
+    def blocks(self, name: str) -> dict[Tier, set[bytes]]:
+        found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+        for part in self.index.blocks_of(name):
+            for key, tier in part:
+                found[tier].add(key)
+        return found
+
+
+@pytest.fixture
+async def conductor(server: Server) -> AsyncIterator[Conductor]:
+    conductor = Conductor(server.url)
+    assert await conductor.directory.load() == []
+    conductor.directory.start(conductor.index.blocks_of)
+    yield conductor
+    await conductor.directory.close()
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(8, "little") * 4)
+
+
+def stored(*numbers: int, tier: Tier = Tier.DRAM) -> list[BlockEvent]:
+    return [BlockEvent(True, key(number), tier=tier) for number in numbers]
+
+
+def left(*numbers: int) -> list[BlockEvent]:
+    return [BlockEvent(False, key(number)) for number in numbers]
+
+
+def cut(*numbers: int) -> set[bytes]:
+    return {key(number)[:RECORD_KEY_BYTES] for number in numbers}
+
+
+async def restarted(url: str) -> dict[str, KnownNode]:
+    """What a conductor that starts now would know."""
+    directory = RedisDirectory(url, PREFIX)
+    try:
+        return {node.node_id: node for node in await directory.load()}
+    finally:
+        await directory.close()
+
+
+async def until_kept(conductor: Conductor, url: str, name: str, within_s: float = 10.0) -> KnownNode:
+    """Wait until Redis holds what the conductor knows of a node."""
+    wanted = {tier: keys for tier, keys in conductor.blocks(name).items() if keys}
+    async with asyncio.timeout(within_s):
+        while True:
+            known = (await restarted(url)).get(name)
+            if known is not None and {tier: set(keys) for tier, keys in known.table.blocks.items()} == wanted:
+                return known
+            await asyncio.sleep(0.02)
+
+
+async def until_state(conductor: Conductor, start: str, within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not conductor.directory.state.startswith(start):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_conductor_that_starts_knows_nodes_blocks_and_where_their_events_go_on(
+    server: Server, conductor: Conductor
+) -> None:
+    conductor.join("s1", "s2")
+    conductor.change("s1", stored(1, 2, 3))
+    conductor.change("s1", [*stored(2, tier=Tier.SSD), *left(3)])
+    conductor.change("s2", stored(9))
+    known = await until_kept(conductor, server.url, "s1")
+    assert known.description == b"I am s1"
+    assert (known.table.incarnation, known.table.next_sequence) == (7, 5) or known.table.next_sequence == 6
+    assert {tier: set(keys) for tier, keys in known.table.blocks.items()} == {Tier.DRAM: cut(1), Tier.SSD: cut(2)}
+    await until_kept(conductor, server.url, "s2")
+    assert conductor.directory.state == "redis"
+    conductor.directory.left("s2")
+    async with asyncio.timeout(5):
+        while "s2" in await restarted(server.url):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    redis = Redis.from_url(server.url)
+    events = [(fields[b"kind"], fields[b"node"]) for _, fields in await redis.xrange(f"{PREFIX}:events")]
+    assert events == [(b"joined", b"s1"), (b"joined", b"s2"), (b"left", b"s2")]
+    assert not await redis.keys(f"{PREFIX}:*s2*")
+    await redis.aclose()
+
+
+async def test_events_cost_an_append_and_a_cache_that_forgets_costs_a_table(
+    server: Server, conductor: Conductor
+) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(*range(100)))
+    await until_kept(conductor, server.url, "s1")
+    tables = conductor.directory.tables_written
+    for number in range(100, 150):
+        conductor.change("s1", [*stored(number), *left(number - 100)])
+    await until_kept(conductor, server.url, "s1")
+    assert conductor.directory.tables_written == tables
+    conductor.change("s1", stored(500), is_reset=True)
+    known = await until_kept(conductor, server.url, "s1")
+    assert known.table.blocks == {Tier.DRAM: list(cut(500))}
+    assert conductor.directory.tables_written == tables + 1
+
+
+async def test_a_log_that_only_grows_is_written_anew(server: Server, conductor: Conductor) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(0))
+    await until_kept(conductor, server.url, "s1")
+    redis = Redis.from_url(server.url)
+    for number in range(60):  # 60 times 2048 records of 16 bytes: 1.9 MB of log for one block
+        events = [
+            event for each in range(1024) for event in (*stored(number * 1024 + each), *left(number * 1024 + each))
+        ]
+        conductor.change("s1", events)
+        await asyncio.sleep(0.015)
+    conductor.change("s1", stored(1))
+    await until_kept(conductor, server.url, "s1")
+    assert conductor.directory.tables_written > 1
+    (log,) = await redis.keys(f"{PREFIX}:log:s1:*")
+    assert await redis.strlen(log) < 1_500_000
+    await redis.aclose()
+
+
+async def test_a_redis_that_restarts_empty_is_filled_again(server: Server, conductor: Conductor) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(*range(50)))
+    await until_kept(conductor, server.url, "s1")
+    server.stop()
+    conductor.change("s1", stored(51))
+    await until_state(conductor, "memory: Redis is away")
+    for number in range(60, 90):
+        conductor.change("s1", stored(number))  # costs nothing and fails nowhere
+    server.start()
+    await until_kept(conductor, server.url, "s1")
+    await until_state(conductor, "redis")
+
+
+async def test_a_redis_that_is_emptied_is_noticed(server: Server, conductor: Conductor) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(*range(50)))
+    await until_kept(conductor, server.url, "s1")
+    redis = Redis.from_url(server.url)
+    await redis.flushall()
+    await redis.aclose()
+    conductor.change("s1", stored(77))
+    async with asyncio.timeout(5):
+        while conductor.directory.tables_written < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_redis_that_hangs_delays_nobody(server: Server, conductor: Conductor) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(1))
+    await until_kept(conductor, server.url, "s1")
+    server.signal(signal.SIGSTOP)
+    before = time.perf_counter()
+    for number in range(2000):
+        conductor.change("s1", stored(number))
+    assert time.perf_counter() - before < 1
+    await until_state(conductor, "memory: Redis is away")
+    cold = RedisDirectory(server.url, PREFIX, timeout_s=0.2)
+    before = time.perf_counter()
+    assert await cold.load() == []
+    assert time.perf_counter() - before < 2
+    await cold.close()
+    server.signal(signal.SIGCONT)
+    await until_kept(conductor, server.url, "s1")
+    await until_state(conductor, "redis")
+
+
+async def test_a_full_redis_is_as_good_as_none_until_there_is_room(server: Server, conductor: Conductor) -> None:
+    redis = Redis.from_url(server.url)
+    await redis.config_set("maxmemory", 1)
+    conductor.join("s1")
+    conductor.change("s1", stored(*range(5000)))
+    await until_state(conductor, "memory: Redis is away")
+    assert "maxmemory" in conductor.directory.state
+    await redis.config_set("maxmemory", 0)
+    await until_kept(conductor, server.url, "s1")
+    await until_state(conductor, "redis")
+    await redis.aclose()
+
+
+async def test_a_node_that_nobody_vouches_for_is_forgotten(server: Server) -> None:
+    conductor = Conductor(server.url, ttl_s=0.6)
+    conductor.directory.start(conductor.index.blocks_of)
+    conductor.join("s1")
+    conductor.change("s1", stored(1))
+    await until_kept(conductor, server.url, "s1")
+    start = time.monotonic()
+    while time.monotonic() - start < 1.0:  # longer than the time to live: it is vouched for
+        assert "s1" in await restarted(server.url)
+        await asyncio.sleep(0.1)
+    await conductor.directory.close()
+    async with asyncio.timeout(5):
+        while await restarted(server.url):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    redis = Redis.from_url(server.url)
+    async with asyncio.timeout(5):
+        while {*await redis.keys(f"{PREFIX}:*")} - {f"{PREFIX}:events".encode()}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert await redis.xlen(f"{PREFIX}:events") <= 2 * MAX_STREAM
+    await redis.aclose()
+
+
+async def test_a_torn_log_is_not_believed(server: Server, conductor: Conductor) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(*range(10)))
+    await until_kept(conductor, server.url, "s1")
+    redis = Redis.from_url(server.url)
+    (log,) = await redis.keys(f"{PREFIX}:log:s1:*")
+    await redis.set(log, (await redis.get(log))[:-8])
+    known = (await restarted(server.url))["s1"]
+    assert known.description == b"I am s1" and len(known.table) == 0
+    await redis.aclose()
+
+
+async def test_two_conductors_keep_whole_tables_of_the_same_node(server: Server, conductor: Conductor) -> None:
+    other = Conductor(server.url)
+    other.directory.start(other.index.blocks_of)
+    for each in (conductor, other):
+        each.join("s1")
+    for number in range(30):
+        for each in (conductor, other):
+            each.change("s1", stored(number))
+        await asyncio.sleep(0.01)
+    await until_kept(conductor, server.url, "s1")
+    await other.directory.close()
+
+
+async def test_a_million_blocks_are_warm_in_two_seconds(server: Server, conductor: Conductor) -> None:
+    names = [f"s{number}" for number in range(4)]
+    conductor.join(*names)
+    for position, name in enumerate(names):
+        start = position << 20
+        keys = [(start + number).to_bytes(8, "little") * 2 for number in range(250_000)]
+        conductor.index.load(name, [key[:RECORD_KEY_BYTES] for key in keys])
+        conductor.directory.changed(name, 7, 250_000, [], True)
+    async with asyncio.timeout(30):
+        while conductor.directory.tables_written < len(names):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    best_s = 60.0
+    for _ in range(3):  # a busy machine is not our subject
+        before = time.perf_counter()
+        index = PrefixIndex()
+        for known in (await restarted(server.url)).values():
+            for tier, keys in known.table.blocks.items():
+                index.load(known.node_id, keys, tier)
+        best_s = min(best_s, time.perf_counter() - before)
+        assert len(index) == 1_000_000
+    assert best_s < 2, f"{best_s:.2f} s"
+
+
+async def test_a_url_that_is_none_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"directory\.redis"):
+        RedisDirectory("http://somewhere", PREFIX)
