@@ -95,7 +95,7 @@ class LinearFit:
     mean of |ln(measured / predicted)|, each prediction made before its sample was seen.
     """
 
-    __slots__ = ("_coefficients", "_moment", "_scales", "_target", "_weight", "error", "num_samples")
+    __slots__ = ("_coefficients", "_moment", "_scales", "_shaped", "_target", "_weight", "error", "num_samples")
 
     def __init__(self, scales: Coefficients) -> None:
         size = len(scales)
@@ -103,6 +103,7 @@ class LinearFit:
         self._moment = [[0.0] * size for _ in range(size)]
         self._target = [0.0] * size
         self._weight = 0.0  # samples that still count
+        self._shaped: tuple[int, list[float]] | None = None
         self._coefficients: Coefficients | None = None  # of few samples ago, to judge the next one by
         self.num_samples = 0
         self.error = 0.0
@@ -146,12 +147,18 @@ class LinearFit:
 
     def _times_slower(self, prior: LinearFit) -> float:
         """What multiple of ``prior``'s prediction fits best: it lends its shape, not its speed. 1 without samples."""
-        shape = _non_negative(prior._moment, prior._target)
+        shape = prior._shape()
         found = sum(a * b for a, b in zip(shape, self._target, strict=True))
         norm = sum(
             a * m * b for a, row in zip(shape, self._moment, strict=True) for m, b in zip(row, shape, strict=True)
         )
         return min(max(found / norm, 1e-9), 1e9) if norm > 0.0 and found > 0.0 else 1.0
+
+    def _shape(self) -> list[float]:
+        """The coefficients, scaled, of few samples ago: as a shape that is good enough, and it is asked for often."""
+        if self._shaped is None or self.num_samples >= self._shaped[0] + REFIT_SAMPLES:
+            self._shaped = (self.num_samples, _non_negative(self._moment, self._target))
+        return self._shaped[1]
 
     def _judge(self, features: Coefficients, ms: float) -> float:
         """How much the sample counts: less the farther it is from the prediction, in units of the usual error."""

@@ -21,7 +21,7 @@ from mooncake.types import Role
 COSTS_REFRESH_S = (
     0.01  # new coefficients are looked at so often, a few nodes each time, so that no decision waits for all
 )
-CHANGES_A_REFRESH = 8
+CHANGES_A_REFRESH = 4
 MAX_SESSIONS = 100_000
 TIE_REQUEST_MS, TIE_TOKEN_MS = 1e-9, 1e-10  # equal nodes are told apart by what they have
 
