@@ -56,8 +56,8 @@ def rivals(traces: Traces) -> Finding:
     return Finding(
         "rivals",
         "Our default placement against every published formula: mean TTFT over that of Algorithm 1",
-        "8 prefill machines of paper-16, second half of each trace, answers cut to one token; load 1 is where prefill is "
-        "just busy; rivals' formulas as published, none of which fetches from other hosts",
+        "8 prefill machines of paper-16, second half of each trace, answers cut to one token; load 1 is where prefill "
+        "is just busy; rivals' formulas as published, none of which fetches from other hosts",
         rows,
         "reproduced" if worst <= 0.02 and beats_all else "partly" if worst <= 0.02 else "not reproduced",
         f"against Algorithm 1 between {best:+.1%} and {worst:+.1%}; "
@@ -114,7 +114,7 @@ def overload(traces: Traces) -> Finding:
     return Finding(
         "overload",
         "Admission at twice the load that the machines can do (published column: what is asked of us)",
-        f"paper-16, second half of the conversation trace at {OVERLOAD * FULL_SPEED['conversation']:g} times its speed, "
+        f"paper-16, second half of the conversation trace, {OVERLOAD * FULL_SPEED['conversation']:g} times its speed, "
         "TTFT 30 s, TBT 100 ms",
         rows,
         "reproduced" if met else "partly" if over_none >= 1.5 else "not reproduced",

@@ -109,7 +109,7 @@ def scheduling(traces: Traces) -> Finding:
     return Finding(
         "fig5",
         "FAST'25 Fig. 5: scheduling, conversation trace",
-        "8 prefill machines of 8xA800, 3M tokens of KV each; answers cut to one token; arrivals spread over their ticks of "
+        "8 prefill machines of 8xA800, 3M tokens of KV each; answers cut to one token; arrivals spread over ticks of "
         "3 s",
         rows,
         _verdict(in_order and near, in_order),
@@ -157,7 +157,7 @@ def capacity(traces: Traces) -> Finding:
         "requests round robin and run the shipped batching code step by step on the same curve",
         rows,
         "partly" if wins else "not reproduced",
-        "the order (disaggregated first at every limit) is kept; the size of the gain is not: our coupled machines have "
+        "the order (disaggregated first at every limit) is kept, the size of the gain not: our coupled machines have "
         "no overhead of vLLM 0.5.1's own and keep up with this rate, the paper's did not",
     )
 
@@ -186,7 +186,7 @@ def hit_rates(traces: Traces) -> Finding:
         "token rate, prompts in file order, blocks of 512 tokens",
         rows,
         _verdict(good and apart["conversation"] <= 0.045, good),
-        f"synthetic within {apart['synthetic']:.3f}; conversation within {apart['conversation']:.3f}, constantly lower: "
+        f"synthetic within {apart['synthetic']:.3f}; conversation within {apart['conversation']:.3f}, always lower: "
         "every prompt starts with the same ~890 tokens, of which blocks of 512 can show only the first 512",
     )
 

@@ -26,7 +26,7 @@ from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.prefill import PrefillMachine
 from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.timeline import Timeline
-from mooncake.errors import ConfigError, Overloaded, TryLater
+from mooncake.errors import ConfigError, NodeUnavailable, Overloaded, TryLater
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from mooncake.types import BlockKey
 
@@ -146,7 +146,7 @@ class Simulation:
         except Refused as refusal:
             self._end(flight, Fate.REJECTED, refusal.retry_after_s)
             return
-        except TryLater as error:
+        except (TryLater, NodeUnavailable) as error:
             retry_s = error.retry_after_s if isinstance(error, Overloaded) else math.nan
             self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, retry_s)
             return
@@ -387,6 +387,8 @@ class Simulation:
                     brain.heartbeat(store_id(name), NodeLoad(), now)
             brain.tick(now)
         if self._flying or self._next < len(self._order):
+            if not len(self.agenda):
+                raise AssertionError(f"{len(self._flying)} requests wait for nothing")
             self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
 
     def _look(self, now: float) -> None:

@@ -1,0 +1,149 @@
+"""The promises in virtual time, over random traces, policies, admissions and faults: nothing lost, twice or leaked."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.admission import ADMISSIONS
+from conductor.policies import POLICIES
+from mooncake.app.sim.cluster import Cluster, load_preset
+from mooncake.app.sim.requests import Fate
+from mooncake.app.sim.simulation import Fault, Run, Simulation
+from mooncake.app.sim.summary import summarize, to_json
+from mooncake.app.trace_shapes import generate
+from mooncake.trace import TraceRequest
+
+MACHINES = ("prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1")
+
+
+def small_cluster(policy: str = "milliseconds", admission: str = "none", store_blocks: int = 300) -> Cluster:
+    cluster = load_preset("paper-16").with_counts(prefill=3, decode=2)
+    cluster = cluster.with_machines("prefill", store_tokens=store_blocks * 512)
+    return cluster.with_conductor(policy=policy, admission=admission, max_tokens=2000)
+
+
+def small_trace(seed: int, requests: int = 80) -> list[TraceRequest]:
+    """At the published rate a third of the machines has to work hard."""
+    return generate("conversation", requests, seed)
+
+
+def play(cluster: Cluster, seed: int, faults: list[Fault], requests: int = 80) -> Simulation:
+    simulation = Simulation(cluster, small_trace(seed, requests), Run(seed=seed), faults)
+    simulation.run()
+    return simulation
+
+
+def check_promises(simulation: Simulation) -> None:
+    results = simulation.results
+    assert not (results.fate == Fate.OPEN).any(), "a request was lost"
+    assert simulation.brain.fleet.open_work == {}, "something is still booked"
+    assert simulation.network.num_open == 0, "a hand-off or a fetch is still open"
+    for machine in simulation.prefill.values():
+        assert machine.running is None and not machine.queue
+        machine.cache.pool.check()
+        assert machine.cache.pool.num_in_use == 0, "somebody still holds blocks"
+    for decoder in simulation.decode.values():
+        assert not decoder.running and not decoder.waiting
+        assert decoder.reserved_tokens == 0 and decoder.context == 0
+    if simulation.brain.admission is not None:
+        assert len(simulation.brain.admission.flights) == 0
+    rejected = results.fate == Fate.REJECTED
+    assert not results.prefill_ms[rejected].any(), "a rejected request cost prefill"
+    assert np.isnan(results.ttft_s[rejected]).all()
+    done = results.fate == Fate.DONE
+    assert (results.ttft_s[done] > 0).all() and (results.end_s[done] >= results.arrival_s[done]).all()
+    with_gaps = done & (results.output_tokens > 1)
+    assert (results.tail_tbt_ms[with_gaps] >= results.mean_tbt_ms[with_gaps] * (1 - 1e-6)).all()
+    assert (results.cached_tokens < results.input_tokens).all()
+    assert (results.fetched_tokens <= results.cached_tokens).all()
+
+
+faults = st.lists(
+    st.builds(
+        Fault,
+        at_s=st.floats(0.0, 40.0),
+        machine=st.sampled_from(MACHINES),
+        down_s=st.floats(0.5, 30.0),
+        slowdown=st.sampled_from([0.0, 0.0, 5.0]),
+    ),
+    max_size=6,
+)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    policy=st.sampled_from(sorted(POLICIES)),
+    admission=st.sampled_from(sorted(ADMISSIONS)),
+    struck=faults,
+    store_blocks=st.sampled_from([0, 20, 300, 3000]),
+)
+@settings(max_examples=8, deadline=None)
+def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
+    seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int
+) -> None:
+    check_promises(play(small_cluster(policy, admission, store_blocks), seed, struck))
+
+
+@pytest.mark.slow
+@given(
+    seed=st.integers(0, 1_000_000),
+    policy=st.sampled_from(sorted(POLICIES)),
+    admission=st.sampled_from(sorted(ADMISSIONS)),
+    struck=faults,
+    store_blocks=st.sampled_from([0, 20, 300, 3000]),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_same_over_many_more_seeds(
+    seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int
+) -> None:
+    check_promises(play(small_cluster(policy, admission, store_blocks), seed, struck, 200))
+
+
+def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
+    simulation = play(small_cluster(), 3, [Fault(20.0, "decode-0", 1000.0)])
+    results = simulation.results
+    again = results.attempts > 1
+    assert again.any(), "nobody was on the machine that died: choose another moment"
+    assert (results.fate == Fate.DONE).all()
+    assert simulation.decode["decode-1"].tokens > 0
+
+
+def test_a_machine_that_comes_back_gets_work_again() -> None:
+    simulation = play(small_cluster(), 3, [Fault(5.0, "prefill-0", 5.0)], 300)
+    check_promises(simulation)
+    assert len(simulation.prefill["prefill-0"].cache.pool._by_key) > 0
+
+
+def test_a_prefix_that_is_fetched_is_computed_when_its_source_dies() -> None:
+    """Slow links, so that the fetch is surely on its way when the machine dies."""
+    cluster = small_cluster("algorithm_1").with_machines(nic_gb_per_s=0.05)
+    for at_s in (8.0, 12.0, 16.0, 20.0):
+        check_promises(play(cluster, 4, [Fault(at_s, "prefill-0", 10.0), Fault(at_s + 1, "prefill-1", 10.0)]))
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
+    cluster = small_cluster("random", "lookahead")
+
+    def line(seed: int) -> bytes:
+        simulation = Simulation(cluster, small_trace(1), Run(seed=seed))
+        simulation.run()
+        return msgspec.json.encode(to_json(summarize(simulation, "trace"), cluster, simulation.options))
+
+    assert line(5) == line(5)
+    assert line(5) != line(6)
+
+
+def test_coupled_machines_keep_the_promises_too() -> None:
+    cluster = load_preset("vllm-chunked-16").with_counts(coupled=3)
+    simulation = Simulation(cluster, small_trace(2), Run(seed=2))
+    results = simulation.run()
+    assert (results.fate == Fate.DONE).all()
+    assert simulation.brain.fleet.open_work == {}
+    for machine in simulation.coupled.values():
+        machine.pool.check()
+        assert machine.pool.num_in_use == 0
+    assert sum(machine.tokens for machine in simulation.coupled.values()) == results.output_tokens.sum()
