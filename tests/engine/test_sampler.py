@@ -17,6 +17,8 @@ from mooncake.engine.sampler import Sampler, distribution, edit_logits, token_lo
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError
 from mooncake.kernels import reference
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu_build import load_library
 from mooncake.types import SamplingParams
 
 VOCAB = 1000
@@ -257,6 +259,7 @@ def test_any_temperature_gives_a_token(seed: int, temperature: float, draw_seed:
 
 # The library
 
+DEFINITION, LIBRARY = Sampler(kernels=reference), Sampler(kernels=CpuKernels(load_library()))
 
 SAMPLINGS = st.builds(
     SamplingParams,
@@ -278,7 +281,7 @@ def test_the_library_draws_what_the_definition_draws(
         logits[:, 20:] = -np.inf
     logits[:, 5:9] = logits[:, 4:5]  # ties
     sequences = [sequence_with(sampling) for sampling in samplings]
-    ways = [Sampler(), Sampler(kernels=reference)]
+    ways = [LIBRARY, DEFINITION]
     library, definition = (way.sample(torch.from_numpy(logits), sequences) for way in ways)
     assert library == definition
 
@@ -289,13 +292,13 @@ def test_the_library_cuts_a_flat_distribution_of_a_large_vocabulary() -> None:
     samplings = [SamplingParams(temperature=1.0, top_p=0.7, seed=seed) for seed in range(1, 60)]
     sequences = [sequence_with(sampling) for sampling in samplings]
     rows = torch.from_numpy(np.broadcast_to(logits, (len(sequences), 50_000)).copy())
-    assert Sampler().sample(rows, sequences) == Sampler(kernels=reference).sample(rows, sequences)
+    assert LIBRARY.sample(rows, sequences) == DEFINITION.sample(rows, sequences)
 
 
 @pytest.mark.parametrize("place", [0, 999])
 def test_logits_that_are_no_numbers_are_our_bug_in_both_ways(place: int) -> None:
     logits = random_logits(1)[None]
     logits[0, place] = np.nan
-    for way in (Sampler(), Sampler(kernels=reference)):
+    for way in (LIBRARY, DEFINITION):
         with pytest.raises(InternalError, match="not finite"):
             way.sample(torch.from_numpy(logits), [sequence_with(SamplingParams(temperature=1.0, seed=1))])

@@ -60,7 +60,7 @@ public:
             gather_largest(draw.top_k);
             threshold = std::max(threshold, double(values_.back()));
         }
-        if (draw.top_p < 1) threshold = std::max(threshold, top_p_threshold(threshold, draw.top_p));
+        if (draw.top_p < 1) threshold = std::max(threshold, double(top_p_threshold(threshold, draw.top_p)));
         keep(float(threshold));
         return drawn(draw.uniform);
     }
