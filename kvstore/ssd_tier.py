@@ -54,13 +54,14 @@ _FIRST_READ_BYTES_PER_S = 1e9  # believed until something was read
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Saving:
-    """A block that waits to be saved. ``data`` stays as it is until ``done`` is."""
+    """A block that waits to be saved. ``data`` stays as it is until ``done`` is. Dropped meanwhile: unwanted."""
 
     header: BlockHeader
     data: memoryview
     done: asyncio.Future[bool]
+    is_unwanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class SsdTier:
         self._sequence = first_sequence
         self._durable = first_sequence - 1
         self._queue: deque[_Saving] = deque()
-        self._saving: dict[BlockKey, asyncio.Future[bool]] = {}
+        self._saving: dict[BlockKey, _Saving] = {}
+        self._is_committing = False
         self._work = asyncio.Event()
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
         self._off_until = 0.0
@@ -172,7 +174,7 @@ class SsdTier:
         could not be kept (full, error, quota). Saving what is there already or on its way costs nothing."""
         waiting = self._saving.get(header.key)
         if waiting is not None:
-            return waiting
+            return waiting.done
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if header.key in self._index:
             done.set_result(True)
@@ -184,8 +186,8 @@ class SsdTier:
             self.counters["ssd_refused"] += 1
             done.set_result(False)
         else:
-            self._saving[header.key] = done
-            self._queue.append(_Saving(header, data, done))
+            self._saving[header.key] = saving = _Saving(header, data, done)
+            self._queue.append(saving)
             self._work.set()
         return done
 
@@ -226,14 +228,18 @@ class SsdTier:
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """Forget blocks; ``committed`` says when a restart will not find them either. Returns how many there were."""
-        dropped = sum(self._index.drop(key, time.monotonic()) for key in keys)
+        dropped = 0
+        for key in keys:
+            if (saving := self._saving.pop(key, None)) is not None:
+                saving.is_unwanted = True  # or it would come back when it has been written
+            dropped += self._index.drop(key, time.monotonic())
         if dropped:
             self._work.set()
         return dropped
 
     async def committed(self) -> None:
         """Return once all drops so far are durable, or the disk would not take them."""
-        if self._index.has_drops:
+        if self._index.has_drops or self._is_committing:
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._commits.append(done)
             self._work.set()
@@ -246,7 +252,7 @@ class SsdTier:
         """Saves what waits, then lets go of the files."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await asyncio.gather(*self._saving.values())
+                await asyncio.gather(*(saving.done for saving in self._saving.values()))
                 await self.committed()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -307,8 +313,10 @@ class SsdTier:
 
     async def _commit_for_ever(self) -> None:
         while True:
+            self._is_committing = False
             await self._work.wait()
             self._work.clear()
+            self._is_committing = True
             while self._queue or self._index.has_drops:
                 group = self._next_group()
                 try:
@@ -338,7 +346,9 @@ class SsdTier:
         total = 0
         for saving in group:
             size = block_size(saving.header)
-            if self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(size, total, now):
+            if saving.is_unwanted:
+                self._answer(saving, False)
+            elif self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(size, total, now):
                 kept.append(saving)
                 total += size
             else:
@@ -352,7 +362,9 @@ class SsdTier:
                 self._index.insert(saving.header, write.place, time.monotonic())
                 self.counters["ssd_writes"] += 1
                 self.counters["ssd_write_bytes"] += saving.header.length
-                self._answer(saving, True)
+                if saving.is_unwanted:
+                    self._index.drop(saving.header.key, time.monotonic())
+                self._answer(saving, not saving.is_unwanted)
 
     async def _fitting(self, group: Sequence[_Saving]) -> AsyncIterator[list[_Saving]]:
         """Parts of a group that fit the open segment, opening new ones as needed."""
@@ -470,7 +482,8 @@ class SsdTier:
         self._queue.clear()
 
     def _answer(self, saving: _Saving, is_saved: bool) -> None:
-        self._saving.pop(saving.header.key, None)
+        if self._saving.get(saving.header.key) is saving:
+            del self._saving[saving.header.key]
         if not saving.done.done():
             saving.done.set_result(is_saved)
 

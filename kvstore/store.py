@@ -206,7 +206,7 @@ class Store:
         self._index.remove(keys, time.monotonic())
         self._room.set()
         self._publish()
-        if self._ssd is not None and dropped:
+        if self._ssd is not None and (count or dropped):
             await self._ssd.committed()
         return count
 
@@ -363,14 +363,15 @@ class Store:
             self._keep(self._start_saving(held))
 
     def _start_saving(self, held: Held) -> asyncio.Task[bool]:
-        """The index holds the slot meanwhile."""
-        return asyncio.get_running_loop().create_task(self._save(held))
-
-    async def _save(self, held: Held) -> bool:
+        """The index holds the slot meanwhile. Handed over at once, so that a removal from now on finds it there."""
         assert self._ssd is not None
         header = BlockHeader(held.name.key, held.name.parent, held.tenant, held.length, held.checksums)
+        saving = self._ssd.save(header, self._pages(held.grant.slot, held.length))
+        return asyncio.get_running_loop().create_task(self._end_saving(held, saving))
+
+    async def _end_saving(self, held: Held, saving: asyncio.Future[bool]) -> bool:
         try:
-            return await self._ssd.save(header, self._pages(held.grant.slot, held.length))
+            return await asyncio.shield(saving)
         finally:
             self._index.let_go(held)
             self._room.set()
@@ -459,8 +460,9 @@ class Store:
         except BaseException:
             self._index.abort(grant)
             raise
-        if not self._index.seal(grant, header.checksums, time.monotonic()):
-            self._index.abort(grant)  # the disk took so long that the reservation ran out
+        is_wanted = self._ssd.get(key) is header  # it may have been removed meanwhile
+        if not is_wanted or not self._index.seal(grant, header.checksums, time.monotonic()):
+            self._index.abort(grant)  # … or the disk took so long that the reservation ran out
             return False
         self._index.counters["promotions"] += 1
         return True

@@ -1,0 +1,235 @@
+"""A whole store, DRAM over a real SSD log, beside a dict: no sealed block lost, no unsealed one read, no leak.
+
+Every step is a burst of operations drawn from one seed, so that a run makes many of them; a failure names the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvstore.checksum import range_checksums
+from kvstore.eviction import make_policy
+from kvstore.index import BlockName, Grant, Lease
+from kvstore.segment import Segment
+from kvstore.ssd_tier import SsdTier
+from kvstore.store import Sealing, Store, TierRules
+from kvstore.transfer.server import SegmentServer
+from mooncake.errors import OutOfBlocks
+from mooncake.events import EventLog
+from mooncake.types import BlockKey, Tier
+
+SLOTS, SLOT_BYTES, KEYS, BURST = 10, 4096, 40, 25
+WRITERS = ("one", "two")
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "big"))
+
+
+def content(number: int, version: int) -> bytes:
+    rng = random.Random(number * 1_000_003 + version)
+    return rng.randbytes(4 * rng.randrange(1, SLOT_BYTES // 4 + 1))
+
+
+class StoreLife(RuleBasedStateMachine):
+    """One store and its restarts. The SSD has room for everything, so whatever was sealed and not removed is there."""
+
+    operations = 0  # of all lives
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.place = Path(tempfile.mkdtemp(prefix="store-model-"))
+        self.stored: dict[int, bytes] = {}
+        self.writing: dict[int, tuple[Grant, bytes, str]] = {}
+        self.over: list[tuple[Grant, bytes]] = []  # grants that have ended
+        self.leases: list[tuple[Lease, list[bytes]]] = []
+        self.version = 0
+        self.run(self.open())
+
+    def run(self, work: object) -> None:
+        self.loop.run_until_complete(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
+
+    async def open(self) -> None:
+        self.segment = Segment.create("model", SLOT_BYTES, SLOTS)
+        self.server = SegmentServer(self.segment, "model", ("shm",), "127.0.0.1")
+        self.events = EventLog(self.segment.incarnation)
+        tier = await SsdTier.open(self.place, 64 << 20, make_policy("lru", 1000), SLOT_BYTES, segment_bytes=256 << 10)
+        rules = TierRules(write_through_sights=self.version % 4, demote_sights=1)
+        self.store = Store(self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules)
+
+    async def shut(self) -> None:
+        await self.store.close()
+        self.server.stop()
+        self.segment.close()
+
+    def teardown(self) -> None:
+        self.run(self.shut())
+        self.loop.close()
+        shutil.rmtree(self.place)
+
+    @rule(seed=st.integers(0, 1 << 32))
+    def burst(self, seed: int) -> None:
+        rng = random.Random(seed)
+        if rng.random() < 0.08:
+            self.restart()
+        actions = (self.put, self.put, self.get, self.get, self.begin, self.end, self.abort, self.hold, self.let_go)
+        rare = (self.remove, self.late, self.gone, self.pin)
+
+        async def act() -> None:
+            for _ in range(BURST):
+                await rng.choice(rare if rng.random() < 0.15 else actions)(rng)
+                StoreLife.operations += 1
+
+        self.run(act())
+
+    def restart(self) -> None:
+        """An orderly one: what is only in DRAM is saved first. Writers and readers have to begin anew."""
+        self.run(self.shut())
+        self.over += [(grant, data) for grant, data, _ in self.writing.values()]
+        self.writing.clear()
+        self.leases.clear()
+        self.run(self.open())
+
+    async def begin(self, rng: random.Random) -> bool:
+        number, writer = rng.randrange(KEYS), rng.choice(WRITERS)
+        self.version += 1
+        data = content(number, self.version)
+        parent = key(number - 4) if number >= 4 else b""
+        try:
+            [offer] = await self.store.reserve([BlockName(key(number), parent)], writer, len(data), 1, wait_s=5)
+        except OutOfBlocks:
+            busy = len(self.writing) + sum(len(lease.blocks) for lease, _ in self.leases) + self.store.num_pinned
+            assert busy >= SLOTS // 2, "refused with room to be made"
+            return False
+        assert offer.is_stored == (number in self.stored)
+        assert (offer.grant is None) == (number in self.stored or number in self.writing)
+        if offer.grant is not None:
+            self.segment.range(offer.grant.slot, 0, len(data))[:] = data
+            self.writing[number] = (offer.grant, data, writer)
+        return offer.grant is not None
+
+    async def end(self, rng: random.Random) -> None:
+        if self.writing:
+            await self._seal(rng.choice(list(self.writing)), rng.random() < 0.1)
+
+    async def _seal(self, number: int, durable: bool = False) -> None:
+        grant, data, _ = self.writing.pop(number)
+        [sealed] = await self.store.seal([Sealing(grant, range_checksums(data, 1))], durable)
+        assert sealed.is_sealed and sealed.is_durable == durable
+        self.stored[number] = data
+
+    async def put(self, rng: random.Random) -> None:
+        before = set(self.writing)
+        if await self.begin(rng):
+            [number] = set(self.writing) - before
+            await self._seal(number)
+
+    async def abort(self, rng: random.Random) -> None:
+        if self.writing:
+            grant, data, _ = self.writing.pop(rng.choice(list(self.writing)))
+            self.store.abort([grant])
+            self.over.append((grant, data))
+
+    async def late(self, rng: random.Random) -> None:
+        """A writer that was given up, or wrote for an earlier life, seals after all."""
+        if self.over:
+            grant, data = rng.choice(self.over)
+            [sealed] = await self.store.seal([Sealing(grant, range_checksums(data, 1))])
+            assert not sealed.is_sealed
+
+    async def gone(self, rng: random.Random) -> None:
+        writer = rng.choice(WRITERS)
+        self.store.writer_gone(writer)
+        for number in [n for n, (_, _, who) in self.writing.items() if who == writer]:
+            grant, data, _ = self.writing.pop(number)
+            self.over.append((grant, data))
+
+    async def _acquire(self, numbers: list[int], scattered: bool) -> tuple[Lease, list[bytes]]:
+        """What comes back is what was sealed; what does not come back is not stored, or has no room now."""
+        lease = await self.store.acquire([key(n) for n in numbers], scattered=scattered)
+        by_key = {key(n): self.stored.get(n) for n in numbers}
+        expected: list[bytes] = []
+        for block in lease.blocks:
+            data = by_key[block.key]
+            assert data is not None, "something that was not sealed was read"
+            assert self.segment.range(block.slot, 0, block.length) == data
+            expected.append(data)
+        return lease, expected
+
+    async def get(self, rng: random.Random) -> None:
+        number = rng.randrange(KEYS)
+        lease, found = await self._acquire([number], False)
+        if number in self.stored and not found:
+            busy = len(self.writing) + sum(len(lease.blocks) for lease, _ in self.leases) + self.store.num_pinned
+            assert busy >= SLOTS // 2, f"block {number} was sealed and is gone"
+            assert self.store.exists([key(number)]) == [True]
+        self.store.release([lease.lease_id])
+
+    async def hold(self, rng: random.Random) -> None:
+        if len(self.leases) < 2:
+            numbers = rng.sample(range(KEYS), 2)
+            lease, found = await self._acquire(numbers, True)
+            if found:
+                self.leases.append((lease, found))
+
+    async def let_go(self, rng: random.Random) -> None:
+        if self.leases:
+            lease, found = self.leases.pop(rng.randrange(len(self.leases)))
+            for block, data in zip(lease.blocks, found, strict=True):  # nobody touched them meanwhile
+                assert self.segment.range(block.slot, 0, block.length) == data
+            self.store.release([lease.lease_id])
+
+    async def remove(self, rng: random.Random) -> None:
+        numbers = rng.sample(range(KEYS), 2)
+        expected = sum(number in self.stored for number in numbers)
+        assert await self.store.remove([key(number) for number in numbers]) == expected
+        for number in numbers:
+            self.stored.pop(number, None)
+
+    async def pin(self, rng: random.Random) -> None:
+        number = rng.randrange(KEYS)
+        if rng.random() < 0.5 and self.store.num_pinned < 2:
+            await self.store.pin([key(number)], rng.random() < 0.5, 600.0)
+        else:
+            self.store.unpin([key(n) for n in range(KEYS)])
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        self.store.check()
+        counts = self.store.counts
+        assert counts.free + counts.reserved + counts.sealed + counts.quarantined == SLOTS
+        assert (counts.reserved, counts.quarantined) == (len(self.writing), 0)
+        assert counts.leases == len(self.leases)
+        assert self.store.exists([key(n) for n in range(KEYS)]) == [n in self.stored for n in range(KEYS)]
+        told = {event.key: event.tier for event in self.events.snapshot()}
+        assert told.keys() == {key(n) for n in self.stored}
+        in_dram = set(self.store._index.stored_keys())
+        assert {k for k, tier in told.items() if tier is Tier.DRAM} == in_dram & told.keys()
+        assert self.store.counters.get("checksum_mismatches", 0) == 0
+
+
+TestStoreLife = StoreLife.TestCase
+TestStoreLife.settings = settings(max_examples=6, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations_agree_with_a_dict() -> None:
+    StoreLife.operations = 0
+    run_state_machine_as_test(StoreLife, settings=settings(max_examples=60, stateful_step_count=100, deadline=None))
+    assert StoreLife.operations >= 100_000
+
+
+def test_contents_differ() -> None:
+    assert len({content(n, v) for n in range(20) for v in range(20)}) > 390
+    assert np.mean([len(content(n, 0)) for n in range(KEYS)]) > 1000
