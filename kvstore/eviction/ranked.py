@@ -17,6 +17,10 @@ from kvstore.eviction.policy import Block, Key, LeafFirst
 
 Rank: TypeAlias = tuple[float, float]
 
+ATTENTION_PER_TOKEN = 3.75e-5
+"""What each token before a block adds to the cost of computing it, as a share of its cost at the beginning: 2 * 262
+kFLOP of attention against 14 GFLOP of matrices a token, the shape of Llama-3-8B."""
+
 
 class Ranked(LeafFirst):
     """The lowest rank goes first; among equals the one whose rank was set first."""
@@ -104,7 +108,7 @@ class GDSF(LFU):
     part that does not grow with the position.
     """
 
-    def __init__(self, attention: float = 0.0) -> None:
+    def __init__(self, attention: float) -> None:
         super().__init__()
         self._attention = attention
         self._age = 0.0

@@ -61,7 +61,11 @@ class Lab:
         if policy_name not in LAB_POLICIES:
             raise ConfigError(f"no policy is called {policy_name!r}; there are: {', '.join(LAB_POLICIES)}")
         knows_the_future = policy_name == BELADY
-        policy: EvictionPolicy = Belady(self._reads) if knows_the_future else make_policy(policy_name, capacity_blocks)
+        policy: EvictionPolicy
+        if knows_the_future:
+            policy = Belady(self._reads)
+        else:
+            policy = make_policy(policy_name, capacity_blocks, TRACE_BLOCK_TOKENS)
         store = _store_whole if self._rules is Rules.POOL else _store_one_by_one
         half = len(self._trace) // 2
         count = first_half = HitCount()
