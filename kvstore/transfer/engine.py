@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from kvstore.transfer import protocol
 from kvstore.transfer.limiter import Pacer
-from kvstore.transfer.link import Link, TransportStats
+from kvstore.transfer.link import RETRY_AFTER_S, Link, TransportStats
 from kvstore.transfer.rdma import RdmaTransport
 from kvstore.transfer.requests import (
     ReadRange,
@@ -52,7 +52,8 @@ class TransferEngine:
     not change or go away until its request has ended; ``write_async`` and ``read_async`` therefore do not return
     before the transfer has ended, also when they are cancelled. ``max_mb_per_s`` caps the bytes a second (in units of
     1e6) of all its reads and writes together; 0 for no cap. ``transports`` are names, in the order of preference, or
-    objects; ``secret`` is what owners of segments may ask for (``transfer.secret``).
+    objects; one that failed is the last choice for ``retry_after_s``. ``secret`` is what owners of segments may ask for
+    (``transfer.secret_file``).
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class TransferEngine:
         streams: int = 2,
         max_mb_per_s: float = 0.0,
         secret: str = "",
+        retry_after_s: float = RETRY_AFTER_S,
     ) -> None:
         self._caller = Caller(peer_id, secrets.randbits(63) | 1, secret.encode())
         self._transports = [make_transport(each, streams) if isinstance(each, str) else each for each in transports]
         for transport in self._transports:
             if transport.unavailable:
                 log.warning("%s: transport %s cannot be used: %s", peer_id, transport.name, transport.unavailable)
+        self._retry_after_s = retry_after_s
         self._slice_bytes = protocol.SLICE_BYTES
         self._pacer: Pacer | None = None
         if max_mb_per_s > 0:
@@ -218,7 +221,15 @@ class TransferEngine:
                 raise NodeUnavailable("this transfer engine has been closed")
             link = self._links.get(key)
             if link is None:
-                link = Link(address, self._transports, self._caller, self._helpers, self._pacer, self._watch.wake)
+                link = Link(
+                    address,
+                    self._transports,
+                    self._caller,
+                    self._helpers,
+                    self._pacer,
+                    self._retry_after_s,
+                    self._watch.wake,
+                )
                 self._links[key] = link
                 while len(self._links) > MAX_PEERS:
                     dropped.append(self._links.popitem(last=False)[1])

@@ -27,7 +27,7 @@ def check_welcome(welcome: Welcome, address: SegmentAddress) -> None:
     if welcome.status is Status.WRONG_SEGMENT:
         raise StaleEpoch(f"{address.node_id} has restarted: its segment {address.incarnation:016x} is gone")
     if welcome.status is Status.FORBIDDEN:
-        raise PathFailed(f"{address.node_id} refused the connection: another user, or another transfer.secret")
+        raise PathFailed(f"{address.node_id} refused the connection: another user, or another transfer.secret_file")
     if welcome.status is not Status.OK:
         raise PathFailed(f"{address.node_id} refused the connection: {welcome.status.name.lower()}")
     if (welcome.block_bytes, welcome.num_blocks) != (address.block_bytes, address.num_blocks):

@@ -102,6 +102,7 @@ class Link:
         caller: Caller,
         helpers: ThreadPoolExecutor,
         pacer: Pacer | None,
+        retry_after_s: float,
         look_after: Callable[[], None],
     ) -> None:
         """``transports`` in the order of preference; those that do not reach the address are left out.
@@ -110,6 +111,7 @@ class Link:
         self._caller = caller
         self._helpers = helpers
         self._pacer = pacer
+        self._retry_after_s = retry_after_s
         self._look_after = look_after
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for those who wait for the rate limit
@@ -546,7 +548,7 @@ class Link:
         """Nothing more over this transport for a while; the next one takes over what waits."""
         route.failures += 1
         route.failed_in_row = 0
-        route.avoid_until = now + RETRY_AFTER_S
+        route.avoid_until = now + self._retry_after_s
         self._tried[route.transport.name] = reason
         untried = [each for each in self._ranked(now) if each.transport.name not in self._tried]
         if untried:

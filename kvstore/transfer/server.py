@@ -98,10 +98,12 @@ class SegmentServer:
         host: str = "127.0.0.1",
         on_peer_gone: Callable[[str], object] | None = None,
         secret: str = "",
+        credit_bytes: int = CREDIT_BYTES,
     ) -> None:
         """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides."""
         self.on_peer_gone = on_peer_gone
         self._secret = secret.encode()
+        self._credit_bytes = credit_bytes
         self._segment = segment
         self._node_id = node_id
         self._transports = transports
@@ -310,7 +312,7 @@ class SegmentServer:
         if hmac.compare_digest(answer, protocol.proof(self._secret, challenge, greeting)):
             return Status.OK
         connection.counts.refused += 1
-        log.warning("segment of %s: a peer does not know our transfer.secret", self._node_id)
+        log.warning("segment of %s: a peer does not know what our transfer.secret_file holds", self._node_id)
         return Status.FORBIDDEN
 
     def _welcome(self, status: Status, challenge: bytes = bytes(protocol.CHALLENGE_BYTES)) -> bytes:
@@ -386,7 +388,7 @@ class SegmentServer:
 
     def _reply(self, status: Status, refused: int, payload_bytes: int, frame_id: int) -> bytes:
         """With the share of our credit that each connection has now."""
-        credit = max(protocol.SLICE_BYTES, CREDIT_BYTES // max(1, len(self._connections)))
+        credit = max(protocol.SLICE_BYTES, self._credit_bytes // max(1, len(self._connections)))
         return protocol.pack_reply(status, refused, payload_bytes, frame_id, min(credit, protocol.MAX_CREDIT_BYTES))
 
     def _begin_landing(self, connection: _Connection, ranges: list[WireRange]) -> tuple[Status, int]:
