@@ -25,6 +25,7 @@ class InferenceRequest:
     deadline: float
     salt: str = ""
     session: str = ""
+    priority: int = 0  # lower runs first on every node
     band: int = 1  # 0: urgent, 1: normal, 2: batch, which takes idle capacity only
 
 

@@ -68,6 +68,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         num_prompt_tokens=len(request.tokens),
         sampling=sampling,
         cache_salt=request.salt,
+        priority=request.priority,
         decode_address=placement.decode.control_address if placement.decode else "",
         pools=pools,
     )
@@ -81,6 +82,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         num_prompt_tokens=len(request.tokens),
         sampling=sampling,
         cache_salt=request.salt,
+        priority=request.priority,
         pools=pools,
     )
     return WireRequests(prefill, decode)

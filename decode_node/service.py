@@ -57,6 +57,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             request.num_prompt_tokens,
             sampling,
             request.cache_salt,
+            priority=request.priority,
         )
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         await self._receiver.announce(handoff, sequence, on_output)

@@ -113,6 +113,7 @@ class PrefillJob:
             num_to_sample=1,
             external_blocks=stored_blocks,
             hold_blocks=True,
+            priority=self._request.priority,
         )
         self._open_outlets(stored_blocks)
         first_tokens, scores = await self._compute(sequence)

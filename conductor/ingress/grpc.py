@@ -112,6 +112,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             stop=request.stop,
             salt=request.cache_salt,
             session=_session(context),
+            priority=request.priority,
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:

@@ -237,6 +237,7 @@ class OpenAIApi:
             stop=stop_strings(call.fields.stop),
             salt=call.fields.cache_salt or "",
             session=call.session,
+            priority=call.fields.priority or 0,
         )
 
     def _extras(self, fields: GenerationFields, logprobs: bool) -> Extras:

@@ -75,6 +75,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     user: str | None = None
     prompt_logprobs: int | None = None
+    priority: int | None = None  # lower runs first, as in vLLM
     use_beam_search: bool | None = None  # over n beams; this and the next are vLLM's
     length_penalty: float | None = None
     early_stopping: bool | None = None

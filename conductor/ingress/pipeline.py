@@ -37,6 +37,7 @@ from mooncake.types import FinishReason, Guide, SampledToken, SamplingParams, To
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n
 MAX_MESSAGES = 4096
+MAX_PRIORITY = (1 << 31) - 1
 LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenized in a thread: the event loop must not stall
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this one only guards against a stuck request
 
@@ -318,6 +319,7 @@ class Pipeline:
         stop: Sequence[str] = (),
         salt: str = "",
         session: str = "",
+        priority: int = 0,
     ) -> Job:
         """Check what is left to check. Raises InvalidRequest, naming the field."""
         if not _REQUEST_ID.fullmatch(request_id):
@@ -330,7 +332,9 @@ class Pipeline:
             raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
         self.as_tokens(sampling.stop_token_ids, "stop_token_ids")
         self.as_tokens([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
-        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256])
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
+        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority)
         return Job(request, tuple(stop), arrived_at)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:

@@ -113,9 +113,7 @@ class StepOutput:
     token: SampledToken
     finish_reason: FinishReason | None
     choice: int = 0
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = (
-        None  # with the first token, when asked for: of all but the first
-    )
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token: of all prompt tokens but one
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,7 @@ class EngineHost:
         num_to_sample: int | None = None,
         external_blocks: int = 0,
         hold_blocks: bool = False,
+        priority: int = 0,
     ) -> Sequence:
         """A sequence for this engine. Raises InvalidRequest or ContextTooLong when it can never run here."""
         return Sequence(
@@ -209,6 +210,7 @@ class EngineHost:
             num_to_sample=num_to_sample,
             external_blocks=external_blocks,
             hold_blocks=hold_blocks,
+            priority=priority,
         )
 
     def load(self) -> pb.Load:

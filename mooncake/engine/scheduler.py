@@ -1,8 +1,9 @@
 """What the next step computes: decodes first, then chunks of prompts, within the blocks that there are.
 
 Pure: it moves sequences and block numbers and returns a plan. It must not know about torch, clocks, tokens' meaning or
-the hook. When blocks run out, the sequence that arrived last gives its own back and computes them again later; the
-earliest one always gets on, so there is no livelock.
+the hook. Lower priorities come first, then earlier arrivals. When blocks run out, the sequence whose turn comes last
+gives its own back and computes them again later; the first one always gets on, so there is no livelock. A long prompt
+leaves half of a step's budget to prompts behind it, if they can use it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
 from mooncake.types import BlockKey
 
+MOST_LOOKED_AT = 8  # waiting sequences that a long prompt leaves room for
 HEADROOM = 100  # one block in so many stays free at admission while others run, so that they can grow
 
 
@@ -74,7 +77,7 @@ class Scheduler:
         """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only."""
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # whose turn comes first, first; the queue as well
         self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
         self.drafts = False  # whether to ask it
         self.num_reserved = 0
@@ -100,7 +103,7 @@ class Scheduler:
             raise Overloaded(f"{len(self.waiting)} sequences are waiting already")
         self._check_fits_at_all(sequence)
         self._arrive(sequence)
-        self.waiting.append(sequence)
+        self._wait(sequence)
 
     def reserve(self, sequence: Sequence) -> int:
         """Give it blocks for all its tokens, without running it. Returns how many leading ones are filled already.
@@ -132,9 +135,9 @@ class Scheduler:
 
         When too many run, or the parent was put back, it waits for its turn, and finds then what of it is cached.
         """
-        self._arrive(child)
+        child.arrival = parent.arrival
         if not self._free_rows or parent.state is not SequenceState.RUNNING:
-            self.waiting.appendleft(child)
+            self._wait(child)
             return
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
         shared = parent.block_table[: -(-child.num_computed // self._block_tokens)]
@@ -163,14 +166,14 @@ class Scheduler:
         self._give_blocks_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """From running to the head of the queue, without its blocks; its tokens stay."""
+        """From running back to its place in the queue, without its blocks; its tokens stay."""
         self.running.remove(sequence)
         self._give_row_back(sequence)
         self._give_blocks_back(sequence)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.is_loading = False
         sequence.move(SequenceState.WAITING)
-        self.waiting.appendleft(sequence)
+        self._wait(sequence)
 
     # The step
 
@@ -184,7 +187,8 @@ class Scheduler:
         budget = self._budget if budget_beside is None else min(budget_beside(len(plan.entries)), self._budget)
         budget = self._plan_chunks(plan, budget)
         if not plan.has_preempted:
-            self._admit(plan, budget)
+            budget = self._admit(plan, budget)
+        self._use_up(plan, budget)
         if not plan.entries and any(not sequence.is_parked for sequence in self.waiting):
             self._make_parked_give_way(plan)
         return plan
@@ -222,11 +226,32 @@ class Scheduler:
             del sequence.block_table[needed:]
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> int:
-        """The next part of running prompts, first come, first served. Returns the rest of the budget (tokens)."""
-        for sequence in self.running:
-            if (not sequence.is_decoding or sequence.is_loading) and not sequence.is_parked and budget > 0:
-                budget -= self._plan_chunk(sequence, budget, plan)
+        """The next part of running prompts, each in its turn. Returns the rest of the budget (tokens).
+
+        Each leaves up to half of what it finds to those behind it: they are often short.
+        """
+        prompts = [s for s in self.running if (not s.is_decoding or s.is_loading) and not s.is_parked]
+        behind = sum(s.num_tokens - s.num_computed for s in prompts)
+        behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self._free_rows else 0
+        for sequence in prompts:
+            behind -= sequence.num_tokens - sequence.num_computed
+            left_to_others = min(budget // 2, behind) // self._block_tokens * self._block_tokens
+            if budget > 0:
+                mine = budget - left_to_others if self._splits_prompts else budget
+                budget -= self._plan_chunk(sequence, mine, plan)
         return budget
+
+    def _use_up(self, plan: StepPlan, budget: int) -> None:
+        """What nobody behind could use goes to the prompts that left it."""
+        if not self._splits_prompts:
+            return
+        for index, entry in enumerate(plan.entries):
+            left = entry.sequence.num_tokens - entry.end
+            aligned = (entry.end + budget) // self._block_tokens * self._block_tokens - entry.end
+            more = left if left <= budget else aligned
+            if entry.num_draft == 0 and left > 0 and more > 0:
+                plan.entries[index] = StepEntry(entry.sequence, entry.first, entry.num_tokens + more)
+                budget -= more
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan as much of the sequence as the budget and the grid allow; returns how many tokens.
@@ -244,27 +269,29 @@ class Scheduler:
         plan.entries.append(StepEntry(sequence, first, count))
         return count
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int) -> int:
+        """Let in whom there is room for. Returns the rest of the budget."""
         while self._free_rows and budget > 0:
             sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
             if sequence is None:
-                return
+                break
             if self._blocks_of(sequence) > self.pool.num_blocks:  # it grew, was preempted, and fits no more
                 plan.failures.append((sequence, self._never_fits(sequence)))
                 self.finish(sequence)
                 continue
             admission = self._give_prompt_blocks(sequence)
             if admission is None:
-                return
+                break
             planned = self._plan_chunk(sequence, budget, plan)
             if planned == 0:  # not within what is left of this step
                 self._take_admission_back(sequence)
-                return
+                break
             self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
             plan.admissions.append(admission)
             budget -= planned
+        return budget
 
     def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
         """Blocks for all tokens: cached ones, ones to load, ones to compute. At least the last token is computed."""
@@ -319,7 +346,7 @@ class Scheduler:
         return True
 
     def _victim(self, asking: Sequence) -> Sequence:
-        """Who arrived last, of those whose blocks nobody else is writing or reading; the one who asks if need be."""
+        """Whose turn comes last, of those whose blocks nobody else writes or reads; the one who asks if need be."""
         movable = (s for s in reversed(self.running) if not (s.is_loading or s.hold_blocks))
         return next(movable, asking)
 
@@ -369,7 +396,10 @@ class Scheduler:
         sequence.arrival = self._arrivals
 
     def _run(self, sequence: Sequence) -> None:
-        insort(self.running, sequence, key=_arrival)
+        insort(self.running, sequence, key=_turn)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_turn)
 
     def _blocks_of(self, sequence: Sequence) -> int:
         return -(-sequence.num_tokens // self._block_tokens)
@@ -385,8 +415,9 @@ class Scheduler:
         )
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    """Who comes first: lower priorities, then earlier arrivals."""
+    return sequence.priority, sequence.arrival
 
 
 def num_prompt_tokens_left(sequences: Iterable[Sequence]) -> int:

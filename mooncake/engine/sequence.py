@@ -67,6 +67,7 @@ class Sequence:
         "num_prompt",
         "num_sealed",
         "num_tokens",
+        "priority",
         "prompt_logprobs",
         "request_id",
         "root_id",
@@ -90,12 +91,14 @@ class Sequence:
         num_to_sample: int | None = None,
         external_blocks: int = 0,
         hold_blocks: bool = False,
+        priority: int = 0,
     ) -> None:
         """``tokens`` are the prompt (``num_prompt`` of them) and what was generated before a retry.
 
         ``max_model_len`` bounds prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine
         after so many new tokens; ``external_blocks`` leading blocks can be loaded from elsewhere at admission;
-        ``hold_blocks`` keeps the blocks at the end until they are released. Raises InvalidRequest, ContextTooLong.
+        ``hold_blocks`` keeps the blocks at the end until they are released; who has a lower ``priority`` runs first.
+        Raises InvalidRequest, ContextTooLong.
         """
         num_tokens = len(tokens)
         if not 1 <= num_prompt <= num_tokens:
@@ -119,6 +122,7 @@ class Sequence:
         self.chain_seed = chain_seed
         self.external_blocks = external_blocks
         self.hold_blocks = hold_blocks
+        self.priority = priority
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
         self.num_tokens = num_tokens
         self._full_length = num_prompt + sampling.max_tokens  # tokens, at which it ends in this engine
@@ -231,6 +235,7 @@ class Sequence:
             self.chain_seed,
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
+            priority=self.priority,
         )
         child.root_id, child.choice = self.root_id, choice
         child.prompt_logprobs = None  # those of the first answer are enough
@@ -247,6 +252,7 @@ class Sequence:
             self.chain_seed,
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
+            priority=self.priority,
         )
         child.root_id = self.root_id
         child.prompt_logprobs = None

@@ -609,3 +609,38 @@ def test_every_token_of_a_prompt_is_scored_once(settings: dict[str, int]) -> Non
                 assert score.logprob == pytest.approx(wanted[prompt[place]])
                 assert score.top[0][1] == pytest.approx(wanted.max()) and len(score.top) == 2
     assert is_empty(engine)
+
+
+# Who comes first
+
+
+def test_lower_priorities_run_first_and_give_way_last() -> None:
+    engine = hash_engine(max_sequences=2, num_blocks=9)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0)
+    prompts = {f"r{i}": random_prompt(7, i) for i in range(4)}
+    priorities = {"r0": 5, "r1": 5, "r2": -1, "r3": 0}
+    engine.add(hash_sequence("r0", prompts["r0"], sampling, priority=5))
+    outputs = engine.step()
+    for name in ("r1", "r2", "r3"):
+        engine.add(hash_sequence(name, prompts[name], sampling, priority=priorities[name]))
+    outputs += run_all(engine)
+    assert answers(outputs) == {name: true_answer(prompt, 20) for name, prompt in prompts.items()}
+    ends = [output.request_id for output in outputs if output.finish_reason is not None]
+    assert ends.index("r2") < ends.index("r3") < ends.index("r1")
+    assert engine.load().preemptions > 0 and ends[0] == "r2", "the one that was there first gave way"
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    model = HashModel()
+    engine = hash_engine(model=model, chunk_tokens=16, max_model_len=400, num_blocks=200)
+    engine.add(hash_sequence("long", random_prompt(160, 0), max_model_len=400))
+    outputs = engine.step()
+    for i in range(3):
+        engine.add(hash_sequence(f"short{i}", random_prompt(4, i + 1)))
+    outputs += run_all(engine)
+    firsts = {output.request_id: place for place, output in reversed(list(enumerate(outputs)))}
+    assert all(firsts[f"short{i}"] < firsts["long"] for i in range(3))
+    got = answers(outputs)
+    assert got["long"] == true_answer(random_prompt(160, 0), 12)
+    prefilling = [tokens - sequences for sequences, tokens in model.batches if tokens > sequences]
+    assert sum(prefilling[:8]) >= 8 * (16 - 5), "what the short ones could not use went to the long one"
