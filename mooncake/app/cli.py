@@ -213,6 +213,14 @@ def replay(
     replay_trace(trace, _address(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def calibrate(context: typer.Context) -> None:
+    """Measure how long a model's steps take on this machine; --out FILE for the conductor and the simulator."""
+    from mooncake.app.calibrate import main as measure
+
+    measure(context.args)
+
+
 @app.command()
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
@@ -234,6 +242,9 @@ def simulate(
     max_output: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")
     ] = None,
+    tokens_per_block: Annotated[
+        int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")
+    ] = 512,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)] = None,
     requests: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every request as JSONL.", show_default=False)
@@ -249,8 +260,37 @@ def simulate(
         return
     chosen = command.choose_cluster(preset, cluster)
     chosen = command.changed(chosen, policy, admission, prefill, decode)
-    run = Run(seed=seed, speed=speed, jitter_s=jitter_ms / 1e3, max_output=max_output)
+    run = Run(seed, speed, jitter_ms / 1e3, max_output, tokens_per_block)
     command.simulate(trace, limit, resample, chosen, run, command.Output(as_json, report, requests))
+
+
+@app.command()
+def sweep(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
+    vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity or load.")],
+    values: Annotated[str, typer.Option(help="With commas between: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
+    preset: Annotated[str, typer.Option(help="A described cluster.")] = "",
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    speed: Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
+    max_output: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a trace again and again with one thing varied."""
+    from mooncake.app.sim.simulation import Run
+    from mooncake.app.simulate import choose_cluster
+    from mooncake.app.simulate_sweep import sweep as run_all
+    from mooncake.app.trace_tools import load_any
+
+    chosen = choose_cluster(preset, cluster)
+    setting = chosen, Run(seed, speed, max_output=max_output)
+    run_all(load_any(trace, limit), trace.name, setting, vary, values.split(","), as_json, plot)
 
 
 @app.command()

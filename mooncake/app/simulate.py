@@ -20,7 +20,7 @@ from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize, to_json
 from mooncake.app.trace_tools import load_any
 from mooncake.errors import ConfigError
-from mooncake.trace import ResampledTrace, TraceRequest
+from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest, scale
 
 PROGRESS_EVERY = 256  # arrivals
 REQUEST_COLUMNS = (
@@ -108,7 +108,7 @@ def play(
 
 
 def simulate(path: Path, limit: int | None, resample: int | None, cluster: Cluster, run: Run, output: Output) -> None:
-    trace: Sequence[TraceRequest] = load_any(path, limit)
+    trace: Sequence[TraceRequest] = load_scaled(path, limit, run.tokens_per_block)
     if resample is not None:
         trace = ResampledTrace(trace, resample, run.seed)
     simulation, wall_s = play(cluster, trace, run)
@@ -129,6 +129,12 @@ def simulate(path: Path, limit: int | None, resample: int | None, cluster: Clust
     for file in (output.report, output.requests):
         if file is not None:
             out.print(f"[dim]wrote {escape(str(file))}[/]")
+
+
+def load_scaled(path: Path, limit: int | None, tokens_per_block: int) -> list[TraceRequest]:
+    """The trace with so many tokens for each id, as ``mooncake replay`` plays it."""
+    trace = load_any(path, limit)
+    return trace if tokens_per_block == TRACE_BLOCK_TOKENS else [scale(one, tokens_per_block) for one in trace]
 
 
 def peak_memory_gb() -> float:

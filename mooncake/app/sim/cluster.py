@@ -30,7 +30,7 @@ class Model(Frozen, frozen=True):
 
     num_layers: Count
     token_bytes: Count
-    block_tokens: Annotated[int, msgspec.Meta(ge=512, multiple_of=512)] = 512
+    block_tokens: Count = 512
 
 
 class StepCurve(Frozen, frozen=True):

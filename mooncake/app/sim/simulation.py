@@ -43,6 +43,7 @@ class Run:
     speed: float = 1.0
     jitter_s: float = 3.0
     max_output: int | None = None
+    tokens_per_block: int = TRACE_BLOCK_TOKENS  # that an id of the trace stands for; fewer in a scaled trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,12 @@ class Simulation:
         self.brain = Brain(cluster, brain_rng)
         self._block_tokens = cluster.model.block_tokens
         self._sample_every = cluster.conductor.sample_every
-        self._stride = cluster.model.block_tokens // TRACE_BLOCK_TOKENS
+        self._stride, rest = divmod(cluster.model.block_tokens, run.tokens_per_block)
+        if rest or not self._stride:
+            raise ConfigError(
+                f"the cluster's blocks have {cluster.model.block_tokens} tokens, the trace's {run.tokens_per_block}: "
+                "the first must be a multiple of the second"
+            )
         self._names: Counter[str] = Counter()  # how many machines of each role there were
         self._groups: dict[str, Machines] = {}  # of each machine
         self._down: set[str] = set()

@@ -1,0 +1,158 @@
+"""The commands around the simulator: traces in either form, generated and scaled ones, clusters, sweeps and pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mooncake.app.cli import app
+from mooncake.app.sim.cluster import load_preset, parse_cluster, preset_names, preset_text
+from mooncake.app.sim.experiments import Finding, Row
+from mooncake.app.sim.simulation import Run, Simulation
+from mooncake.app.simulate_reproduce import markdown
+from mooncake.app.trace_shapes import generate
+from mooncake.app.trace_tools import load_any, one_after_another
+from mooncake.errors import ConfigError, InvalidRequest
+from mooncake.trace import ResampledTrace, expected_hits, load_trace, save_trace
+
+TIMES = {"wall_s", "peak_memory_gb"}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl.xz"
+    save_trace(generate("conversation", 150, 3), path)
+    return path
+
+
+def call(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_preset_reads_and_runs() -> None:
+    for name in preset_names():
+        cluster = load_preset(name)
+        if sum(group.count for group in cluster.machines) > 100:
+            continue
+        requests = generate("conversation", 8, 1)
+        tokens = min(512, cluster.model.block_tokens)
+        if tokens == 512:
+            results = Simulation(cluster, requests, Run()).run()
+            assert (results.fate == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("block_tokens = 512", "block_tokens = 0"), "block_tokens"),
+        (('policy = "round_robin"', 'polycy = "round_robin"'), "polycy"),
+        (('curve = "a800-llama3-70b"', 'curve = "b800"'), "b800"),
+        (("count = 16", "count = 0"), "count"),
+        (('role = "coupled"', 'role = "decode"'), "prefill"),
+        (("[model]", "[model"), "TOML"),
+    ],
+)
+def test_a_cluster_that_makes_no_sense_is_refused_with_its_reason(change: tuple[str, str], complaint: str) -> None:
+    text = preset_text("vllm-16")
+    assert change[0] in text
+    with pytest.raises(ConfigError, match=r"mine\.toml") as error:
+        parse_cluster(text.replace(*change), "mine.toml")
+    assert complaint in str(error.value) or complaint == "TOML"
+
+
+def test_a_preset_that_is_nearly_right_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'paper-16'"):
+        load_preset("paper16")
+
+
+def test_simulate_prints_the_same_line_twice(trace: Path) -> None:
+    lines = [json.loads(call("simulate", trace, "--preset", "paper-16", "--json")) for _ in range(2)]
+    assert lines[0].keys() >= TIMES
+    first, second = ({key: value for key, value in line.items() if key not in TIMES} for line in lines)
+    assert json.dumps(first) == json.dumps(second)
+    assert first["requests"] == first["done"] == 150
+
+
+def test_simulate_writes_a_page_that_needs_nothing_else_and_every_request(trace: Path, tmp_path: Path) -> None:
+    page, requests = tmp_path / "page.html", tmp_path / "requests.jsonl"
+    call("simulate", trace, "--preset", "paper-16", "--report", page, "--requests", requests)
+    text = page.read_text()
+    assert text.count("<svg") == text.count("</svg>") == 8
+    assert "http" not in text.replace("http://www.w3.org", "") and "NaN" not in text and "nan," not in text
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    assert len(rows) == 150 and all(row["ttft_s"] > 0 for row in rows)
+
+
+def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.html"
+    output = call(
+        "sweep", trace, "--preset", "paper-16", "--vary", "bandwidth", "--values", "10,400", "--json", "--plot", plot
+    )
+    slow, fast = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert (slow["value"], fast["value"]) == ("10", "400")
+    assert slow["ttft_s"]["mean"] > fast["ttft_s"]["mean"]
+    assert plot.read_text().count("<svg") == 4
+
+
+def test_an_azure_trace_is_read_by_time_and_shares_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:04.5000000,513,7\n2023-11-16 18:17:03.9799600,4808,10\n"
+    )
+    first, second = load_any(path)
+    assert (first.timestamp_ms, first.input_length, first.output_length) == (0.0, 4808, 10)
+    assert second.timestamp_ms == pytest.approx(520.04, abs=0.01)
+    assert not set(first.hash_ids) & set(second.hash_ids)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.5,many,7\n")
+    with pytest.raises(InvalidRequest, match=r"azure\.csv:2"):
+        load_any(path)
+
+
+def test_a_generated_trace_has_the_measured_shape() -> None:
+    requests = generate("conversation", seed=1)
+    tokens = [request.input_length for request in requests]
+    assert len(requests) == 12_031
+    assert sum(tokens) / len(tokens) == pytest.approx(12_035, rel=0.12)
+    assert sum(request.output_length for request in requests) / len(requests) == pytest.approx(343, rel=0.08)
+    for blocks, rate in ((None, 0.3664), (30_000, 0.3257), (10_000, 0.2112), (1_000, 0.0445)):
+        assert expected_hits(requests, blocks).block_rate == pytest.approx(rate, abs=0.03)
+    assert requests == generate("conversation", seed=1)
+
+
+def test_a_written_trace_is_read_back(tmp_path: Path) -> None:
+    target = tmp_path / "made.jsonl.gz"
+    call("trace", "generate", target, "--shape", "toolagent", "--requests", "200", "--seed", "4")
+    assert load_trace(target) == generate("toolagent", 200, 4)
+
+
+def test_a_resampled_trace_has_more_users_of_the_same_kind(tmp_path: Path) -> None:
+    requests = generate("conversation", 400, 2)
+    more = ResampledTrace(requests, 1000, seed=7)
+    times = [request.timestamp_ms for request in more]
+    assert len(more) == 1000 and times == sorted(times)
+    assert max(times) <= requests[-1].timestamp_ms - requests[0].timestamp_ms + 1
+    # two whole copies and half of a third: nothing is shared between them
+    assert len({request.hash_ids[0] for request in more}) == 3 * len({request.hash_ids[0] for request in requests})
+    assert more[5] == ResampledTrace(requests, 1000, seed=7)[5]
+    assert expected_hits(more).block_rate < expected_hits(requests).block_rate + 0.02
+
+
+def test_traces_one_after_another_share_nothing() -> None:
+    one, two = generate("conversation", 50, 1), generate("toolagent", 50, 1)
+    joined = one_after_another([one, two])
+    assert not {b for r in joined[:50] for b in r.hash_ids} & {b for r in joined[50:] for b in r.hash_ids}
+    assert joined[50].timestamp_ms >= joined[49].timestamp_ms
+
+
+def test_the_table_of_reproductions_says_what_is_compared() -> None:
+    finding = Finding(
+        "fig0", "Fig. 0", "a set-up", [Row("ratio", 2.0, 1.9), Row("ours", None, 12345.0)], "partly", "so"
+    )
+    text = markdown([finding])
+    assert "| ratio | 2 | 1.9 |  |" in text and "| ours |  | 12,345 |  |" in text and "**partly**: so." in text
