@@ -21,7 +21,7 @@ from conductor.subscriber import Subscriber
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
-from mooncake.errors import MooncakeError
+from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.rpc.server import Channels
 from mooncake.types import Role
 
@@ -52,6 +52,7 @@ class Core:
         self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
+        self._wanted: dict[str, Role] = {}  # by node id: roles asked for
 
     async def start(self) -> None:
         """With what the directory knows of an earlier life, or of another conductor."""
@@ -76,6 +77,8 @@ class Core:
         replaced = self.registry.register(info, self.clock())
         if replaced is not None:
             self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
+        if self._wanted.get(info.node_id) is info.role:
+            del self._wanted[info.node_id]
         if is_new:
             self.directory.joined(info.node_id, describe(info))
             self.subscriber.follow(info)
@@ -87,6 +90,25 @@ class Core:
         if known:
             self.fleet.heard(node_id, load)
         return known
+
+    def set_role(self, node_id: str, role: Role) -> None:
+        """Want a node to switch; it is told with its next heartbeats. Raises InvalidRequest when it cannot."""
+        node = self.registry.get(node_id)
+        if node is None:
+            raise InvalidRequest(f"there is no node {node_id!r}", "node_id")
+        if node.info.role is role:
+            self._wanted.pop(node_id, None)
+            return
+        if not node.info.can_switch or role not in (Role.PREFILL, Role.DECODE):
+            raise InvalidRequest(f"{node_id} cannot become a {role} node (start it with cluster.switchable)", "node_id")
+        others = [other for other in self.registry.usable(node.info.role) if other.info.node_id != node_id]
+        if not [other for other in others if other.info.node_id not in self._wanted]:
+            raise InvalidRequest(f"{node_id} is the last {node.info.role} node", "node_id")
+        self._wanted[node_id] = role
+
+    def wanted_role(self, node_id: str) -> Role | None:
+        """The role that a node has been asked to switch to and does not have yet."""
+        return self._wanted.get(node_id)
 
     def _restore(self, known: KnownNode) -> None:
         """Take a node in on the word of the directory: as a suspect, until it is heard."""

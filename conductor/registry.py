@@ -70,6 +70,7 @@ class NodeInfo:
     kv_fingerprint: str = ""
     block_tokens: int = 0
     max_sequences: int = 0
+    can_switch: bool = False  # between prefill and decode
 
     @property
     def host_id(self) -> str:

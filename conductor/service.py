@@ -11,8 +11,10 @@ from conductor.core import Core
 from conductor.cost import CostModel
 from conductor.registry import Node, NodeLoad
 from conductor.wire import info_from_wire, info_to_wire
+from mooncake.errors import InvalidRequest
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import cluster_pb2_grpc
+from mooncake.types import Role
 
 MAX_SAMPLES = 1024  # of a kind and message that are looked at
 
@@ -38,7 +40,17 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         if known:
             observe(self._core.costs, request.node_id, request.samples)
             self._remember(request)
-        return pb.HeartbeatResponse(known=known, conductor_incarnation=self._core.incarnation)
+        return pb.HeartbeatResponse(
+            known=known,
+            conductor_incarnation=self._core.incarnation,
+            wanted_role=self._core.wanted_role(request.node_id) or "",
+        )
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleResponse:  # noqa: N802
+        if request.role not in tuple(Role):
+            raise InvalidRequest(f"no such role: {request.role!r}", "role")
+        self._core.set_role(request.node_id, Role(request.role))
+        return pb.SetRoleResponse()
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
         return self.status()

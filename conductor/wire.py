@@ -24,6 +24,7 @@ def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
         kv_fingerprint=message.kv_fingerprint,
         block_tokens=message.block_tokens,
         max_sequences=message.max_sequences,
+        can_switch=message.can_switch,
     )
 
 
@@ -37,6 +38,7 @@ def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
         kv_fingerprint=info.kv_fingerprint,
         block_tokens=info.block_tokens,
         max_sequences=info.max_sequences,
+        can_switch=info.can_switch,
     )
 
 

@@ -186,6 +186,14 @@ class Client:
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
+    def set_role(self, node_id: str, role: str) -> None:
+        """Ask a node to become a "prefill" or a "decode" node; it drains first. Raises InvalidRequest if it cannot."""
+        request = cluster_pb2.SetRoleRequest(node_id=node_id, role=role)
+        try:
+            self._cluster.SetRole(request, timeout=_SHORT_CALL_S)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
     def close(self) -> None:
         self._channel.close()
 

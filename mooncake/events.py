@@ -30,6 +30,10 @@ class EventLog:
         self._stored: dict[BlockKey, tuple[bytes, Tier]] = {}  # parent: what a snapshot holds, in order of storing
         self._changed = asyncio.Event()
 
+    def begin_anew(self, incarnation: int) -> None:
+        """The same blocks under another life of their owner: whoever followed starts from a snapshot."""
+        self.incarnation = incarnation
+
     def append(self, events: Iterable[BlockEvent]) -> None:
         before = self.next_sequence
         for event in events:

@@ -32,7 +32,16 @@ class Membership:
     """``report`` is called on the event loop before each message and returns load, transports and the samples measured
     since the call before (those of the first call are the warm-up's). This class fills in who is speaking."""
 
-    def __init__(self, config: Config, info: pb.NodeInfo, report: Callable[[], pb.HeartbeatRequest]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        info: pb.NodeInfo,
+        report: Callable[[], pb.HeartbeatRequest],
+        on_wanted_role: Callable[[str], None] = lambda role: None,
+    ) -> None:
+        """``on_wanted_role`` is told, again and again, the role that the conductor wants this node to have."""
+        self._on_wanted_role = on_wanted_role
+        self.draining = False  # told with every heartbeat: this node takes nothing new
         self._address = config.conductor_address
         self._interval_s = config.conductor.heartbeat_interval_s
         self._info = info
@@ -71,6 +80,17 @@ class Membership:
             with contextlib.suppress(MooncakeError):
                 await self._send_heartbeat(draining=True, timeout_s=min(1.0, RPC_TIMEOUT_S))
         await self._channels.close()
+
+    async def announce(self) -> None:
+        """Heartbeat now: something that the conductor should not learn late has changed."""
+        if self.is_registered:
+            await self._heartbeat()
+
+    async def change(self, info: pb.NodeInfo) -> None:
+        """Register as another node of the same name: another role, another incarnation. Errors as of ``start``."""
+        self._registered.clear()
+        self._info, self.draining = info, False
+        await self._try_register()
 
     async def _run(self) -> None:
         backoff_s, said = 0.1, ""
@@ -116,7 +136,7 @@ class Membership:
 
     async def _heartbeat(self) -> None:
         try:
-            response = await self._send_heartbeat(draining=False, timeout_s=RPC_TIMEOUT_S)
+            response = await self._send_heartbeat(draining=self.draining, timeout_s=RPC_TIMEOUT_S)
         except (NodeUnavailable, DeadlineExceeded) as error:
             if not self._said_waiting:
                 log.warning("%s cannot reach the conductor: %s", self._info.node_id, error)
@@ -126,6 +146,8 @@ class Membership:
         if not response.known or response.conductor_incarnation != self._conductor:
             self._registered.clear()
             await self._try_register()
+        elif response.wanted_role:
+            self._on_wanted_role(response.wanted_role)
 
     async def _send_heartbeat(self, *, draining: bool, timeout_s: float) -> pb.HeartbeatResponse:
         request = self._report()

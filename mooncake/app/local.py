@@ -28,6 +28,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address
+from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ STABLE_S = 30.0  # who lived this long starts over with the shortest pause
 LOG_LINES_KEPT = 40  # of each process, to tell why it died
 
 PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_node", "decode": "decode_node"}
+SWITCHABLE = "mooncake.app.compute_node"
 
 
 @dataclass(slots=True)
@@ -188,6 +190,11 @@ class LocalCluster:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _package(self, child: Child) -> str:
+        if self.config.cluster.switchable and child.role in (Role.PREFILL, Role.DECODE):
+            return SWITCHABLE
+        return PACKAGES[child.role]
+
     async def _spawn(self, child: Child) -> None:
         assert self.folder is not None
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
@@ -197,11 +204,12 @@ class LocalCluster:
             sys.executable,
             "-P",  # a folder named like a role where the user happens to be must not win over ours
             "-m",
-            PACKAGES[child.role],
+            self._package(child),
             "--config",
             str(self.folder / "cluster.toml"),
             "--set",
             f"node.id={child.node_id}",
+            *(("--set", f"node.role={child.role}") if self._package(child) == SWITCHABLE else ()),
             *(("--set", f"node.cores={list(cores)}") if cores else ()),
             "--log-level",
             self._log_level,

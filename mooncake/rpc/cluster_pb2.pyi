@@ -31,6 +31,7 @@ class NodeInfo(_message.Message):
     KV_FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    CAN_SWITCH_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode", "store" """
@@ -41,6 +42,8 @@ class NodeInfo(_message.Message):
     """of prefill and decode nodes; a node with another one is refused"""
     block_tokens: _builtins.int
     max_sequences: _builtins.int
+    can_switch: _builtins.bool
+    """can become the other one of "prefill" and "decode" """
     @_builtins.property
     def segment(self) -> _common_pb2.SegmentAddress: ...
     def __init__(
@@ -54,10 +57,11 @@ class NodeInfo(_message.Message):
         kv_fingerprint: _builtins.str = ...,
         block_tokens: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
+        can_switch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "control_address", b"control_address", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -380,22 +384,64 @@ class HeartbeatResponse(_message.Message):
 
     KNOWN_FIELD_NUMBER: _builtins.int
     CONDUCTOR_INCARNATION_FIELD_NUMBER: _builtins.int
+    WANTED_ROLE_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """false: register again"""
     conductor_incarnation: _builtins.int
+    wanted_role: _builtins.str
+    """of a node that can switch; "": as it is"""
     def __init__(
         self,
         *,
         known: _builtins.bool = ...,
         conductor_incarnation: _builtins.int = ...,
+        wanted_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "known", b"known"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "known", b"known", "wanted_role", b"wanted_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    role: _builtins.str
+    """"prefill" or "decode" """
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

@@ -49,6 +49,11 @@ class ClusterStub:
                 request_serializer=mooncake_dot_rpc_dot_cluster__pb2.StatusRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/mooncake.v1.Cluster/SetRole',
+                request_serializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -72,6 +77,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Ask a node that can to serve another role: it drains, and registers anew in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,6 +101,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.StatusRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_cluster__pb2.StatusResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,6 +189,33 @@ class Cluster:
             '/mooncake.v1.Cluster/Status',
             mooncake_dot_rpc_dot_cluster__pb2.StatusRequest.SerializeToString,
             mooncake_dot_rpc_dot_cluster__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Cluster/SetRole',
+            mooncake_dot_rpc_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+            mooncake_dot_rpc_dot_cluster__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,8 @@ class ClusterStub:
     Register: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.HeartbeatRequest, _cluster_pb2.HeartbeatResponse]
     Status: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]
+    SetRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetRoleRequest, _cluster_pb2.SetRoleResponse]
+    """Ask a node that can to serve another role: it drains, and registers anew in it."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -41,6 +43,8 @@ class ClusterAsyncStub(ClusterStub):
     Register: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]  # type: ignore[assignment]
     Heartbeat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.HeartbeatRequest, _cluster_pb2.HeartbeatResponse]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]  # type: ignore[assignment]
+    SetRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetRoleRequest, _cluster_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Ask a node that can to serve another role: it drains, and registers anew in it."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -63,5 +67,13 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.StatusResponse, _abc.Awaitable[_cluster_pb2.StatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _cluster_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.SetRoleResponse, _abc.Awaitable[_cluster_pb2.SetRoleResponse]]:
+        """Ask a node that can to serve another role: it drains, and registers anew in it."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

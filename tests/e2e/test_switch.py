@@ -1,0 +1,91 @@
+"""A node changes its role while the cluster answers: no request is lost, and what was cached stays so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from drive import ask, ask_all, status, wait_idle
+
+from mooncake.app.local import LocalCluster
+from mooncake.config import load_config
+from mooncake.rpc import cluster_pb2, cluster_pb2_grpc
+
+SETTINGS = [
+    "cluster.switchable=true",
+    "cluster.prefill=2",
+    "cluster.decode=1",
+    "conductor.http_port=0",
+    "conductor.grpc_port=0",
+    "conductor.heartbeat_interval_s=0.1",
+    "prefill.kv_gb=0.5",
+    "decode.kv_gb=0.5",
+    "store.dram_gb=0.4",
+    "prefill.threads=1",
+    "decode.threads=1",
+]
+PROMPTS = [list(range(1000 * k, 1000 * k + 200)) for k in range(1, 5)]
+
+
+async def set_role(channel: grpc.aio.Channel, node_id: str, role: str) -> None:
+    request = cluster_pb2.SetRoleRequest(node_id=node_id, role=role)
+    await cluster_pb2_grpc.ClusterStub(channel).SetRole(request, timeout=10)
+
+
+async def wait_role(channel: grpc.aio.Channel, node_id: str, role: str) -> None:
+    """Until the node is live in its role and has told how long the switch took."""
+    async with asyncio.timeout(60):
+        while True:
+            nodes = {node.info.node_id: node for node in (await status(channel)).nodes}
+            node = nodes.get(node_id)
+            if (
+                node is not None
+                and node.info.role == role
+                and node.state == "live"
+                and node.load.counters["last_switch_us"]
+            ):
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_node_switches_there_and_back_under_load() -> None:
+    async with (
+        LocalCluster(load_config(None, SETTINGS)) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+    ):
+        before = await ask_all(channel, PROMPTS, 16, at_once=4)
+        await wait_idle(channel, 5)
+        held = {node.info.node_id: node.load.blocks_cached for node in (await status(channel)).nodes}
+
+        with pytest.raises(grpc.aio.AioRpcError, match="last decode node"):
+            await set_role(channel, "decode-0", "prefill")
+        with pytest.raises(grpc.aio.AioRpcError, match="no such role"):
+            await set_role(channel, "prefill-1", "pigeon")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"cluster\.switchable"):
+            await set_role(channel, "store-0", "decode")
+
+        under_way = asyncio.create_task(ask_all(channel, PROMPTS * 3, 16, at_once=4))
+        await asyncio.sleep(0.3)
+        await set_role(channel, "prefill-1", "decode")
+        await wait_role(channel, "prefill-1", "decode")
+        during = await under_way
+        assert [answer.tokens for answer in during] == [answer.tokens for answer in before] * 3
+
+        # The node that is left prefills, both decode, and what either cached is still found.
+        after = await ask_all(channel, PROMPTS * 2, 16, at_once=8)
+        assert [answer.tokens for answer in after] == [answer.tokens for answer in before] * 2
+        assert {answer.timings.prefill_node for answer in after} == {"prefill-0"}
+        assert "prefill-1" in {answer.timings.decode_node for answer in after}
+        assert all(answer.cached_tokens >= 128 for answer in after)
+        await wait_idle(channel, 5)
+        now = {node.info.node_id: node.load.blocks_cached for node in (await status(channel)).nodes}
+        assert now["prefill-1"] >= held["prefill-1"], "the switch dropped cached blocks"
+
+        await set_role(channel, "prefill-1", "prefill")
+        await wait_role(channel, "prefill-1", "prefill")
+        again = await ask(channel, PROMPTS[0], 16)
+        assert again.tokens == before[0].tokens
+        await wait_idle(channel, 5)
