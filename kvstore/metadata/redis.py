@@ -309,12 +309,15 @@ class RedisDirectory:
         pipeline.append(key, records)
         pipeline.pexpire(key, self._ttl_ms)
         pipeline.set(self._key("cursor", name), cursor.pack(), px=self._ttl_ms)
-        new_length = (await pipeline.execute())[0]
-        if new_length != length:
-            node.pending = None  # emptied behind our back
-            self._work.set()
-            return
-        node.length = length
+        try:
+            new_length = (await pipeline.execute())[0]
+        except BaseException:  # also when we are told to stop: nobody knows whether it was written
+            node.pending = None
+            raise
+        if new_length == length:
+            node.length = length
+        else:  # emptied behind our back
+            await self._write_table(name, node)
 
     def _tell(self, pipeline: Any, kind: str, name: str) -> None:
         fields = {"kind": kind, "node": name}

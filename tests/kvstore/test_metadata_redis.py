@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from redis_process import RedisProcess
 
 from conductor.prefix_index import PrefixIndex
 from kvstore.metadata.redis import MAX_STREAM, RedisDirectory
@@ -30,44 +27,9 @@ pytestmark = [
 PREFIX = "mooncake:test"
 
 
-class Server:
-    """A redis-server on a free port of loopback, with nothing on disk."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *options: str) -> None:
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
-        self._process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as link:
-                link.settimeout(1)
-                link.sendall(b"PING\r\n")
-                if link.recv(7).startswith(b"+PONG"):
-                    return
-            assert time.monotonic() < deadline, "redis-server does not answer"
-            time.sleep(0.02)
-
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[RedisProcess]:
+    server = RedisProcess(tmp_path)
     server.start()
     yield server
     server.stop()
@@ -104,7 +66,7 @@ class Conductor:
 
 
 @pytest.fixture
-async def conductor(server: Server) -> AsyncIterator[Conductor]:
+async def conductor(server: RedisProcess) -> AsyncIterator[Conductor]:
     conductor = Conductor(server.url)
     assert await conductor.directory.load() == []
     conductor.directory.start(conductor.index.blocks_of)
@@ -155,7 +117,7 @@ async def until_state(conductor: Conductor, start: str, within_s: float = 10.0) 
 
 
 async def test_a_conductor_that_starts_knows_nodes_blocks_and_where_their_events_go_on(
-    server: Server, conductor: Conductor
+    server: RedisProcess, conductor: Conductor
 ) -> None:
     conductor.join("s1", "s2")
     conductor.change("s1", stored(1, 2, 3))
@@ -179,7 +141,7 @@ async def test_a_conductor_that_starts_knows_nodes_blocks_and_where_their_events
 
 
 async def test_events_cost_an_append_and_a_cache_that_forgets_costs_a_table(
-    server: Server, conductor: Conductor
+    server: RedisProcess, conductor: Conductor
 ) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(*range(100)))
@@ -195,7 +157,7 @@ async def test_events_cost_an_append_and_a_cache_that_forgets_costs_a_table(
     assert conductor.directory.tables_written == tables + 1
 
 
-async def test_a_log_that_only_grows_is_written_anew(server: Server, conductor: Conductor) -> None:
+async def test_a_log_that_only_grows_is_written_anew(server: RedisProcess, conductor: Conductor) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(0))
     await until_kept(conductor, server.url, "s1")
@@ -214,7 +176,7 @@ async def test_a_log_that_only_grows_is_written_anew(server: Server, conductor: 
     await redis.aclose()
 
 
-async def test_a_redis_that_restarts_empty_is_filled_again(server: Server, conductor: Conductor) -> None:
+async def test_a_redis_that_restarts_empty_is_filled_again(server: RedisProcess, conductor: Conductor) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(*range(50)))
     await until_kept(conductor, server.url, "s1")
@@ -228,7 +190,7 @@ async def test_a_redis_that_restarts_empty_is_filled_again(server: Server, condu
     await until_state(conductor, "redis")
 
 
-async def test_a_redis_that_is_emptied_is_noticed(server: Server, conductor: Conductor) -> None:
+async def test_a_redis_that_is_emptied_is_noticed(server: RedisProcess, conductor: Conductor) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(*range(50)))
     await until_kept(conductor, server.url, "s1")
@@ -241,7 +203,7 @@ async def test_a_redis_that_is_emptied_is_noticed(server: Server, conductor: Con
             await asyncio.sleep(0.01)
 
 
-async def test_a_redis_that_hangs_delays_nobody(server: Server, conductor: Conductor) -> None:
+async def test_a_redis_that_hangs_delays_nobody(server: RedisProcess, conductor: Conductor) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(1))
     await until_kept(conductor, server.url, "s1")
@@ -261,7 +223,7 @@ async def test_a_redis_that_hangs_delays_nobody(server: Server, conductor: Condu
     await until_state(conductor, "redis")
 
 
-async def test_a_full_redis_is_as_good_as_none_until_there_is_room(server: Server, conductor: Conductor) -> None:
+async def test_a_full_redis_is_as_good_as_none_until_there_is_room(server: RedisProcess, conductor: Conductor) -> None:
     redis = Redis.from_url(server.url)
     await redis.config_set("maxmemory", 1)
     conductor.join("s1")
@@ -274,7 +236,7 @@ async def test_a_full_redis_is_as_good_as_none_until_there_is_room(server: Serve
     await redis.aclose()
 
 
-async def test_a_node_that_nobody_vouches_for_is_forgotten(server: Server) -> None:
+async def test_a_node_that_nobody_vouches_for_is_forgotten(server: RedisProcess) -> None:
     conductor = Conductor(server.url, ttl_s=0.6)
     conductor.directory.start(conductor.index.blocks_of)
     conductor.join("s1")
@@ -296,7 +258,7 @@ async def test_a_node_that_nobody_vouches_for_is_forgotten(server: Server) -> No
     await redis.aclose()
 
 
-async def test_a_torn_log_is_not_believed(server: Server, conductor: Conductor) -> None:
+async def test_a_torn_log_is_not_believed(server: RedisProcess, conductor: Conductor) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(*range(10)))
     await until_kept(conductor, server.url, "s1")
@@ -308,7 +270,7 @@ async def test_a_torn_log_is_not_believed(server: Server, conductor: Conductor) 
     await redis.aclose()
 
 
-async def test_two_conductors_keep_whole_tables_of_the_same_node(server: Server, conductor: Conductor) -> None:
+async def test_two_conductors_keep_whole_tables_of_the_same_node(server: RedisProcess, conductor: Conductor) -> None:
     other = Conductor(server.url)
     other.directory.start(other.index.blocks_of)
     for each in (conductor, other):
@@ -321,7 +283,7 @@ async def test_two_conductors_keep_whole_tables_of_the_same_node(server: Server,
     await other.directory.close()
 
 
-async def test_a_million_blocks_are_warm_in_two_seconds(server: Server, conductor: Conductor) -> None:
+async def test_a_million_blocks_are_warm_in_two_seconds(server: RedisProcess, conductor: Conductor) -> None:
     names = [f"s{number}" for number in range(4)]
     conductor.join(*names)
     for position, name in enumerate(names):
