@@ -229,7 +229,7 @@ class CostModel:
         self._decode = _Fits(_DECODE_SCALES)
         self._transfer = _Fits(_TRANSFER_SCALES)
         if start is not None:
-            self._start_from(start)
+            self.start_from(start)
 
     def observe_prefill(self, node_id: str, new_tokens: int, prefix_tokens: int, ms: float) -> None:
         self._prefill.observe(node_id, (1.0, float(new_tokens), new_tokens * (prefix_tokens + new_tokens / 2)), ms)
@@ -283,7 +283,8 @@ class CostModel:
     def has_measured(self, kind: str, node_id: str) -> bool:
         return node_id in (self._prefill if kind == "prefill" else self._decode).names()
 
-    def _start_from(self, start: StartCosts) -> None:
+    def start_from(self, start: StartCosts) -> None:
+        """Believe a calibration until nodes say otherwise."""
         for tokens in (64, 512, 4096, 32768):
             for prefix in (0, 8192):
                 if start.prefill.is_known:

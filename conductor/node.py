@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
+from conductor.calibration import read_calibration
 from conductor.core import Core
 from conductor.dispatch import ModelFacts
 from conductor.ingress.app import Ingress
@@ -48,6 +50,8 @@ class ConductorNode:
         tokenizer = checkpoint.load_tokenizer()
         facts = model_facts(config, checkpoint)
         core = self._core = Core(config, facts, self._open_directory(config, facts.kv_fingerprint))
+        if config.conductor.calibration:
+            core.costs.start_from(read_calibration(Path(config.conductor.calibration)))
         cluster = ClusterServicer(core, config.model.name or checkpoint.name)
         server = self._server = RpcServer()
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")

@@ -1,0 +1,172 @@
+"""``mooncake calibrate``: how long a model's steps take on this machine, as curves for conductor and simulator.
+
+It runs the engine itself, alone and in this process, over a grid of sizes, and fits what it measured with the very fit
+that the conductor uses while it serves. Nothing here is assumed of the machine; how well the curves fit is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from conductor.calibration import calibration_toml
+from conductor.cost import ALL_NODES, CostModel, StartCosts
+from mooncake.app.bench_report import machine, progress, tell
+from mooncake.app.console import out, plain_table, print_json
+from mooncake.app.peers.own import OwnEngine
+from mooncake.app.preflight import available_cores
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import load_config
+from mooncake.engine.engine import EngineConfig
+from mooncake.errors import ConfigError
+from mooncake.precision import resolve_precision
+
+PREFILL_TOKENS = (64, 128, 256, 512, 1024)
+PREFIX_TOKENS = (0, 256)
+BATCHES = (1, 2, 4, 8)
+CONTEXTS = (64, 320)
+DECODE_STEPS = 6
+COPY_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
+KV_GB = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement beside what the fitted curve says."""
+
+    what: str
+    measured_ms: float
+    fitted_ms: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return self.fitted_ms / self.measured_ms - 1.0
+
+
+def main(args: list[str]) -> None:
+    """Raises MooncakeError: a wrong option, a model that cannot be read, a file that cannot be written."""
+    parser = argparse.ArgumentParser(prog="mooncake calibrate", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
+    add("--name", default="here", help="of the curve, for the simulator's cluster file")
+    add("--threads", type=int, default=0, help="of the compute library; 0: all cores")
+    add("--reps", type=int, default=2)
+    add("--max-tokens", type=int, default=512, help="longest prompt measured")
+    add("--out", type=Path, metavar="FILE", help="write the TOML there; conductor.calibration takes it")
+    add("--json", action="store_true", help="end with one line of JSON")
+    given = parser.parse_args(args)
+    if not given.name.replace("-", "").replace("_", "").isalnum() or given.reps < 1 or given.max_tokens < 64:
+        raise ConfigError("--name takes letters, digits, - and _; --reps at least 1, --max-tokens at least 64")
+    threads = given.threads or available_cores()
+    with progress("calibrating") as shown:
+        costs, points = measure(given.model, given.set, threads, given.reps, given.max_tokens, shown)
+    start = StartCosts(costs.prefill(ALL_NODES), costs.decode(ALL_NODES), costs.transfer_of_all())
+    source = f"{given.model.rsplit('/', 1)[-1]}, {threads} threads, {machine()['cpu']}"
+    report(start, points, given.json)
+    text = calibration_toml(given.name, start, source.replace('"', "'"))
+    if given.out is None:
+        out.print(text, markup=False, highlight=False)
+        return
+    try:
+        given.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {given.out}: {error.strerror}") from None
+
+
+def measure(
+    model: str, overrides: list[str], threads: int, reps: int, max_tokens: int, shown: Progress
+) -> tuple[CostModel, list[Point]]:
+    """The best of ``reps`` at each size: whatever else runs on the machine only adds time."""
+    tell(shown, "loading the model")
+    checkpoint = open_checkpoint(model)
+    config = load_config(None, overrides)
+    longest = max(max_tokens + max(PREFIX_TOKENS), max(CONTEXTS)) + DECODE_STEPS + 1
+    settings = EngineConfig(
+        block_tokens=config.block.tokens, chunk_tokens=0, max_sequences=max(BATCHES), max_model_len=longest
+    )
+    precision = resolve_precision(config.model.dtype, config.model.kv_dtype, config.model.weights)
+    engine = OwnEngine(checkpoint, precision, threads, settings, KV_GB)
+    engine.run([[5] * 8], 2)
+    rng = np.random.default_rng(0)
+
+    def prompt(tokens: int) -> list[int]:
+        return [int(token) for token in rng.integers(5, checkpoint.config.vocab_size, tokens)]
+
+    costs, points = CostModel(), list[tuple[Point, Callable[[], float]]]()
+    for prefix in PREFIX_TOKENS:
+        for tokens in (size for size in PREFILL_TOKENS if size <= max_tokens):
+            tell(shown, f"prefill of {tokens} tokens behind {prefix}")
+            known = prompt(prefix)
+            if prefix:
+                engine.run([known], 1)
+            times = [engine.run([known + prompt(tokens)], 1) for _ in range(reps)]
+            ms = 1e3 * min(times)
+            costs.observe_prefill(ALL_NODES, tokens, prefix, ms)
+            points.append(
+                (
+                    Point(f"prefill {tokens} behind {prefix}", ms),
+                    lambda t=tokens, p=prefix: costs.prefill(ALL_NODES).ms(t, p),  # type: ignore[misc]
+                )
+            )
+    for context in CONTEXTS:
+        prompts = [prompt(context) for _ in range(max(BATCHES))]
+        for batch in BATCHES:
+            tell(shown, f"decode of {batch} sequences of {context} tokens")
+            engine.run(prompts[:batch], DECODE_STEPS)  # the shorter batches' prompts are cached
+            steps = [1e3 * step.step_s for step in engine.decode_steps(batch)]
+            if not steps:
+                continue
+            ms, total = statistics.median(steps), batch * (context + DECODE_STEPS // 2)
+            costs.observe_decode(ALL_NODES, batch, total, ms)
+            points.append(
+                (
+                    Point(f"decode {batch} x {context}", ms),
+                    lambda b=batch, t=total: costs.decode(ALL_NODES).ms(b, t),  # type: ignore[misc]
+                )
+            )
+    tell(shown, "copying")
+    for size in COPY_BYTES:
+        costs.observe_transfer(ALL_NODES, "", size, max(1e3 * _copy_s(size, reps), 1e-6))
+    return costs, [Point(point.what, point.measured_ms, fitted()) for point, fitted in points]
+
+
+def report(start: StartCosts, points: list[Point], as_json: bool) -> None:
+    table = plain_table("", "measured, ms", "fitted, ms", "error")
+    for point in points:
+        table.add_row(point.what, f"{point.measured_ms:.3g}", f"{point.fitted_ms:.3g}", f"{point.error:+.1%}")
+    out.print(table)
+    typical = statistics.median(abs(point.error) for point in points) if points else math.nan
+    out.print(f"\nmedian error of the curves {typical:.1%}")
+    if as_json:
+        print_json(
+            {
+                "prefill": asdict(start.prefill),
+                "decode": asdict(start.decode),
+                "transfer": asdict(start.transfer),
+                "median_error": typical,
+                "points": [
+                    {"what": point.what, "measured_ms": point.measured_ms, "fitted_ms": point.fitted_ms}
+                    for point in points
+                ],
+            }
+        )
+
+
+def _copy_s(size: int, reps: int) -> float:
+    """Seconds to copy so many bytes through memory once."""
+    source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+    times = []
+    for _ in range(reps + 1):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
