@@ -42,6 +42,7 @@ class Options:
     budget: int
     limit_ms: float
     reps: int
+    max_s: float
     threads: int
     seed: int
     json: Path | None
@@ -68,7 +69,10 @@ def main(args: list[str]) -> None:
     try:
         with progress("chunked") as shown:
             engines = _engines(options, ways)
+            deadline_s = time.monotonic() + options.max_s
             for rep in range(options.reps):
+                if rep and time.monotonic() > deadline_s:
+                    break
                 for way, engine in engines.items():
                     tell(shown, f"{way}, turn {rep + 1} of {options.reps}")
                     turns[way].append(_turn(engine, options, rep))
@@ -96,6 +100,7 @@ def parse(args: list[str]) -> Options:
     add("--budget", type=int, default=512, help="most prompt tokens of a step")
     add("--limit-ms", type=float, default=100.0, help="longest gap aimed at")
     add("--reps", type=int, default=3, help="turns of each way")
+    add("--max-s", type=float, default=120.0, help="no more turns than fit into so long, but one of each")
     add("--threads", type=int, default=0)
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")

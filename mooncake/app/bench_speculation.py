@@ -38,6 +38,7 @@ class Options:
     tokens: int
     guesses: int
     reps: int
+    max_s: float
     threads: int
     seed: int
     json: Path | None
@@ -82,9 +83,10 @@ def parse(args: list[str]) -> Options:
     add = parser.add_argument
     add("--model", default="smollm2")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--tokens", type=int, default=96, help="of each answer")
+    add("--tokens", type=int, default=64, help="of each answer")
     add("--guesses", type=int, default=16, help="most tokens guessed in a step")
     add("--reps", type=int, default=3, help="turns of each")
+    add("--max-s", type=float, default=120.0, help="no more turns than fit into so long, but one of each")
     add("--threads", type=int, default=0)
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
@@ -119,7 +121,10 @@ def _measure(
     rates: dict[str, list[float]] = {name: [] for name in engines}
     wanted: list[list[int]] | None = None
     samplings = [replace(sampling, seed=sampling.seed + number) for number in range(len(prompts))]
+    deadline_s = time.monotonic() + options.max_s / 4  # of the four tasks
     for rep in range(options.reps + 1):
+        if rep > 1 and time.monotonic() > deadline_s:
+            break
         for name, llm in engines.items():
             began_s = time.perf_counter()
             answers = [answer.token_ids for answer in llm.generate(prompts, samplings, use_tqdm=False)]
