@@ -25,10 +25,7 @@ HUBER = 2.5  # typical errors beyond which a sample counts less
 ERROR_RATE = 0.05  # of the running means of errors
 MIN_ERROR, MAX_ERROR = 0.02, 4.0  # of |ln(measured / predicted)|
 LOST = 0.5  # a usual error above which nothing is as it was
-WARM_SAMPLES, REFIT_SAMPLES = (
-    16,
-    8,
-)  # at first every sample is compared with a fresh fit, later with one of few samples ago
+WARM_SAMPLES, REFIT_SAMPLES = 16, 16  # at first each sample is judged by a fresh fit, later by one of few samples ago
 _PAIR = "\x00"
 _RIDGE = 1e-9
 
