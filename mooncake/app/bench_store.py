@@ -1,0 +1,344 @@
+"""``mooncake bench store``: put, get and ask through ``kvstore.Client``, over TCP and over shared memory.
+
+Beside Mooncake's own store (``put_from``, ``get_into``; it has no checksums, ours are verified on both sides) and a
+copy of memory, in turns. The store is another process; every block crosses from one to the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from rich.progress import Progress
+
+import kvstore
+from kvstore.node import StoreNode
+from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.peers.process import end_group, read_line, signal_group
+from mooncake.config import load_config
+from mooncake.errors import Cancelled, ConfigError, InternalError, NodeUnavailable
+
+SLOT_BYTES = 16 << 20
+NUM_SLOTS = 96
+MEMORY_BYTES = 256 << 20
+MAX_STORED = 64
+EXISTS = 250
+BATCH = 16
+DEADLINE_S = 30.0
+OURS, THEIRS, COPY = "ours", "mooncake-store", "memcpy"
+SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
+SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
+NOTES = (
+    "GB = 1e9 bytes; one caller, one block a call unless it says batch; the memory that is read into and put from is "
+    f"{MEMORY_BYTES >> 20} MiB, of the copy too, more than caches hold",
+    "ours: xxh3 computed by the writer, verified by the store at seal and by the reader; the other has none",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    mooncake_python: str
+    transports: tuple[str, ...]
+    seconds: float
+    reps: int
+    seed: int
+    json: Path | None
+
+
+class Answer(msgspec.Struct):
+    calls: int
+    seconds: float
+    p50_us: float
+
+
+class Subject(Protocol):
+    name: str
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        """Call after call for so long; None when it has no such operation."""
+        ...
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, NodeUnavailable when a peer does not start, Cancelled after Ctrl-C."""
+    options = parse(args)
+    config: dict[str, object] = {
+        "seconds": options.seconds,
+        "reps": options.reps,
+        "peer": bool(options.mooncake_python),
+    }
+    report = Report("store", config, options.seed)
+    report.notes.extend(NOTES)
+    complete = True
+    try:
+        with progress("store") as shown:
+            measure(options, report, shown)
+    except KeyboardInterrupt:
+        complete = False
+        report.notes.append("stopped before the end")
+    compare(report)
+    report.finish(options.json)
+    if not complete:
+        raise Cancelled("stopped before the end of the benchmark")
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench store", description=__doc__)
+    add = parser.add_argument
+    add("--mooncake-python", default="", metavar="PATH", help="with mooncake-transfer-engine-non-cuda, to compare with")
+    add("--transports", default="tcp,shm", help="of ours, each measured")
+    add("--seconds", type=float, default=0.4, help="of one turn")
+    add("--reps", type=int, default=4, help="turns of each")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--quick", action="store_true", help="little of everything: does it work?")
+    given = parser.parse_args(args)
+    if given.quick:
+        given.seconds, given.reps = 0.02, 1
+    transports = tuple(given.transports.split(","))
+    if set(transports) - {"tcp", "shm"}:
+        raise ConfigError(f"--transports knows tcp and shm, got {given.transports!r}")
+    return Options(given.mooncake_python, transports, given.seconds, max(1, given.reps), given.seed, given.json)
+
+
+def measure(options: Options, report: Report, shown: Progress) -> None:
+    with ExitStack() as stack:
+        tell(shown, "starting")
+        address = stack.enter_context(_store())
+        memory = np.random.default_rng(options.seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+        subjects: list[Subject] = [stack.enter_context(_Ours(t, address, memory)) for t in options.transports]
+        if options.mooncake_python:
+            subjects.append(stack.enter_context(_Theirs(options.mooncake_python)))
+        subjects.append(_Copy(memory))
+        tasks = [(what, size) for size in SIZES for what in ("get", "put", "get batch")] + [("exists", 0)]
+        kept: dict[tuple[str, str, int], list[Answer]] = {}
+        for rep in range(options.reps):
+            for operation, size in tasks:
+                for subject in subjects:
+                    tell(shown, f"{subject.name}: {operation} {size >> 10} KiB, {rep + 1}/{options.reps}")
+                    answer = subject.turn(operation, size, options.seconds)
+                    if answer is not None:
+                        kept.setdefault((subject.name, operation, size), []).append(answer)
+    for (name, operation, size), answers in kept.items():
+        times = tuple(answer.p50_us for answer in answers)
+        if operation == "exists":
+            report.add(Figure(name, f"exists, {EXISTS} keys", "us", times))
+            continue
+        params = {"KiB": size >> 10}
+        moved = size * (BATCH if operation == "get batch" else 1)
+        rates = tuple(answer.calls * moved / answer.seconds / 1e9 for answer in answers)
+        report.add(Figure(name, operation, "GB/s", rates, more_is_better=True, params=params))
+        report.add(Figure(name, f"{operation}, one call", "us", times, params=params))
+
+
+def compare(report: Report) -> None:
+    for size in SIZES:
+        label = f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB"
+        for operation in ("get", "put"):
+            params = {"KiB": size >> 10}
+            theirs, copy = report.find(THEIRS, operation, **params), report.find(COPY, operation, **params)
+            ours, shm = (report.find(f"{OURS} {t}", operation, **params) for t in ("tcp", "shm"))
+            report.compare(f"{operation}_{label}_vs_mooncake", ours, theirs)
+            report.compare(f"shm_{operation}_{label}_vs_mooncake", shm, theirs)
+            report.compare(f"shm_{operation}_{label}_vs_memcpy", shm, copy)
+    name = f"exists, {EXISTS} keys"
+    report.compare("exists_250_time_vs_mooncake", report.find(f"{OURS} tcp", name), report.find(THEIRS, name))
+
+
+# The subjects
+
+
+class _Ours:
+    """A client in this process, on a loop of its own."""
+
+    def __init__(self, transport: str, address: str, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        self.name = f"{OURS} {transport}"
+        self._transport = transport
+        self._address = address
+        self._memory = memory
+        self._loop = asyncio.new_event_loop()
+        self._puts = 0
+
+    def __enter__(self) -> _Ours:
+        connecting = kvstore.Client.connect(self._address, transports=(self._transport,), namespace=self._transport)
+        self._client = self._loop.run_until_complete(connecting)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        return self._loop.run_until_complete(self._turn(operation, size, seconds))
+
+    async def _turn(self, operation: str, size: int, seconds: float) -> Answer:
+        call = await self._prepare(operation, size)
+        await call(0)  # warm
+        taken: list[float] = []
+        started = time.perf_counter()
+        while not taken or time.perf_counter() < started + seconds:
+            began = time.perf_counter()
+            await call(len(taken))
+            taken.append(time.perf_counter() - began)
+        elapsed = time.perf_counter() - started
+        return Answer(len(taken), elapsed, sorted(taken)[len(taken) // 2] * 1e6)
+
+    async def _prepare(self, operation: str, size: int) -> Callable[[int], Awaitable[None]]:
+        pool = self._client
+        if operation == "exists":
+            keys = [f"exists {number}" for number in range(EXISTS)]
+
+            async def ask(number: int) -> None:
+                await pool.exists(keys)
+
+            return ask
+        places = MEMORY_BYTES // size
+        stored = min(places, MAX_STORED // 2)
+        views = [self._memory[at * size : (at + 1) * size] for at in range(min(places, 4096))]
+        if operation == "put":
+
+            async def put(number: int) -> None:
+                self._puts += 1
+                if not await pool.put(f"put {self._puts}", views[number % len(views)]):
+                    raise InternalError("a block was not stored")
+
+            return put
+        for number in range(stored):
+            await pool.put(f"get {size} {number}", views[number])
+        if operation == "get":
+
+            async def get(number: int) -> None:
+                if await pool.get_into(f"get {size} {number % stored}", views[number % len(views)]) != size:
+                    raise InternalError("a block was not there")
+
+            return get
+
+        async def get_batch(number: int) -> None:
+            which = [(number * BATCH + i) % stored for i in range(BATCH)]
+            into = [views[(number * BATCH + i) % len(views)] for i in range(BATCH)]
+            if await pool.get_batch_into([f"get {size} {i}" for i in which], into) != [size] * BATCH:
+                raise InternalError("a block was not there")
+
+        return get_batch
+
+
+class _Copy:
+    name = COPY
+
+    def __init__(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        self._source = memory
+        self._target = np.zeros_like(memory)
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        if operation not in ("get", "put"):
+            return None
+        places = MEMORY_BYTES // size
+        taken: list[float] = []
+        started = time.perf_counter()
+        while not taken or time.perf_counter() < started + seconds:
+            at = len(taken) % places * size
+            began = time.perf_counter()
+            np.copyto(self._target[at : at + size], self._source[at : at + size])
+            taken.append(time.perf_counter() - began)
+        return Answer(len(taken), time.perf_counter() - started, sorted(taken)[len(taken) // 2] * 1e6)
+
+
+class _Theirs:
+    """``store_script.py`` under the other Python; stopped while it is not at its turn."""
+
+    name = THEIRS
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._ending = ExitStack()
+
+    def __enter__(self) -> _Theirs:
+        with ExitStack() as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile())
+            try:
+                self._process = subprocess.Popen(
+                    [self._python, str(SCRIPT)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._log,
+                    process_group=0,
+                )
+            except OSError as error:
+                raise NodeUnavailable(f"cannot start {THEIRS} with {self._python}: {error.strerror}") from None
+            stack.callback(end_group, self._process)
+            while b"ready" not in self._line():
+                pass
+            signal_group(self._process, signal.SIGSTOP)
+            self._ending = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.close()
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        if operation == "get batch":
+            return None
+        assert self._process.stdin is not None
+        signal_group(self._process, signal.SIGCONT)
+        try:
+            task = {"operation": operation, "size": size, "seconds": seconds}
+            self._process.stdin.write(msgspec.json.encode(task) + b"\n")
+            self._process.stdin.flush()
+            while not (line := self._line()).startswith(b"{"):  # it may talk in between
+                pass
+            return msgspec.json.decode(line, type=Answer)
+        except (BrokenPipeError, msgspec.DecodeError) as error:
+            raise InternalError(f"{THEIRS}: {error}") from None
+        finally:
+            signal_group(self._process, signal.SIGSTOP)
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        line = read_line(self._process.stdout, DEADLINE_S)
+        if line:
+            return line
+        self._log.seek(0)
+        words = self._log.read().decode(errors="replace").strip().splitlines()
+        raise NodeUnavailable(f"{THEIRS} ended or hangs: {words[-1] if words else 'without a word'}")
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[str]:
+    """A store node in another process; its address."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_keep, args=(there,), daemon=True)
+    process.start()
+    try:
+        if not here.poll(DEADLINE_S):
+            raise NodeUnavailable("the store does not start")
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _keep(control: Connection) -> None:
+    async def serve() -> None:
+        size = f"store.dram_gb={NUM_SLOTS * SLOT_BYTES / 1e9 + 1e-6}"
+        node = StoreNode(load_config(None, [size]), SLOT_BYTES, join_cluster=False)
+        await node.start()
+        await asyncio.to_thread(node.segment.populate)
+        control.send(node.control_address)
+        await asyncio.get_running_loop().create_future()
+
+    asyncio.run(serve())
