@@ -298,6 +298,9 @@ class Link:
             else:
                 lane.pace.gave_back(part.nbytes)
                 lane.route.on_way -= 1
+            if failure is None and not self._closed and not self._waiting_bytes:  # as nearly always
+                lane.is_driven = False
+                return
         if failure is not None:
             self._failed(lane, failure)
         with self._lock:

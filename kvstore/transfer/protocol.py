@@ -186,6 +186,11 @@ def unpack_frame(data: bytes | bytearray | memoryview) -> Frame:
 
 def unpack_ranges(data: bytes | bytearray | memoryview, frame: Frame) -> list[WireRange]:
     """Raises ProtocolViolation unless the lengths add up to the frame's payload and none is empty."""
+    if frame.num_ranges == 1:
+        only = WireRange._make(_RANGE.unpack(data))
+        if only.length != frame.payload_bytes:  # which is not 0
+            raise ProtocolViolation("the range is not as long as the payload")
+        return [only]
     ranges = [WireRange._make(row) for row in _RANGE.iter_unpack(data)]
     lengths = [item.length for item in ranges]
     if min(lengths) < 1 or sum(lengths) != frame.payload_bytes:

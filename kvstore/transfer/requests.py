@@ -178,9 +178,23 @@ def cut(request: Request, slice_bytes: int) -> list[Slice]:
     (or, for a read, not writable), and reads mixed with writes."""
     if not request.ranges:
         return []
+    if len(request.ranges) == 1 and (alone := _alone(request, request.ranges[0], slice_bytes)) is not None:
+        return [alone]
     if isinstance(request.ranges[0], WriteRange):
         return _cut(request, Operation.WRITE, map(_write_row, request.ranges), slice_bytes)
     return _cut(request, Operation.READ, map(_read_row, request.ranges), slice_bytes)
+
+
+def _alone(request: Request, item: WriteRange | ReadRange, slice_bytes: int) -> Slice | None:
+    """The usual small request: one range, no longer than a slice."""
+    writes = isinstance(item, WriteRange)
+    block, offset, local, epoch = _write_row(item) if writes else _read_row(item)
+    size = local.nbytes
+    if size > slice_bytes:
+        return None
+    check_range(block, offset, size, request.address.block_bytes, request.address.num_blocks)
+    piece = Piece(WireRange(block, offset, size, epoch), local)
+    return Slice(Operation.WRITE if writes else Operation.READ, (piece,), size, request.deadline)
 
 
 _Row = tuple[int, int, memoryview, int]  # block, offset, memory, epoch

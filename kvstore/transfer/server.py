@@ -40,6 +40,7 @@ CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all conne
 SENDFILE_BYTES = 64 << 10  # ranges of so much go out without a copy
 FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
 _HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES  # a frame has a range at least
+_NOWHERE: frozenset[int] = frozenset()
 _ZEROS = memoryview(bytes(1 << 16))
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
@@ -77,7 +78,7 @@ class _Connection:
     wire: Wire
     is_local: bool  # over the unix socket: holds a mapping, sends nothing
     peer: str = ""  # set once it has said hello
-    landing: frozenset[int] = frozenset()  # blocks that the frame being received writes into
+    landing: frozenset[int] = _NOWHERE  # blocks that the frame being received writes into
     counts: _Counts = field(default_factory=_Counts)
     attachment: Attachment | None = None  # it speaks another way, and is silent here
     head: memoryview = field(default_factory=lambda: memoryview(bytearray(_HEAD_BYTES)))  # of the frame at hand
@@ -115,6 +116,7 @@ class SegmentServer:
         self._ended = _Counts()  # of connections that have ended
         self._listeners: list[socket.socket] = []
         self._exporters: list[Exporter] = []
+        self._revoking = 0  # threads that wait for what is landing
         self._unix_path = ""
         self._tcp_address = ""
         self._stopping = False
@@ -174,6 +176,7 @@ class SegmentServer:
         with self._changed:
             for block in blocks:
                 self._grants.table[block] = 0
+            self._revoking += 1
             patience = time.monotonic() + _LANDING_GRACE_S
             while landing := [each for each in self._connections if each.landing & blocks]:
                 left = patience - time.monotonic()
@@ -181,6 +184,7 @@ class SegmentServer:
                     for connection in landing:
                         connection.wire.shut()
                 self._changed.wait(max(left, 0.01))
+            self._revoking -= 1
 
     def maps_memory(self, peer: str) -> bool:
         """Whether this peer has the segment mapped, so that a copy it began could still be going on."""
@@ -400,13 +404,14 @@ class SegmentServer:
             for index, item in enumerate(ranges):
                 if item.epoch == 0 or self._grants.table[item.block] != item.epoch:
                     return Status.STALE_EPOCH, index
-            connection.landing = frozenset(item.block for item in ranges)
+            connection.landing = frozenset([item.block for item in ranges])
         return Status.OK, 0
 
     def _end_landing(self, connection: _Connection) -> None:
         with self._changed:
-            connection.landing = frozenset()
-            self._changed.notify_all()
+            connection.landing = _NOWHERE
+            if self._revoking:
+                self._changed.notify_all()
 
     def _view(self, item: WireRange) -> memoryview:
         start = item.block * self._segment.block_bytes + item.offset

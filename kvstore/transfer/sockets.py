@@ -79,7 +79,6 @@ class Wire:
     def receive_into(self, parts: Sequence[memoryview], deadline: float) -> None:
         """Fill all ``parts`` (bytes, none empty), in order. Raises like ``receive``."""
         waiting = list(parts)
-        size = sum(map(len, waiting))
         while waiting:
             self._arm(socket.SO_RCVTIMEO, deadline)
             try:
@@ -91,8 +90,7 @@ class Wire:
                 continue
             if received == 0:
                 raise PeerClosed("the peer closed the connection")
-            waiting = _after(waiting, received) if received < size else []
-            size -= received
+            waiting = _after(waiting, received)
 
     def send(self, parts: Sequence[memoryview | bytes], deadline: float, more: bool = False) -> None:
         """Send all ``parts`` (bytes), in order; with ``more``, more follows at once. Raises like ``receive``."""
@@ -141,10 +139,12 @@ class Wire:
         self.sock.close()
 
     def _arm(self, option: int, deadline: float) -> None:
-        left = time_left(deadline)
+        left = deadline - time.monotonic()
         if left >= TICK_S:
             if self._ticks[option] != TICK_S:
                 self._set_tick(option, TICK_S)
+        elif left <= 0:
+            raise DeadlineExceeded("the deadline of the transfer is past")
         elif not left / 8 <= self._ticks[option] <= left:
             self._set_tick(option, left / 2)
 
@@ -156,6 +156,8 @@ class Wire:
 
 def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
     """What is left of ``parts`` after ``moved`` bytes. Mostly nothing: the kernel moves whole batches."""
+    if moved == sum(map(len, parts)):
+        return []
     for index, part in enumerate(parts):
         if moved < len(part):
             return [part[moved:], *parts[index + 1 :]]
