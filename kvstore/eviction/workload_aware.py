@@ -14,10 +14,11 @@ Until enough was seen, everything is one class in one queue, which is LRU.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 from kvstore.eviction.policy import Block, Key, LeafFirst
 
@@ -68,6 +69,9 @@ class _Life:
     reads: int
 
 
+_Queue: TypeAlias = OrderedDict[Key, _Life]
+
+
 class ReuseCurve:
     """How many blocks of a class were read at each age, how many passed it unread, and how many are there now."""
 
@@ -75,6 +79,11 @@ class ReuseCurve:
         self.reads = [0.0] * NUM_BINS
         self.passed = [0.0] * NUM_BINS
         self.inside = [0] * NUM_BINS
+
+    def grow_older(self, age: int, count: int) -> None:
+        self.passed[age] += count
+        self.inside[age] -= count
+        self.inside[age + 1] += count
 
     def fade(self) -> None:
         """Halve what was seen when it is much, so that the curve follows the workload."""
@@ -115,8 +124,8 @@ class WorkloadAware(LeafFirst):
         self._lives: dict[Key, _Life] = {}
         self._ghosts: OrderedDict[Key, _Life] = OrderedDict()  # evicted ones, longest ago first
         num_queues = (NUM_CLASSES + 1) * NUM_BINS
-        self._queues: list[OrderedDict[Key, None]] = [OrderedDict() for _ in range(num_queues)]
-        self._ghost_queues: list[OrderedDict[Key, None]] = [OrderedDict() for _ in range(num_queues)]
+        self._queues: list[_Queue] = [OrderedDict() for _ in range(num_queues)]
+        self._ghost_queues: list[_Queue] = [OrderedDict() for _ in range(num_queues)]
         self._curves = [ReuseCurve() for _ in range(NUM_CLASSES)]
         self._knows = False
         self._reads_seen = 0
@@ -163,7 +172,7 @@ class WorkloadAware(LeafFirst):
 
     def _evicted(self, block: Block, now: float) -> None:
         life = self._ghosts[block.key] = self._lives[block.key]
-        self._ghost_queues[life.queue * NUM_BINS + life.age][block.key] = None
+        self._ghost_queues[life.queue * NUM_BINS + life.age][block.key] = life
         if len(self._ghosts) > MOST_GHOSTS:
             key, life = self._ghosts.popitem(last=False)
             del self._ghost_queues[life.queue * NUM_BINS + life.age][key]
@@ -180,10 +189,10 @@ class WorkloadAware(LeafFirst):
     def _start(self, key: Key, reads: int, ends_prompt: bool, now: float) -> None:
         kind = 0 if ends_prompt else 1 + min(reads, MOST_READS)
         queue = kind if self._knows else UNKNOWN
-        self._lives[key] = _Life(kind, queue, 0, now, reads)
+        life = self._lives[key] = _Life(kind, queue, 0, now, reads)
         self._curves[kind].inside[0] += 1
         index = queue * NUM_BINS
-        self._queues[index][key] = None
+        self._queues[index][key] = life
         self._first = min(self._first, self._place[index])
 
     def _read(self, life: _Life, now: float) -> None:
@@ -200,8 +209,8 @@ class WorkloadAware(LeafFirst):
         """Move who has grown older to the next queue, a bounded number at a time, and learn from it."""
         if now < self._walk_at_s:
             return
-        moves = self._walk(self._queues, self._lives, now, MOST_MOVES)
-        moves = self._walk(self._ghost_queues, self._ghosts, now, moves)
+        moves = self._walk(self._queues, now, MOST_MOVES)
+        moves = self._walk(self._ghost_queues, now, moves)
         self._first = 0
         if not moves:
             return  # the next call goes on
@@ -211,25 +220,26 @@ class WorkloadAware(LeafFirst):
             self._learn_at_s = now + LEARN_S
             self._learn()
 
-    def _walk(self, queues: list[OrderedDict[Key, None]], lives: dict[Key, _Life], now: float, moves: int) -> int:
+    def _walk(self, queues: list[_Queue], now: float, moves: int) -> int:
         """Returns how many moves are left. Old ages first, so that nobody moves twice."""
         for age in range(NUM_BINS - 2, -1, -1):
             born_by_s = now - EDGES_S[age + 1]
             for index in range(age, len(queues), NUM_BINS):
                 queue = queues[index]
-                while queue and moves:
-                    key = next(iter(queue))
-                    life = lives[key]
-                    if life.since_s > born_by_s:
+                older: list[tuple[Key, _Life]] = []
+                for key, life in queue.items():
+                    if life.since_s > born_by_s or len(older) == moves:
                         break
-                    del queue[key]
-                    queues[index + 1][key] = None
-                    curve = self._curves[life.kind]
-                    curve.passed[age] += 1
-                    curve.inside[age] -= 1
-                    curve.inside[age + 1] += 1
                     life.age = age + 1
-                    moves -= 1
+                    older.append((key, life))
+                if not older:
+                    continue
+                moves -= len(older)
+                for key, _ in older:
+                    del queue[key]
+                queues[index + 1].update(older)
+                for kind, count in Counter(life.kind for _, life in older).items():
+                    self._curves[kind].grow_older(age, count)
         return moves
 
     def _learn(self) -> None:
