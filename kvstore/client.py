@@ -29,13 +29,22 @@ from kvstore.checksum import (
     first_mismatch,
     verify,
 )
+from kvstore.lane import Lane
 from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
-from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, MooncakeError, OutOfBlocks
+from mooncake.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InvalidRequest,
+    LeaseExpired,
+    MooncakeError,
+    NodeUnavailable,
+    OutOfBlocks,
+)
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.errors import error_from_rpc
-from mooncake.rpc.server import Channels
+from mooncake.rpc.server import Channels, split_address
 from mooncake.types import BlockKey, SegmentAddress
 
 DEFAULT_TIMEOUT_S = 5.0
@@ -107,6 +116,7 @@ class StoreClient:
         self._transfer = transfer
         self._stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
+        self._lane: Lane | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
 
@@ -139,6 +149,8 @@ class StoreClient:
         """Ends what runs in the background, and what ``connect`` opened."""
         if self._background:
             await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
+        if self._lane is not None:
+            self._lane.close()
         await self._owned.aclose()
 
     async def __aenter__(self) -> StoreClient:
@@ -325,7 +337,7 @@ class StoreClient:
         blocks = [pb.Sealing(slot=_slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
         request = pb.SealRequest(blocks=blocks, durable=durable)
         with self._owing([slot for slot, _ in sealings]):
-            response = await self._call(self._stub.Seal(request, timeout=timeout_s))
+            response = await self._call(self._fast.Seal(request, timeout=timeout_s))
         if durable and any(sealed and not safe for sealed, safe in zip(response.sealed, response.durable, strict=True)):
             raise OutOfBlocks("stored, but not durable: the store's SSD did not take the block")
         return list(response.sealed)
@@ -336,7 +348,7 @@ class StoreClient:
         slots = list(reservations)
         with self._owing(slots):
             request = pb.AbortRequest(slots=map(_slot_to_wire, slots))
-            await self._call(self._stub.Abort(request, timeout=timeout_s))
+            await self._call(self._fast.Abort(request, timeout=timeout_s))
 
     # Reading in ranges: acquire, read_ranges as often as needed, then release
 
@@ -355,7 +367,7 @@ class StoreClient:
         which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
         request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered)
         asked_s = time.monotonic()  # the store's clock starts later, so ours ends earlier
-        response = await self._call(self._stub.Acquire(request, timeout=timeout_s))
+        response = await self._call(self._fast.Acquire(request, timeout=timeout_s))
         blocks = tuple(
             StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
         )
@@ -391,13 +403,13 @@ class StoreClient:
         """``release`` by number."""
         request = pb.ReleaseRequest(lease_ids=lease_ids, corrupt_keys=corrupt_keys)
         if request.lease_ids or request.corrupt_keys:
-            await self._call(self._stub.Release(request, timeout=timeout_s))
+            await self._call(self._fast.Release(request, timeout=timeout_s))
 
     # Asking
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each key is stored now. Protects nothing: it may be gone by the time of the answer."""
-        response = await self._call(self._stub.Exists(pb.ExistsRequest(keys=keys), timeout=timeout_s))
+        response = await self._call(self._fast.Exists(pb.ExistsRequest(keys=keys), timeout=timeout_s))
         return list(response.stored)
 
     async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -422,6 +434,7 @@ class StoreClient:
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
         response = await self._call(self._stub.Stats(pb.StatsRequest(), timeout=timeout_s))
+        await self._open_lane(response.lane_port)
         return StoreStats(
             total=response.blocks_total,
             free=response.blocks_free,
@@ -436,6 +449,17 @@ class StoreClient:
             pins=response.pins,
             tenant_bytes=dict(response.tenant_bytes),
         )
+
+    @property
+    def _fast(self) -> store_pb2_grpc.StoreAsyncStub | Lane:
+        """The short way, while it stands; ``stats`` opens it."""
+        return self._lane if self._lane is not None and self._lane.is_open else self._stub
+
+    async def _open_lane(self, port: int) -> None:
+        if not port or (self._lane is not None and self._lane.is_open):
+            return
+        with contextlib.suppress(NodeUnavailable):  # then there is gRPC
+            self._lane = await Lane.open(self.address, split_address(self.address)[0], port)
 
     async def _reserve(
         self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, deadline: float
@@ -452,7 +476,7 @@ class StoreClient:
             tenant=self.tenant,
             wait_ms=int(_left_s(deadline) * 1e3 * WAIT_SHARE),
         )
-        response = await self._call(self._stub.Reserve(request, timeout=_left_s(deadline)))
+        response = await self._call(self._fast.Reserve(request, timeout=_left_s(deadline)))
         segment = segment_from_wire(response.segment)
         slots = [
             Reservation(segment, slot.slot.index, slot.slot.epoch) if slot.HasField("slot") else None

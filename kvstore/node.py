@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
+from kvstore.lane import LaneServer
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
 from kvstore.ssd_record import PAGE, padded
@@ -105,12 +106,16 @@ class StoreNode:
         self._segment_server.start()
         address = self._segment_server.address
         server = RpcServer()
-        server.add(store_pb2_grpc.add_StoreServicer_to_server, StoreServicer(self._store, address), "mooncake.v1.Store")
+        servicer = StoreServicer(self._store, address)
+        server.add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")
         server.add(
             common_pb2_grpc.add_CacheEventsServicer_to_server, CacheEventsServicer(events), "mooncake.v1.CacheEvents"
         )
         port = await server.start(config.node.host, config.node.port)
         cleanup.push_async_callback(server.stop)
+        lane = LaneServer(servicer)
+        cleanup.push_async_callback(lane.stop)
+        servicer.lane_port = await lane.start(config.node.host)
         host = config.node.host
         self.control_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sweeping = asyncio.create_task(self._sweep(), name="sweep")

@@ -31,6 +31,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     def __init__(self, store: Store, address: SegmentAddress) -> None:
         self._store = store
         self._segment = segment_to_wire(address)
+        self.lane_port = 0  # set by whoever serves this over a lane too
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         _check_count(len(request.blocks))
@@ -104,6 +105,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             ssd_capacity_bytes=ssd.index.capacity_bytes if ssd else 0,
             pins=self._store.num_pinned,
             tenant_bytes=self._store.tenant_bytes,
+            lane_port=self.lane_port,
         )
 
 

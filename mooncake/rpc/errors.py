@@ -62,3 +62,21 @@ def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     if issubclass(cls, errors.InvalidRequest):
         return cls(message, metadata.get(PARAM_KEY))
     return cls(message)
+
+
+def parts_of_error(error: MooncakeError) -> bytes:
+    """An error for a wire that is not gRPC's: code, parameter, retry time and message, a line each."""
+    metadata = dict(trailing_metadata(error))
+    parts = (error.code, metadata.get(PARAM_KEY, ""), metadata.get(PUSHBACK_KEY, ""), error.message)
+    return "\n".join(part.replace("\n", " ") for part in parts).encode()
+
+
+def error_from_parts(data: bytes) -> MooncakeError:
+    """The error that the other side raised."""
+    code, param, pushback, message = ([*data.decode(errors="replace").split("\n", 3), "", "", ""])[:4]
+    cls = _BY_CODE.get(code, errors.InternalError)
+    if issubclass(cls, errors.Overloaded):
+        return cls(message, int(pushback if pushback.isdigit() else "1000") / 1000)
+    if issubclass(cls, errors.InvalidRequest):
+        return cls(message, param or None)
+    return cls(message)

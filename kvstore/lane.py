@@ -1,0 +1,240 @@
+"""A short way to a store for the calls that every block makes: the messages of ``store.proto`` over a plain socket.
+
+A gRPC round trip costs several times what a block of a megabyte does; a frame on a connection that stands costs a tenth
+of it. gRPC stays the whole interface, and what a client uses when this connection is not there. A frame is
+``length, kind, call`` and a protobuf message; answers come in any order, and name the call that they belong to.
+This module must not know what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from mooncake.errors import DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc.errors import error_from_parts, parts_of_error
+from mooncake.rpc.server import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 256  # of one connection at once; more wait in its socket
+OPEN_TIMEOUT_S = 2.0
+_HEAD = struct.Struct("<IBI")  # bytes of the message, what it is, number of the call
+_FAILED = 255
+
+M = TypeVar("M", bound=Message)
+
+_METHODS: tuple[tuple[str, type[Message], type[Message]], ...] = (
+    ("Reserve", pb.ReserveRequest, pb.ReserveResponse),
+    ("Seal", pb.SealRequest, pb.SealResponse),
+    ("Abort", pb.AbortRequest, pb.AbortResponse),
+    ("Acquire", pb.AcquireRequest, pb.AcquireResponse),
+    ("Release", pb.ReleaseRequest, pb.ReleaseResponse),
+    ("Exists", pb.ExistsRequest, pb.ExistsResponse),
+)
+_NUMBERS = {name: number for number, (name, _, _) in enumerate(_METHODS)}
+
+
+class Servicer(Protocol):
+    """The gRPC service, whose methods are called with None for a context."""
+
+    def __getattribute__(self, name: str, /) -> Any: ...
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts the stream into frames. Anything that is none ends the connection."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= _HEAD.size:
+            length, kind, call = _HEAD.unpack_from(self._buffer, at)
+            if length > MAX_MESSAGE_BYTES:
+                self.abort()
+                return
+            if len(self._buffer) - at - _HEAD.size < length:
+                break
+            at += _HEAD.size
+            message = bytes(memoryview(self._buffer)[at : at + length])
+            at += length
+            try:
+                self.frame(kind, call, message)
+            except (DecodeError, LookupError):
+                self.abort()
+                return
+        del self._buffer[:at]
+
+    def frame(self, kind: int, call: int, message: bytes) -> None:
+        raise NotImplementedError
+
+    def send(self, kind: int, call: int, message: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_HEAD.pack(len(message), kind, call) + message)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Caller(_Frames):
+    """The store's end of one connection."""
+
+    def __init__(self, servicer: Servicer, callers: set[_Caller]) -> None:
+        super().__init__()
+        self._servicer = servicer
+        self._callers = callers
+        self._running: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._callers.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._callers.discard(self)
+        for task in self._running:
+            task.cancel()
+
+    def frame(self, kind: int, call: int, message: bytes) -> None:
+        name, request_type, _ = _METHODS[kind]
+        request = request_type.FromString(message)
+        task = asyncio.get_running_loop().create_task(self._run(name, kind, call, request))
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        if len(self._running) >= MAX_CALLS and self._transport is not None:
+            self._transport.pause_reading()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    async def _run(self, name: str, kind: int, call: int, request: Message) -> None:
+        try:
+            response: Message = await getattr(self._servicer, name)(request, None)
+            self.send(kind, call, response.SerializeToString())
+        except MooncakeError as error:
+            self.send(_FAILED, call, parts_of_error(error))
+        except Exception:
+            log.exception("%s failed", name)
+            self.send(_FAILED, call, parts_of_error(InternalError(f"{name} failed; the store's log says why")))
+
+
+class LaneServer:
+    """Listens beside the gRPC server, on the same loop."""
+
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+        self._callers: set[_Caller] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str) -> int:
+        """Returns the port. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Caller(self._servicer, self._callers), host, 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for caller in list(self._callers):
+            caller.abort()
+
+
+class Lane(_Frames):
+    """The client's end: the same methods as the gRPC stub's, for the calls that it carries."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__()
+        self._store = store
+        self._waiting: dict[int, tuple[asyncio.Future[Any], type[Message]]] = {}
+        self._next = 0
+        self.is_open = False
+
+    @classmethod
+    async def open(cls, store: str, host: str, port: int) -> Lane:
+        """Raises NodeUnavailable."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                _, lane = await loop.create_connection(lambda: cls(store), host, port)
+        except (OSError, TimeoutError) as error:
+            raise NodeUnavailable(f"store {store}: {error or 'no answer'}") from None
+        lane.is_open = True
+        return lane
+
+    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> Awaitable[pb.ReserveResponse]:  # noqa: N802
+        return self._call("Reserve", request, timeout)
+
+    def Seal(self, request: pb.SealRequest, timeout: float) -> Awaitable[pb.SealResponse]:  # noqa: N802
+        return self._call("Seal", request, timeout)
+
+    def Abort(self, request: pb.AbortRequest, timeout: float) -> Awaitable[pb.AbortResponse]:  # noqa: N802
+        return self._call("Abort", request, timeout)
+
+    def Acquire(self, request: pb.AcquireRequest, timeout: float) -> Awaitable[pb.AcquireResponse]:  # noqa: N802
+        return self._call("Acquire", request, timeout)
+
+    def Release(self, request: pb.ReleaseRequest, timeout: float) -> Awaitable[pb.ReleaseResponse]:  # noqa: N802
+        return self._call("Release", request, timeout)
+
+    def Exists(self, request: pb.ExistsRequest, timeout: float) -> Awaitable[pb.ExistsResponse]:  # noqa: N802
+        return self._call("Exists", request, timeout)
+
+    def close(self) -> None:
+        self.is_open = False
+        self.abort()
+
+    async def _call(self, name: str, request: Message, timeout: float) -> Any:
+        loop = asyncio.get_running_loop()
+        if not self.is_open:
+            raise NodeUnavailable(f"store {self._store}: the connection has ended")
+        self._next = call = (self._next + 1) & 0xFFFFFFFF
+        number = _NUMBERS[name]
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._waiting[call] = answer, _METHODS[number][2]
+        self.send(number, call, request.SerializeToString())
+        timer = loop.call_later(timeout, self._late, call)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            self._waiting.pop(call, None)
+
+    def _late(self, call: int) -> None:
+        self._fail(call, DeadlineExceeded(f"store {self._store}: Deadline Exceeded"))
+
+    def _fail(self, call: int, error: MooncakeError) -> None:
+        answer, _ = self._waiting.pop(call, (None, None))
+        if answer is not None and not answer.done():
+            answer.set_exception(error)
+
+    def frame(self, kind: int, call: int, message: bytes) -> None:
+        if kind == _FAILED:
+            self._fail(call, error_from_parts(message))
+            return
+        answer, response_type = self._waiting.get(call, (None, None))
+        if answer is not None and response_type is not None and not answer.done():  # else nobody waits any more
+            answer.set_result(response_type.FromString(message))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        for call in list(self._waiting):
+            self._fail(call, NodeUnavailable(f"store {self._store}: {error or 'the connection has ended'}"))
