@@ -71,6 +71,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         priority=request.priority,
         decode_address=placement.decode.control_address if placement.decode else "",
         pools=pools,
+        skip_pool_prefix=placement.skips_pool,
     )
     if placement.decode is None:
         return WireRequests(prefill, None)

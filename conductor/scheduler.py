@@ -32,6 +32,7 @@ class Placement(NamedTuple):
     sent_blocks: int  # to the decode node, which lacks them
     is_known: bool  # whether the prefill node's predictions rest on measurements
     breakdown: Breakdown
+    skips_pool: bool = False  # the first pool holds more of the prefix, and reading it is slower than computing
 
     @property
     def predicted_ttft_ms(self) -> float:
@@ -125,7 +126,18 @@ def describe(question: Question, choice: Choice, found: Prediction) -> Placement
         found.sent_blocks,
         bool(view.prefill.known[p]),
         found.breakdown,
+        found.source == NONE and _holds_more(question, p, cached),
     )
+
+
+def _holds_more(question: Question, p: int, cached: int) -> bool:
+    """Whether the store that the node will be told of holds more of the prompt than it is to use."""
+    stores = question.view.stores
+    if not stores.nodes:
+        return False
+    at = max(question.view.prefill.home.item(p), 0)
+    run = question.runs.item(stores.slots.item(at))
+    return min(run * question.shape.block_tokens, question.usable_tokens) > cached
 
 
 def _pools(question: Question, p: int, source: int) -> tuple[NodeInfo, ...]:

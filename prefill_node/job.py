@@ -175,7 +175,7 @@ class PrefillJob:
         """How many leading blocks the pool holds, when that is more than this node holds itself."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._layout.block_tokens)
         keys = self._keys[:usable]
-        if self._store is None or not keys:
+        if self._store is None or not keys or self._request.skip_pool_prefix:
             return 0
         if self._shop.host.engine.block_pool.match(keys) == usable:
             return 0

@@ -67,7 +67,7 @@ class Cluster:
 
     def facts(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> RequestFacts:
         prompt = next(self.prompts)
-        keys = [BlockKey(bytes([block]) + prompt.to_bytes(31, "big")) for block in range(num_tokens // 64)]
+        keys = [BlockKey(bytes([block]) + prompt.to_bytes(31, "little")) for block in range(num_tokens // 64)]
         for node_id, run in (runs or {}).items():
             self.fleet.index.apply(node_id, [BlockEvent(True, key) for key in keys[:run]])
         return RequestFacts(num_tokens, keys, expected_tokens=10.0)._replace(**changes)
