@@ -40,6 +40,7 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.hashing import chain_seed, extend_chain
+from mooncake.hashing import prepare as prepare_hashing
 from mooncake.rpc.server import Channels
 from mooncake.types import FinishReason, PrefillReport, TokenIds
 
@@ -121,6 +122,7 @@ class Dispatcher:
         self._fleet = fleet
         self._scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
         self.door = Door(self._scheduler, config.conductor, clock)
+        prepare_hashing()
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
