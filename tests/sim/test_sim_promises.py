@@ -147,3 +147,17 @@ def test_coupled_machines_keep_the_promises_too() -> None:
         machine.pool.check()
         assert machine.pool.num_in_use == 0
     assert sum(machine.tokens for machine in simulation.coupled.values()) == results.output_tokens.sum()
+
+
+def test_machines_that_change_roles_lose_nothing_and_keep_their_hosts_memory() -> None:
+    """Prompts only, then answers only: prefill machines are wanted first and decode machines later."""
+    prompts = [TraceRequest(at * 100.0, 6000, 2, tuple(range(at * 12, at * 12 + 12))) for at in range(1200)]
+    start_ms, first_id = prompts[-1].timestamp_ms, 1200 * 12
+    answers = [TraceRequest(start_ms + at * 100.0, 100, 900, (first_id + at,)) for at in range(2400)]
+    cluster = load_preset("paper-16").with_counts(prefill=4, decode=4).with_conductor(balances_roles=True)
+    simulation = Simulation(cluster, [*prompts, *answers], Run(seed=1, jitter_s=0.0))
+    simulation.run()
+    check_promises(simulation)
+    assert (simulation.results.fate == Fate.DONE).all()
+    assert simulation.brain.balancer is not None and simulation.brain.balancer.switches >= 1
+    assert any(machine.cache.pool.num_cached for machine in simulation.prefill.values())

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from conductor.admission import ADMISSIONS, Admission, Limits, Mode
+from conductor.balance import Balancer, Switch
 from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from conductor.fleet import Fleet
 from conductor.lengths import Kind
@@ -59,6 +60,7 @@ class Brain:
             limits = Limits(cluster.slo.ttft_s * 1e3, cluster.slo.tbt_ms)
             rule, mode = ADMISSIONS[settings.admission], Mode(settings.admission_mode)
             self.admission = Admission(rule, limits, mode, rng=admission_rng)
+        self.balancer = Balancer(cluster.slo.tbt_ms, model.block_tokens) if settings.balances_roles else None
         self._looks_late = settings.admission == "baseline"
         self.stats = DispatchStats()
         self.stats.recent_output_tokens.append(round(settings.expected_output_tokens))
@@ -73,6 +75,9 @@ class Brain:
         facts = self._facts(flight)
         question = self.scheduler.ask(facts, now)
         placement = self.scheduler.answer(question)
+        if self.balancer is not None and flight.attempts == 0:
+            work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
+            self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
         kind = Kind()
         if self.admission is not None:
             kind = self._kind(flight)
@@ -132,13 +137,13 @@ class Brain:
 
     # Nodes
 
-    def join(self, name: str, group: Machines, now: float) -> None:
-        """A machine registers: a prefill machine as the node and as its host's store."""
+    def join(self, name: str, group: Machines, now: float, has_store: bool = True) -> None:
+        """A machine registers: a prefill machine as the node and, when it is new, as its host's store."""
         if group.role == "decode":
             self._register(name, name, Role.DECODE, group.max_sequences, now)
             return
         self._register(name, name, Role.PREFILL, 0, now)
-        if group.role == "coupled":
+        if group.role == "coupled" or not has_store:
             return
         self._register(store_id(name), name, Role.STORE, 0, now)
         for num_bytes in (10**8, 10**9, 10**10):  # it has read from its own host's memory before
@@ -148,10 +153,14 @@ class Brain:
     def stored(self, name: str, events: Iterable[BlockEvent]) -> None:
         self.index.apply(name, events)
 
-    def heartbeat(self, node_id: str, load: NodeLoad, now: float) -> None:
+    def heartbeat(self, node_id: str, load: NodeLoad, now: float, draining: bool = False) -> None:
         node = self.registry.get(node_id)
         if node is not None:
-            self.registry.heartbeat(node_id, node.info.incarnation, load, False, now)
+            self.registry.heartbeat(node_id, node.info.incarnation, load, draining, now)
+
+    def switch(self, now: float) -> Switch | None:
+        """The machine that is to change its role now."""
+        return self.balancer.tick(self.fleet.view(now), now) if self.balancer is not None else None
 
     def call_failed(self, node_id: str, now: float) -> int:
         """A call found nobody there. Returns the incarnation that is dead."""

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from conductor.balance import Switch, SwitchState
 from conductor.registry import NodeLoad
 from mooncake.app.sim.brain import Brain, Refused, store_id
 from mooncake.app.sim.cache import HostCache
@@ -85,6 +86,8 @@ class Simulation:
         self._names: Counter[str] = Counter()  # how many machines of each role there were
         self._groups: dict[str, Machines] = {}  # of each machine
         self._down: set[str] = set()
+        self._died: set[str] = set()  # and have not been started anew in a role that keeps KV
+        self._draining: Switch | None = None
         self._faults = faults
         self._flying: dict[Flight, None] = {}  # requests under way
         self._beats = 0
@@ -326,12 +329,13 @@ class Simulation:
         if name in self.coupled:
             raise ConfigError("coupled machines cannot die in a simulation")
         self._down.add(name)
+        self._died.add(name)
         for flight in [flight for flight in self._flying if flight.source_id == name]:
             self._lose_source(flight)
         on_it = [flight for flight in self._flying if self._is_on(flight, name)]
         if name in self.decode:
             self.decode[name].fail()
-        else:
+        if name in self.prefill:
             self.prefill[name].fail()
         for flight in on_it:
             self._try_again(flight, [name])
@@ -371,7 +375,7 @@ class Simulation:
         self._beats += 1
         self._look(now)
         for name, machine in self.decode.items():
-            if name in self._down:
+            if name in self._down or self._groups[name].role != "decode":
                 continue
             used = -(-machine.reserved_tokens // self._block_tokens)
             blocks = machine.kv_tokens // self._block_tokens
@@ -382,20 +386,57 @@ class Simulation:
                 blocks_total=blocks,
                 blocks_free=max(blocks - used, 0),
             )
-            brain.heartbeat(name, load, now)
+            brain.heartbeat(name, load, now, self._drains(name))
             brain.fleet.heard(name, load)
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
                 brain.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
+        self._balance(now)
         if self._faults:  # otherwise nobody is ever missed
             for name in self.prefill:
                 if name not in self._down:
-                    brain.heartbeat(name, NodeLoad(), now)
+                    if self._groups[name].role == "prefill":
+                        brain.heartbeat(name, NodeLoad(), now, self._drains(name))
                     brain.heartbeat(store_id(name), NodeLoad(), now)
             brain.tick(now)
         if self._flying or self._next < len(self._order):
             if not len(self.agenda):
                 raise AssertionError(f"{len(self._flying)} requests wait for nothing")
             self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
+
+    # Roles
+
+    def _drains(self, name: str) -> bool:
+        return self._draining is not None and self._draining.node_id == name
+
+    def _balance(self, now: float) -> None:
+        """Begin a switch when the conductor says so, and finish it when the machine is empty."""
+        balancer = self.brain.balancer
+        if balancer is None:
+            return
+        switch = self.brain.switch(now)
+        if switch is not None:
+            self._draining = switch
+        switch = self._draining
+        if switch is None:
+            return
+        if balancer.switching is None:  # it took too long
+            self._draining = None
+            self.brain.heartbeat(switch.node_id, NodeLoad(), now)
+            return
+        self.brain.heartbeat(switch.node_id, NodeLoad(), now, draining=True)
+        is_empty = not any(self._is_on(flight, switch.node_id) for flight in self._flying)
+        if is_empty and balancer.switching[1] is SwitchState.DRAINING:
+            balancer.moved(SwitchState.FLIPPING, now)
+            self.agenda.after(self.cluster.conductor.switch_s, self._flip, switch)
+
+    def _flip(self, switch: Switch) -> None:
+        """The machine serves the other role: weights and the KV in its host's memory stay."""
+        name, balancer = switch.node_id, self.brain.balancer
+        self._draining = None
+        self._groups[name] = next(group for group in self.cluster.machines if group.role == switch.to)
+        self._start_machine(name)
+        if balancer is not None and balancer.switching is not None:
+            balancer.moved(SwitchState.DONE, self.agenda.now)
 
     def _look(self, now: float) -> None:
         timeline, num_prefill, num_decode = self.timeline, max(len(self.prefill), 1), max(len(self.decode), 1)
@@ -425,6 +466,10 @@ class Simulation:
             if name not in self.decode:
                 self.decode[name] = DecodeMachine(name, group, curve, model, self.agenda, self._finished)
         else:
+            if name in self.prefill and name not in self._died:  # it had this role before: its host still has the KV
+                self.brain.join(name, group, self.agenda.now, has_store=False)
+                return
+            self._died.discard(name)
             cache = HostCache(group.store_tokens // model.block_tokens, model.block_tokens)
             machine = PrefillMachine(
                 name, group, curve, model, self.agenda, cache, self._prefill_starts, self._prefill_ends
