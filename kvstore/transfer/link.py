@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.requests import Transfer, TransferReport
-from kvstore.transfer.schedule import Pace, Queue, Watch, backoff_s, takes
+from kvstore.transfer.schedule import Pace, Patience, Queue, Watch, backoff_s, takes
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
 from mooncake.types import SegmentAddress
@@ -57,6 +57,7 @@ class _Lane:
     pace: Pace = field(default_factory=Pace)
     watch: Watch = field(default_factory=Watch)
     failures: int = 0  # in a row
+    was_cut: bool = False  # for standing still, and has delivered nothing since
     rest_until: float = 0.0
 
 
@@ -123,6 +124,7 @@ class Link:
         self._closed = False
         self._routes = [_route(transport, address) for transport in transports if transport.paths_to(address)]
         self._current = self._routes[0] if self._routes else None
+        self._patience = Patience()
         self._tried: dict[str, str] = {}  # transports that failed since anything arrived, and why
 
     def run_alone(self, part: Slice) -> TransferReport | None:
@@ -176,10 +178,12 @@ class Link:
             for transfer in [each for each in self._live if now >= each.deadline]:
                 self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
             stalled = self._stalled(now)
+            for lane, _ in stalled:
+                lane.was_cut = True
             crew = self._crew(now)
             is_busy = bool(self._live) or any(lane.is_driven for route in self._routes for lane in route.lanes)
         for lane, path in stalled:
-            log.warning("%s: %s path %d stands still", self.address.node_id, lane.route.transport.name, lane.index)
+            log.info("%s: %s path %d stands still", self.address.node_id, lane.route.transport.name, lane.index)
             path.cut()
         self._send_out(crew)
         self._tell()
@@ -294,7 +298,7 @@ class Link:
             if work.is_done:
                 lane.pace.arrived(part.nbytes, now)
                 lane.route.arrived(part.nbytes, now)
-                lane.failures = lane.route.failed_in_row = 0
+                self._proved_sound(lane, now)
             else:
                 lane.pace.gave_back(part.nbytes)
                 lane.route.on_way -= 1
@@ -380,7 +384,7 @@ class Link:
             now = time.monotonic()
             lane.pace.arrived(part.nbytes, now)
             lane.route.arrived(part.nbytes, now)
-            lane.failures = lane.route.failed_in_row = 0
+            self._proved_sound(lane, now)
             if self._tried:
                 self._tried.clear()
             transfer = self._transfers.pop(part)
@@ -577,6 +581,12 @@ class Link:
             return self._routes
         return sorted(self._routes, key=lambda route: route.avoid_until > now)
 
+    def _proved_sound(self, lane: _Lane, now: float) -> None:
+        lane.failures = lane.route.failed_in_row = 0
+        if lane.was_cut:
+            lane.was_cut = False
+            self._patience.grow(now)
+
     def _names(self, route: _Route) -> tuple[str, str]:
         return self.address.node_id, route.transport.name
 
@@ -587,6 +597,7 @@ class Link:
     def _stalled(self, now: float) -> list[tuple[_Lane, Path]]:
         """Paths that stand still while others of this peer move."""
         seen: list[tuple[_Lane, Path]] = []
+        patience = self._patience.at(now)
         for route in self._routes:
             for lane in route.lanes:
                 if lane.path is not None:
@@ -595,7 +606,9 @@ class Link:
         return [
             (lane, path)
             for lane, path in seen
-            if lane.watch.is_stalled([other.watch for other, _ in seen if other is not lane], now)
+            if lane.watch.is_stalled(
+                [other.watch for other, _ in seen if other is not lane], patience, lane.failures > 0, now
+            )
         ]
 
     def _take_idle_paths(self, lanes: Iterable[_Lane]) -> list[Path]:

@@ -22,8 +22,10 @@ OVERTAKEN_S = 0.010  # for so long, before it may claim that share
 ON_WAY_S = 0.020  # a path takes as many slices at once as it is predicted to carry in this time
 EWMA_WEIGHT = 0.3
 MIN_SAMPLE_BYTES = 64 << 10
-STALL_S = 0.050  # without a byte moving, while another path to the same peer moves some
-LONG_STALL_S = 1.0  # without a byte moving, while another path is idle
+STALL_S = 0.060  # without a byte moving, while another path to the same peer moves some
+LONG_STALL_S = 0.5  # without a byte moving, while another path is idle
+MAX_PATIENCE = 64.0
+CALM_S = 10.0
 BACKOFF_S = 0.1  # before a path that failed is opened again; doubles each time,
 MAX_BACKOFF_S = 5.0  # up to this
 
@@ -125,7 +127,8 @@ def takes(path: Pace, others: Sequence[Pace], nbytes: int, waiting_bytes: int, w
     if path.on_way:
         if path.on_way_bytes + nbytes > window_bytes:
             return False
-        if rate and path.on_way_bytes / rate > ON_WAY_S:
+        enough = 1 if others else 2  # an only path is not to stand still between two slices
+        if path.on_way >= enough and rate and path.on_way_bytes / rate > ON_WAY_S:
             return False
     if rate == 0 or not others:
         return True
@@ -155,15 +158,35 @@ class Watch:
             self.still_since = now
         self.is_busy = is_busy
 
-    def is_stalled(self, others: Sequence[Watch], now: float) -> bool:
+    def is_stalled(self, others: Sequence[Watch], patience: float, is_suspect: bool, now: float) -> bool:
         """``others`` are open, too. A peer that stands still as a whole is not a path that failed: another must have
-        moved since, or have had nothing to do for long."""
+        moved since, or have had nothing to do for long; not so long when this one ``is_suspect``, because it has
+        failed before and delivered nothing since. All times are ``patience`` times as long."""
         still_s = now - self.still_since
-        if not self.is_busy or still_s < STALL_S:
+        if not self.is_busy or still_s < STALL_S * patience:
             return False
-        if any(other.moved_at > self.still_since + STALL_S / 2 for other in others):
+        if any(other.moved_at > self.still_since + STALL_S * patience / 2 for other in others):
             return True
-        return still_s >= LONG_STALL_S and not all(other.is_busy for other in others)
+        return still_s >= (STALL_S if is_suspect else LONG_STALL_S) * patience and not all(
+            other.is_busy for other in others
+        )
+
+
+@dataclass(slots=True)
+class Patience:
+    """How much longer than usual a path may stand still. On a busy machine threads, not paths, stand still: each cut
+    of a path that then proved sound doubles it, and time without a cut brings it back."""
+
+    factor: float = 1.0
+    changed_at: float = 0.0
+
+    def grow(self, now: float) -> None:
+        self.factor, self.changed_at = min(MAX_PATIENCE, 2 * self.factor), now
+
+    def at(self, now: float) -> float:
+        if self.factor > 1.0 and now - self.changed_at >= CALM_S:
+            self.factor, self.changed_at = self.factor / 2, now
+        return self.factor
 
 
 def backoff_s(failures: int) -> float:

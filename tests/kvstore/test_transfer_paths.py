@@ -142,7 +142,7 @@ def test_a_path_that_falls_silent_is_retired_and_its_slices_travel_elsewhere(pee
     while not rails[0].moved:
         time.sleep(0.001)
     rails[0].is_silent = True
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         transfer.result()
     assert np.array_equal(peer.memory, data)
     assert "fake path 0 stands still" in caplog.text

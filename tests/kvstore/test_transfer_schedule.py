@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 
 from kvstore.transfer.schedule import (
+    CALM_S,
     FAIR_SHARE,
     LONG_STALL_S,
+    MAX_PATIENCE,
     OVERTAKEN_S,
     STALL_S,
     Pace,
+    Patience,
     Queue,
     Watch,
     backoff_s,
@@ -156,15 +159,15 @@ def test_a_path_that_stands_still_is_told_from_a_peer_that_does() -> None:
         now += 0.01
         dead.saw(7, True, now)
         alive.saw(round(now * 1000), True, now)
-    assert dead.is_stalled([alive], now)
-    assert not alive.is_stalled([dead], now)
+    assert dead.is_stalled([alive], 1.0, False, now)
+    assert not alive.is_stalled([dead], 1.0, False, now)
 
     one, other = Watch(), Watch()
     for _ in range(200):
         now += 0.01
         one.saw(1, True, now)
         other.saw(1, True, now)
-    assert not one.is_stalled([other], now)
+    assert not one.is_stalled([other], 1.0, False, now)
 
 
 def test_a_path_that_stands_still_beside_an_idle_one_gets_longer() -> None:
@@ -175,8 +178,19 @@ def test_a_path_that_stands_still_beside_an_idle_one_gets_longer() -> None:
         dead.saw(1, True, now)
         idle.saw(5, False, now)
         if now < 1.0 + LONG_STALL_S - 0.02:
-            assert not dead.is_stalled([idle], now)
-    assert dead.is_stalled([idle], now)
+            assert not dead.is_stalled([idle], 1.0, False, now)
+    assert dead.is_stalled([idle], 1.0, False, now)
+    assert not dead.is_stalled([idle], 2.0, False, now)
+    assert dead.is_stalled([idle], 2.0, True, now)  # after what it has done before
+
+
+def test_paths_that_were_cut_in_vain_make_for_patience() -> None:
+    patience = Patience()
+    assert patience.at(0.0) == 1.0
+    for _ in range(10):
+        patience.grow(1.0)
+    assert patience.at(1.0) == MAX_PATIENCE
+    assert [patience.at(1.0 + CALM_S * step) for step in (1, 2, 3)] == [32.0, 16.0, 8.0]
 
 
 def test_a_path_that_keeps_failing_rests_longer_each_time() -> None:
