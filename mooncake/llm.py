@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
+from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import InternalError, InvalidRequest
@@ -103,13 +104,15 @@ class LLM:
         weights: str = "auto",
         speculative_tokens: int = 0,
         tbt_limit_ms: float = 0.0,
+        draft_model: str = "",
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
 
         ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
-        where they repeat. With ``tbt_limit_ms`` prompts are cut so that answers under way get a token as often as that.
+        where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With ``tbt_limit_ms`` prompts
+        are cut so that answers under way get a token as often as that.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -125,6 +128,7 @@ class LLM:
         self.max_model_len = min(max_model_len or longest, longest, num_blocks * block_tokens)
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
+        self._vocab_size = checkpoint.config.vocab_size
         self._seed = chain_seed(kv_fingerprint(precision.identity(checkpoint.digest), layout))
         config = EngineConfig(
             block_tokens,
@@ -137,8 +141,22 @@ class LLM:
         )
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         causal_lm = load_model(checkpoint, precision.dtype, self.max_model_len, precision.coding)
-        self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides)
+        drafter = self._draft_model(draft_model, dtype, block_tokens, speculative_tokens) if draft_model else None
+        self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides, drafter)
         self._numbers = itertools.count()
+
+    def _draft_model(self, path: str, dtype: str, block_tokens: int, max_tokens: int) -> DraftModel:
+        """With room for two sequences of full length. Raises InvalidRequest for another vocabulary."""
+        checkpoint = open_checkpoint(path)
+        if checkpoint.config.vocab_size != self._vocab_size:
+            raise InvalidRequest("the draft model has another vocabulary", "draft_model")
+        if not max_tokens:
+            raise InvalidRequest("a draft model needs speculative_tokens", "speculative_tokens")
+        precision = resolve_precision(dtype, "auto", "auto")
+        layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
+        num_blocks = 2 * -(-(self.max_model_len + max_tokens) // block_tokens)
+        model = load_model(checkpoint, precision.dtype, self.max_model_len + max_tokens, precision.coding)
+        return DraftModel(model, KVCache(layout, num_blocks), max_tokens)
 
     def __enter__(self) -> LLM:
         return self

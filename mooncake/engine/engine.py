@@ -17,6 +17,7 @@ import torch
 
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
@@ -175,8 +176,16 @@ class _Search:
 class Engine:
     """Runs sequences over one paged cache."""
 
-    def __init__(self, model: CausalModel, cache: KVCache, config: EngineConfig, guides: Guides | None = None) -> None:
-        """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused."""
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        config: EngineConfig,
+        guides: Guides | None = None,
+        draft_model: DraftModel | None = None,
+    ) -> None:
+        """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused.
+        ``draft_model`` guesses tokens where ``config.speculative_tokens`` allows it, in place of prompt lookup."""
         self._guides = guides
         self.config = config
         self.cache = cache
@@ -200,7 +209,8 @@ class Engine:
         self._payoff = Payoff() if config.speculative_tokens else None
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
-            self._scheduler.propose = PromptLookup(config.speculative_tokens).propose
+            drafter = draft_model or PromptLookup(config.speculative_tokens)
+            self._scheduler.propose = drafter.propose
         self._searches: dict[str, _Search] = {}  # beam searches by request
         self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()

@@ -11,6 +11,7 @@ from mooncake.engine.sequence import Sequence
 
 NGRAM = 3  # tokens that must have come before
 FIRST_DRAFT = 4  # tokens; twice as many after each draft that came true, up to the limit
+MAX_DRAFT = 256
 MAX_PAUSE = 64  # tokens without drafts after several that failed
 
 
@@ -34,28 +35,32 @@ class DraftMemory:
     def __init__(self) -> None:
         self._follows: dict[tuple[int, int, int], int] = {}  # the last place behind these tokens
         self._num_seen = 0  # tokens
-        self._length = FIRST_DRAFT
+        self.length = FIRST_DRAFT  # tokens, of the next draft
         self._num_failures = 0  # in a row
         self._pause_until = 0  # tokens
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        if sequence.num_tokens < self._pause_until or sequence.num_tokens <= NGRAM:
+        if self.is_paused(sequence.num_tokens) or sequence.num_tokens <= NGRAM:
             return []
         self._learn(sequence)
         a, b, c = sequence.tokens[-NGRAM:].tolist()
         place = self._follows.get((a, b, c))
         if place is None:
             return []
-        return list(map(int, sequence.tokens[place : place + min(self._length, max_tokens)]))
+        return list(map(int, sequence.tokens[place : place + min(self.length, max_tokens)]))
+
+    def is_paused(self, num_tokens: int) -> bool:
+        """Whether guesses have failed of late."""
+        return num_tokens < self._pause_until
 
     def judge(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
         """A draft was checked; the sequence has ``num_tokens`` now. Guesses that fail make the next ones rarer."""
         if 2 * num_accepted >= num_drafted:
             self._num_failures = 0
-            self._length = 2 * self._length if num_accepted == num_drafted else self._length
-            self._length = min(self._length, 256)
+            if num_accepted == num_drafted:
+                self.length = min(2 * self.length, MAX_DRAFT)
             return
-        self._length = FIRST_DRAFT
+        self.length = FIRST_DRAFT
         self._num_failures += 1
         self._pause_until = num_tokens + min(2**self._num_failures, MAX_PAUSE)
 
