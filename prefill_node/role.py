@@ -30,6 +30,7 @@ class PrefillRole:
         """Add the service; ``host`` runs."""
         self._host = host
         memory = host.engine.cache.memory
+        self._transfer.register(memory.data)
         self._loader = Loader(self._transfer, memory)
         self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
         self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
