@@ -25,8 +25,7 @@ class InferenceRequest:
     deadline: float
     salt: str = ""
     session: str = ""
-    priority: int = 0  # lower runs first on every node
-    band: int = 1  # 0: urgent, 1: normal, 2: batch, which takes idle capacity only
+    priority: int = 0  # lower runs first on every node, and goes in first; 100 and more: idle capacity only
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
 from conductor.door import Door
-from conductor.fairness import Band
+from conductor.fairness import band_of
 from conductor.fleet import Fleet
 from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
 from conductor.merge import Merger
@@ -278,7 +278,8 @@ class Dispatcher:
             return
         request = journey.request
         facts = self._facts(journey, journey.tokens, self._clock())
-        await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, Band(request.band))
+        band = band_of(request.priority)
+        await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
 
     def _facts(self, journey: _Journey, tokens: TokenIds, now: float) -> RequestFacts:
         """What placement depends on, of what is left of the request."""

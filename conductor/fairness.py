@@ -24,6 +24,16 @@ class Band(IntEnum):
     BATCH = 2  # idle capacity only
 
 
+BATCH_PRIORITY = 100
+
+
+def band_of(priority: int) -> Band:
+    """As clients say it: lower goes first, 0 is usual."""
+    if priority >= BATCH_PRIORITY:
+        return Band.BATCH
+    return Band.URGENT if priority < 0 else Band.NORMAL
+
+
 T = TypeVar("T")
 
 

@@ -68,19 +68,21 @@ async def test_urgent_requests_go_first_and_batch_work_waits_for_an_idle_cluster
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     order: list[int] = []
 
-    async def ask(band: int) -> None:
+    async def ask(priority: int) -> None:
         request: InferenceRequest = cluster.request(PROMPT, 2)
         await cluster.generate(
-            InferenceRequest("r", request.tokens, request.sampling, request.deadline, band=band, salt=f"{band}")
+            InferenceRequest(
+                "r", request.tokens, request.sampling, request.deadline, priority=priority, salt=f"{priority + 5}"
+            )
         )
-        order.append(band)
+        order.append(priority)
 
     asked = []
-    for number, band in enumerate((2, 1, 0)):
-        asked.append(asyncio.create_task(ask(band)))
+    for number, priority in enumerate((100, 0, -1)):
+        asked.append(asyncio.create_task(ask(priority)))
         await cluster.eventually(lambda number=number: cluster.core.dispatcher.door.num_waiting == number + 1)
     await asyncio.gather(*running, *asked)
-    assert order[0] == 0
+    assert order[0] == -1
     await cluster.is_quiet()
 
 
