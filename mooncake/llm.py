@@ -111,8 +111,8 @@ class LLM:
 
         ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
-        where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With ``tbt_limit_ms`` prompts
-        are cut so that answers under way get a token as often as that.
+        where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With ``tbt_limit_ms``
+        prompts are cut so that answers under way get a token as often as that.
         """
         if threads:
             torch.set_num_threads(threads)
