@@ -1,7 +1,7 @@
 """Families beside Llama's: what their config.json says, and which weights they have. Torch-free.
 
-Each family is one entry of ``OTHER_FAMILIES``: a reader from its settings to a ``ModelConfig``, and the names and shapes
-of its weights as Hugging Face publishes them. What a family's arithmetic is stands in ``mooncake.model``.
+Each family is one entry of ``OTHER_FAMILIES``: a reader from its settings to a ``ModelConfig``, and the names and
+shapes of its weights as Hugging Face publishes them. What a family's arithmetic is stands in ``mooncake.model``.
 """
 
 from __future__ import annotations
