@@ -328,12 +328,13 @@ class Fleet:
         if account.foreign_tokens:
             queued_ms += float(side.costs[1, at]) * account.foreign_tokens
         head_ms = next(iter(account.prefills)).prefill_ms if account.prefills else 0.0
+        tokens = account.prefill_tokens + account.foreign_tokens
         side.queued_requests[at] = len(account.prefills)
-        side.queued_tokens[at] = account.prefill_tokens + account.foreign_tokens
+        side.queued_tokens[at] = tokens
         side.queued_ms[at] = queued_ms
         side.tail_ms[at] = max(queued_ms - head_ms, 0.0)
         side.ready_at_ms[at] = account.busy_since * 1e3 + queued_ms
-        side.tie_ms[at] = TIE_TOKEN_MS * side.queued_tokens[at] + TIE_REQUEST_MS * len(account.prefills)
+        side.tie_ms[at] = TIE_TOKEN_MS * tokens + TIE_REQUEST_MS * len(account.prefills)
 
     def _sync_decode(self, node_id: str, account: Account) -> None:
         view = self._view
@@ -347,9 +348,8 @@ class Fleet:
         context_tokens = account.decode_tokens + account.foreign_context
         side.sequences[at] = sequences
         side.context_tokens[at] = context_tokens
-        side.next_step_ms[at] = (
-            side.step_ms[at] + side.sequence_ms[at] * (sequences + 1) + side.context_ms[at] * context_tokens
-        )
+        fixed, of_sequences = side.step_ms.item(at), side.sequence_ms.item(at) * (sequences + 1)
+        side.next_step_ms[at] = fixed + of_sequences + side.context_ms.item(at) * context_tokens
         free = load.blocks_free + load.blocks_cached - account.unseen_blocks if load.blocks_total else np.inf
         free = -1.0 if info.max_sequences and sequences >= info.max_sequences else free
         side.free_blocks[at] = free
