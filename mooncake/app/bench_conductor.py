@@ -73,8 +73,8 @@ def main(args: list[str]) -> None:
         measure(options, report, shown)
     report.notes.append(
         "N nodes are N/2 prefill and N/2 decode nodes; each prefill host has a store beside. A ratio is the figure "
-        "over its target: above 1 is better for decisions a second, below 1 for p99. Decisions a second are of one core's "
-        "own time; p50 and p99 are by the clock, whatever else runs on the machine."
+        "over its target: above 1 is better for decisions a second, below 1 for p99. Decisions a second are of one "
+        "core's own time; p50 and p99 are by the clock, whatever else runs on the machine."
     )
     report.finish(options.json)
 
