@@ -71,12 +71,13 @@ class TransferEngine:
             if transport.unavailable:
                 log.warning("%s: transport %s cannot be used: %s", peer_id, transport.name, transport.unavailable)
         self._retry_after_s = retry_after_s
-        self._slice_bytes = protocol.SLICE_BYTES
+        self._paced_slice: Callable[[int], int] | None = None
         self._pacer: Pacer | None = None
         if max_mb_per_s > 0:
             rate = max_mb_per_s * 1e6
-            self._slice_bytes = min(max(int(rate * _PACED_SLICE_S), 16 << 10), protocol.SLICE_BYTES)
-            self._pacer = Pacer(rate, burst=self._slice_bytes)
+            size = min(max(int(rate * _PACED_SLICE_S), 16 << 10), protocol.SLICE_BYTES)
+            self._paced_slice = lambda _: size
+            self._pacer = Pacer(rate, burst=size)
         self._lock = threading.Lock()  # of the links
         self._links: OrderedDict[tuple[str, int], Link] = OrderedDict()
         self._helpers = ThreadPoolExecutor(_HELPER_THREADS, thread_name_prefix=f"{peer_id}-transfer")
@@ -95,8 +96,10 @@ class TransferEngine:
         Raises InvalidRequest (a range is outside its segment) or NodeUnavailable (nothing configured reaches a peer,
         or the engine is closed) before anything has been started.
         """
-        slices = [cut(request, self._slice_bytes) for request in requests]
         links = [self._link(request.address) for request in requests]
+        slices = [
+            cut(request, self._paced_slice or link.slice_bytes) for request, link in zip(requests, links, strict=True)
+        ]
         transfers = [
             Transfer(parts, request.deadline, request.priority) for request, parts in zip(requests, slices, strict=True)
         ]
@@ -203,10 +206,10 @@ class TransferEngine:
             transport.close()
 
     def _run(self, request: Request) -> TransferReport:
-        slices = cut(request, self._slice_bytes)
+        link = self._link(request.address)
+        slices = cut(request, self._paced_slice or link.slice_bytes)
         if not slices:
             return TransferReport("", 0, 0.0)
-        link = self._link(request.address)
         if len(slices) == 1 and (report := link.run_alone(slices[0])) is not None:
             return report
         transfer = Transfer(slices, request.deadline, request.priority)

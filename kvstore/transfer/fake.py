@@ -29,6 +29,7 @@ class FakeTransport:
     """Reaches every address, and finds ``memory`` there, whose block b is granted to epoch ``grants[b]``."""
 
     unavailable = ""
+    max_slice_bytes = SLICE_BYTES
 
     def __init__(self, memory: memoryview, grants: dict[int, int], rails: list[FakeRail], name: str = "fake") -> None:
         self.name = name

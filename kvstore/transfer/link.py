@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvstore.transfer.limiter import Pacer
+from kvstore.transfer.protocol import SLICE_BYTES
 from kvstore.transfer.requests import Transfer, TransferReport
-from kvstore.transfer.schedule import Pace, Patience, Queue, Watch, backoff_s, takes
+from kvstore.transfer.schedule import Pace, Patience, Queue, Watch, backoff_s, slice_bytes, takes
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
 from mooncake.types import SegmentAddress
@@ -126,6 +127,14 @@ class Link:
         self._current = self._routes[0] if self._routes else None
         self._patience = Patience()
         self._tried: dict[str, str] = {}  # transports that failed since anything arrived, and why
+
+    def slice_bytes(self, request_bytes: int) -> int:
+        """How to cut a request of this size, for whatever transport will carry it."""
+        route = self._current
+        if route is None or request_bytes <= 2 * SLICE_BYTES:
+            return SLICE_BYTES
+        largest = min(each.transport.max_slice_bytes for each in self._routes)
+        return slice_bytes(request_bytes, len(route.lanes), route.gb_per_s * 1e9, largest)
 
     def run_alone(self, part: Slice) -> TransferReport | None:
         """Move one slice past the queue, in this thread, when a path is free and nothing waits.

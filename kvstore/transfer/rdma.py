@@ -67,6 +67,7 @@ class RdmaTransport:
     """The transport ``rdma``. ``unavailable`` says in one line why this process cannot use it, or is empty."""
 
     name = "rdma"
+    max_slice_bytes = SLICE_BYTES
 
     def __init__(self, device: str = "") -> None:
         """``device``: by name; the first one that has an active port when it is empty."""

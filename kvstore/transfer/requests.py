@@ -173,24 +173,28 @@ class Transfer:
         self._cancel = cancel
 
 
-def cut(request: Request, slice_bytes: int) -> list[Slice]:
-    """The slices of a request. Raises InvalidRequest for a range outside the segment, memory that is not contiguous
-    (or, for a read, not writable), and reads mixed with writes."""
+def cut(request: Request, slice_bytes: Callable[[int], int]) -> list[Slice]:
+    """The slices of a request, as long as ``slice_bytes`` says for one of so many bytes.
+
+    Raises InvalidRequest for a range outside the segment, memory that is not contiguous (or, for a read, not
+    writable), and reads mixed with writes.
+    """
     if not request.ranges:
         return []
     if len(request.ranges) == 1 and (alone := _alone(request, request.ranges[0], slice_bytes)) is not None:
         return [alone]
-    if isinstance(request.ranges[0], WriteRange):
-        return _cut(request, Operation.WRITE, map(_write_row, request.ranges), slice_bytes)
-    return _cut(request, Operation.READ, map(_read_row, request.ranges), slice_bytes)
+    writes = isinstance(request.ranges[0], WriteRange)
+    rows = list(map(_write_row if writes else _read_row, request.ranges))
+    size = slice_bytes(sum(local.nbytes for _, _, local, _ in rows))
+    return _cut(request, Operation.WRITE if writes else Operation.READ, rows, size)
 
 
-def _alone(request: Request, item: WriteRange | ReadRange, slice_bytes: int) -> Slice | None:
+def _alone(request: Request, item: WriteRange | ReadRange, slice_bytes: Callable[[int], int]) -> Slice | None:
     """The usual small request: one range, no longer than a slice."""
     writes = isinstance(item, WriteRange)
     block, offset, local, epoch = _write_row(item) if writes else _read_row(item)
     size = local.nbytes
-    if size > slice_bytes:
+    if size > slice_bytes(size):
         return None
     check_range(block, offset, size, request.address.block_bytes, request.address.num_blocks)
     piece = Piece(WireRange(block, offset, size, epoch), local)

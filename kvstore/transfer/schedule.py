@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvstore.transfer.protocol import SLICE_BYTES
 from kvstore.transfer.transport import Priority
 
 T = TypeVar("T")
 
 FAIR_SHARE = 16  # of so many slices, one goes to a class that others have overtaken
 OVERTAKEN_S = 0.010  # for so long, before it may claim that share
+SLICE_S = 0.010
 ON_WAY_S = 0.020  # a path takes as many slices at once as it is predicted to carry in this time
 EWMA_WEIGHT = 0.3
 MIN_SAMPLE_BYTES = 64 << 10
@@ -116,6 +118,14 @@ class Pace:
             return self.rate
         elapsed = now - self.since
         return min(self.rate, self.on_way_bytes / elapsed) if elapsed > 0 else self.rate
+
+
+def slice_bytes(request_bytes: int, paths: int, rate: float, largest: int) -> int:
+    """How to cut a request: so that a slice takes about SLICE_S at this rate, each path gets two at least, and it is
+    a whole number of SLICE_BYTES, ``largest`` at most. Larger slices cost less of the processor; urgent ones wait for
+    those on their way."""
+    fitting = min(int(rate * SLICE_S), request_bytes // (2 * paths), largest)
+    return max(1, fitting // SLICE_BYTES) * SLICE_BYTES
 
 
 def takes(path: Pace, others: Sequence[Pace], nbytes: int, waiting_bytes: int, window_bytes: int, now: float) -> bool:

@@ -35,6 +35,7 @@ class ShmTransport:
 
     name = "shm"
     unavailable = ""
+    max_slice_bytes = protocol.MAX_FRAME_BYTES
 
     def __init__(self) -> None:
         self._host_id = host_id()

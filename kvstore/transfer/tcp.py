@@ -19,7 +19,8 @@ from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, Sta
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
-WINDOW = 4  # slices on their way on one connection
+WINDOW = 4  # slices on their way on one connection,
+WINDOW_BYTES = 2 * protocol.MAX_FRAME_BYTES  # and so many bytes
 SPLICE_BYTES = 256 << 10  # a write slice of so much is worth splicing,
 SPLICE_PIECE_BYTES = 32 << 10  # unless looking up the pages of its pieces costs more than a copy
 
@@ -29,6 +30,7 @@ class TcpTransport:
 
     name = "tcp"
     unavailable = ""
+    max_slice_bytes = protocol.MAX_FRAME_BYTES
 
     def __init__(self, streams: int) -> None:
         self._streams = streams
@@ -52,7 +54,7 @@ class TcpPath:
     """One connection. Slices go out several deep; replies come back in the same order."""
 
     def __init__(self, wire: Wire, node_id: str) -> None:
-        self.window_bytes = WINDOW * protocol.SLICE_BYTES
+        self.window_bytes = WINDOW_BYTES
         self._wire = wire
         self._node_id = node_id
         self._next_id = 0
@@ -120,7 +122,7 @@ class TcpPath:
         reply = protocol.unpack_reply(head)
         if reply.frame_id != frame_id or reply.payload_bytes != (part.nbytes if is_read else 0):
             raise ProtocolViolation("a reply that answers another frame")
-        self.window_bytes = min(reply.credit_bytes, WINDOW * protocol.SLICE_BYTES)
+        self.window_bytes = min(reply.credit_bytes, WINDOW_BYTES)
         if reply.status is Status.OK:
             work.done(part)
         else:

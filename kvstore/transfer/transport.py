@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """Pieces that travel together: 1 to MAX_RANGES of them, about SLICE_BYTES in all, one operation."""
+    """Pieces that travel together: 1 to MAX_RANGES of them, SLICE_BYTES in all or some more, one operation."""
 
     operation: Operation
     pieces: tuple[Piece, ...]
@@ -127,6 +127,11 @@ class Transport(Protocol):
     @property
     def unavailable(self) -> str:
         """Why this process cannot use it at all, in one line, or ""."""
+        ...
+
+    @property
+    def max_slice_bytes(self) -> int:
+        """The largest slice that a path carries: a multiple of SLICE_BYTES, MAX_FRAME_BYTES at most."""
         ...
 
     def paths_to(self, address: SegmentAddress) -> int:

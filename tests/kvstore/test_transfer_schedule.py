@@ -21,6 +21,7 @@ from kvstore.transfer.schedule import (
     Queue,
     Watch,
     backoff_s,
+    slice_bytes,
     takes,
 )
 from kvstore.transfer.transport import Priority
@@ -63,6 +64,15 @@ def test_what_has_just_arrived_does_not_claim_a_share() -> None:
         queue.push("layer", Priority.URGENT, 1.0, now=0.0)
     queue.push("copy", Priority.BACKGROUND, 1.0, now=0.0)
     assert [queue.pop(OVERTAKEN_S / 2) for _ in range(3 * FAIR_SHARE)] == ["layer"] * 3 * FAIR_SHARE
+
+
+def test_slices_grow_with_the_request_and_the_speed_and_stay_urgent_on_slow_paths() -> None:
+    assert slice_bytes(64 * MIB, 2, 0.0, 4 * MIB) == MIB  # nothing known yet
+    assert slice_bytes(64 * MIB, 2, 50e6, 4 * MIB) == MIB
+    assert slice_bytes(64 * MIB, 2, 1e9, 4 * MIB) == 4 * MIB
+    assert slice_bytes(64 * MIB, 2, 1e9, MIB) == MIB
+    assert slice_bytes(8 * MIB, 2, 1e9, 4 * MIB) == 2 * MIB  # two for each path
+    assert slice_bytes(100, 2, 1e9, 4 * MIB) == MIB
 
 
 def test_what_is_cancelled_leaves_the_queue() -> None:
