@@ -35,10 +35,13 @@ def in_machine(*arguments: str, memory: str = "2G", timeout_s: int) -> str:
     environment = os.environ | {"CXX": "/none"}  # torch's kernels: compiling ours takes minutes in there
     command = [str(TOOL), "--mem", memory, "--timeout", str(timeout_s), sys.executable, "-m", "pytest"]
     options = ["-q", "-p", "no:cacheprovider", "--timeout", str(timeout_s)]
-    run = subprocess.run(
-        [*command, *options, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    if run.returncode == 125:
+    for _ in range(2):  # an emulated kernel whose timer got no time from a busy machine panics at boot
+        run = subprocess.run(
+            [*command, *options, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        if run.returncode != 125:
+            break
+    else:
         pytest.skip(f"the machine does not start: {run.stderr.strip().splitlines()[-1:]}")
     assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}"
     return run.stdout
