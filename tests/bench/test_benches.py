@@ -47,6 +47,16 @@ def bench(name: str, *arguments: str) -> dict[str, Any]:
     return report
 
 
+def test_transfers_are_held_against_a_socket_and_against_changing_paths(tmp_path: Path) -> None:
+    report = bench("transfer", "--json", str(tmp_path / "line.json"))
+
+    sizes = {row["size"] for row in report["results"] if row["name"] == "read" and row["subject"] == "mooncake tcp"}
+    assert sizes == {"1 MiB", "16x1 MiB", "4 MiB", "16 MiB"}
+    ratios = set(report["ratios"])
+    assert {"tcp_read_1MiB_vs_socket", "tcp_write_1MiB_vs_socket", "shm_read_1MiB_vs_memcpy"} <= ratios
+    assert {"paths_cut_vs_left", "paths_killed_vs_left", "paths_silent_stall_ms"} <= ratios
+
+
 def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> None:
     report = bench("engine", "--model", str(tiny), "--json", str(tmp_path / "line.json"))
 
