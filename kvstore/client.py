@@ -49,6 +49,8 @@ from mooncake.types import BlockKey, SegmentAddress
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
+END_LEASES_AFTER_S = 0.02
+INLINE_BYTES = 2 << 20  # a copy of so much within this host takes less time than a trip to another thread
 WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
 
 T = TypeVar("T")
@@ -107,16 +109,27 @@ class StoreClient:
     NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
     """
 
-    def __init__(self, address: str, transfer: TransferEngine, channels: Channels, tenant: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        transfer: TransferEngine,
+        channels: Channels,
+        tenant: str = "",
+        copies_inline: bool = False,
+    ) -> None:
         """``address`` is the store's gRPC address. The engine and the channels are shared, and closed by their owner;
-        ``connect`` makes a client that has its own. What it stores counts against the quota of ``tenant``."""
+        ``connect`` makes a client that has its own. What it stores counts against the quota of ``tenant``. With
+        ``copies_inline``, short copies within this host are made on the event loop; not for an engine that is paced."""
         self.address = address
         self.tenant = tenant
+        self._copies_inline = copies_inline
         self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
         self._transfer = transfer
         self._stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
         self._lane: Lane | None = None
+        self._ended: list[int] = []  # leases
+        self._ending: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
 
@@ -135,7 +148,7 @@ class StoreClient:
         """A client with its own transfer engine, once the store answers. Raises NodeUnavailable when it does not."""
         transfer = TransferEngine(name, transports, streams, max_mb_per_s)
         channels = Channels()
-        client = cls(address, transfer, channels, tenant)
+        client = cls(address, transfer, channels, tenant, copies_inline=max_mb_per_s == 0)
         client._owned.push_async_callback(channels.close)
         client._owned.callback(transfer.close)
         try:
@@ -147,6 +160,7 @@ class StoreClient:
 
     async def close(self) -> None:
         """Ends what runs in the background, and what ``connect`` opened."""
+        self._end_leases()
         if self._background:
             await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
         if self._lane is not None:
@@ -303,7 +317,7 @@ class StoreClient:
             with contextlib.suppress(MooncakeError):
                 await self.release([lease], corrupt_keys=corrupt_keys)
         elif lease.lease_id:
-            self._release_later(lease)
+            self._release_soon(lease)
 
     # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
 
@@ -365,7 +379,8 @@ class StoreClient:
 
         What only the SSD has is loaded first, but no further than that takes less time than computing the run anew,
         which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
-        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered)
+        ended, self._ended = self._ended, []
+        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
         asked_s = time.monotonic()  # the store's clock starts later, so ours ends earlier
         response = await self._call(self._fast.Acquire(request, timeout=timeout_s))
         blocks = tuple(
@@ -380,7 +395,7 @@ class StoreClient:
         rubbish then. The caller checks them against the lease's checksums."""
         deadline = time.monotonic() + timeout_s
         try:
-            report = await self._transfer.read_async(lease.segment, ranges, min(deadline, lease.expires_s))
+            report = await self._read(lease.segment, ranges, min(deadline, lease.expires_s))
         except DeadlineExceeded:
             if lease.expires_s < deadline:
                 raise LeaseExpired("the lease ran out before the read had ended") from None
@@ -450,6 +465,20 @@ class StoreClient:
             tenant_bytes=dict(response.tenant_bytes),
         )
 
+    async def _read(self, segment: SegmentAddress, ranges: Sequence[ReadRange], deadline: float) -> TransferReport:
+        if self._is_quick(segment, sum(memoryview(part.into).nbytes for part in ranges)):
+            return self._transfer.read(segment, ranges, deadline)
+        return await self._transfer.read_async(segment, ranges, deadline)
+
+    async def _write(self, segment: SegmentAddress, ranges: Sequence[WriteRange], deadline: float) -> TransferReport:
+        if self._is_quick(segment, sum(memoryview(part.data).nbytes for part in ranges)):
+            return self._transfer.write(segment, ranges, deadline)
+        return await self._transfer.write_async(segment, ranges, deadline)
+
+    def _is_quick(self, segment: SegmentAddress, nbytes: int) -> bool:
+        """Whether moving these bytes is a short copy, which may as well be made here and now."""
+        return self._copies_inline and nbytes <= INLINE_BYTES and self._transfer.transport_of(segment.node_id) == "shm"
+
     @property
     def _fast(self) -> store_pb2_grpc.StoreAsyncStub | Lane:
         """The short way, while it stands; ``stats`` opens it."""
@@ -518,7 +547,7 @@ class StoreClient:
         """On any error the reservations are given up."""
         ranges = [WriteRange(slot.index, 0, view, slot.epoch) for slot, view in zip(slots, views, strict=True)]
         try:
-            await self._transfer.write_async(slots[0].segment, ranges, deadline)
+            await self._write(slots[0].segment, ranges, deadline)
             left_s = _left_s(deadline)
         except BaseException:
             self._later(self.abort(slots))  # the transfer has ended: nothing is written any more
@@ -540,6 +569,19 @@ class StoreClient:
                     await self.release([lease], corrupt_keys=corrupt)
             else:
                 self._release_later(lease)
+
+    def _release_soon(self, lease: Lease) -> None:
+        """With the next ``acquire``, or after a moment."""
+        self._ended.append(lease.lease_id)
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().call_later(END_LEASES_AFTER_S, self._end_leases)
+
+    def _end_leases(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        ended, self._ended, self._ending = self._ended, [], None
+        if ended:
+            self._later(self.release_ids(ended))
 
     def _release_later(self, lease: Lease) -> None:
         self._later(self.release([lease]))

@@ -107,7 +107,7 @@ class Client:
         """
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s), Channels()
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
-        stores = {address: StoreClient(address, transfer, channels, tenant) for address in listed}
+        stores = {address: StoreClient(address, transfer, channels, tenant, max_mb_per_s == 0) for address in listed}
         client: Client | None = None
         try:
             client = cls(stores, namespace, salt, replicas)
@@ -232,7 +232,7 @@ class Client:
             )
             for (address, _), mine in groups.items()
         ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        answers = await _all(calls)
         for mine, answer in zip(groups.values(), answers, strict=True):
             for index, is_stored in zip(mine, [] if isinstance(answer, BaseException) else answer, strict=False):
                 stored[index] = stored[index] or is_stored
@@ -375,7 +375,7 @@ class Client:
                 self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=timeout_s)
                 for address, mine in groups.items()
             ]
-            answers = await asyncio.gather(*calls, return_exceptions=True)
+            answers = await _all(calls)
             for mine, answer in zip(groups.values(), answers, strict=True):
                 if isinstance(answer, BaseException):
                     if not isinstance(answer, (RetryElsewhere, TryLater)):
@@ -462,6 +462,16 @@ def _namespace(namespace: str, salt: str) -> bytes:
 async def _off_loop(work: Callable[[], T], nbytes: int) -> T:
     """In a thread when it takes long enough for others to notice."""
     return await asyncio.to_thread(work) if nbytes > 1 << 20 else work()
+
+
+async def _all(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
+    """What each gave or raised. One alone needs no task of its own."""
+    if len(calls) != 1:
+        return await asyncio.gather(*calls, return_exceptions=True)
+    try:
+        return [await calls[0]]
+    except MooncakeError as error:
+        return [error]
 
 
 def _raise_worst(answers: Sequence[object]) -> None:

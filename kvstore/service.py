@@ -61,6 +61,9 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802
         keys = _keys(request.keys)
+        if request.ended_lease_ids:
+            _check_count(len(request.ended_lease_ids))
+            self._store.release(request.ended_lease_ids)
         lease = await self._store.acquire(keys, request.recompute_ms, request.scattered)
         blocks = list(map(_leased_to_wire, lease.blocks))
         if request.scattered:

@@ -274,6 +274,7 @@ class AcquireRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    ENDED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     SCATTERED_FIELD_NUMBER: _builtins.int
     recompute_ms: _builtins.float
     """what computing one of these blocks anew costs the reader; 0: it cannot be computed"""
@@ -281,16 +282,21 @@ class AcquireRequest(_message.Message):
     """lease whatever is stored of `keys`, which need not be a run"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def ended_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as Release does, on the way"""
+
     def __init__(
         self,
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         recompute_ms: _builtins.float = ...,
+        ended_lease_ids: _abc.Iterable[_builtins.int] | None = ...,
         scattered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "recompute_ms", b"recompute_ms", "scattered", b"scattered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_lease_ids", b"ended_lease_ids", "keys", b"keys", "recompute_ms", b"recompute_ms", "scattered", b"scattered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.checksum import range_checksums
+from kvstore.checksum import checksum, range_checksums
 from kvstore.client import StoreClient
 from kvstore.node import StoreNode
 from mooncake.config import load_config
@@ -265,3 +265,26 @@ async def test_a_directory_that_cannot_be_used_is_one_clear_error(tmp_path: Path
     with pytest.raises(ConfigError, match="eviction"):
         async with store(tmp_path, 8, 64, "store.eviction=oldest"):
             pass
+
+
+@pytest.mark.slow
+async def test_one_and_a_half_gib_through_half_a_gib_of_dram(tmp_path: Path) -> None:
+    """Nothing is refused, nothing is lost, every byte is right: read at random, and again after a restart."""
+    size, dram_blocks, count = 1 << 20, 512, 1536
+    config = [f"store.dram_gb={dram_blocks * size / 1e9 + 1e-6}", f'store.ssd_path="{tmp_path}"', "store.ssd_gb=3"]
+    sums = [checksum(data(i, size)) for i in range(count)]
+    into = bytearray(size)
+    for life in range(2):
+        node = StoreNode(load_config(None, config), size, join_cluster=False)
+        await node.start()
+        async with await join(node) as client:
+            if life == 0:
+                for i in range(count):
+                    assert await client.put(name(i), data(i, size), name(i - 1) if i % 64 else b"", timeout_s=30), i
+            for i in np.random.default_rng(life).permutation(count):
+                assert await client.get_into(name(int(i)), into, timeout_s=30) == size, i
+                assert checksum(into) == sums[int(i)]
+            stats = await client.stats()
+            assert stats.counters.get("refused_full", 0) == stats.counters.get("checksum_mismatches", 0) == 0
+            node.store.check()
+        await node.stop()

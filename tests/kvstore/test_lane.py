@@ -1,0 +1,83 @@
+"""The short way to a store: errors cross it as they are, garbage ends it, and without it gRPC carries on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvstore.client import StoreClient
+from kvstore.node import StoreNode
+from mooncake.config import load_config
+from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, NodeUnavailable, OutOfBlocks, Overloaded
+from mooncake.rpc import store_pb2
+from mooncake.rpc.errors import error_from_parts, parts_of_error
+
+BLOCK = 4096
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[StoreNode]:
+    config = load_config(None, ["node.id=store", f"store.dram_gb={4 * BLOCK / 1e9 + 1e-9}"])
+    node = StoreNode(config, BLOCK, join_cluster=False)
+    await node.start()
+    yield node
+    await node.stop()
+
+
+async def test_errors_arrive_as_they_were_raised(node: StoreNode) -> None:
+    async with await StoreClient.connect(node.control_address) as client:
+        assert client._lane is not None and client._lane.is_open
+        with pytest.raises(InvalidRequest, match="do not fit") as caught:
+            await client.put(b"k", bytes(BLOCK + 1))
+        assert caught.value.param == "length"
+        leases = []
+        for i in range(4):
+            await client.put(b"%d" % i, b"x")
+            leases.append(await client.acquire([b"%d" % i]))
+        with pytest.raises(OutOfBlocks):
+            await client.put(b"more", b"x")
+        await client.release(leases)
+        assert await client.put(b"more", b"x")
+        with pytest.raises(DeadlineExceeded):
+            await client.acquire([b"k"], timeout_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("no\nway", "field"), Overloaded("later", 2.5), OutOfBlocks("full"), InvalidRequest("")]
+)
+def test_parts_of_an_error_make_the_same_error(error: MooncakeError) -> None:
+    back = error_from_parts(parts_of_error(error))
+    assert type(back) is type(error) and back.message == error.message.replace("\n", " ")
+    assert getattr(back, "param", None) == getattr(error, "param", None)
+    assert getattr(back, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> None:
+    async with await StoreClient.connect(node.control_address) as client:
+        assert client._lane is not None
+        client._lane.abort()  # as if the network had cut it
+        with pytest.raises(NodeUnavailable):  # whatever was on its way
+            await client.put(b"k", b"bytes")
+        assert not client._lane.is_open and await client.put(b"k", b"bytes")
+        assert await client.get(b"k") == b"bytes"
+        await client.stats()
+        assert client._lane.is_open and await client.get(b"k") == b"bytes"
+
+
+async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> None:
+    rng = random.Random(0)
+    async with await StoreClient.connect(node.control_address) as client:
+        await client.put(b"k", b"bytes")
+        response = await client._stub.Stats(store_pb2.StatsRequest())
+        for _ in range(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", response.lane_port)
+            writer.write(rng.randbytes(rng.randrange(1, 200)))
+            writer.write_eof()
+            async with asyncio.timeout(5):
+                await reader.read()
+            writer.close()
+        assert await client.get(b"k") == b"bytes"
+        node.store.check()
