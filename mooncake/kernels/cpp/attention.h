@@ -332,14 +332,33 @@ inline void places_of(const AttentionCall& call, const AttentionPlan& plan, cons
 }
 
 template <class T>
+inline void mix_all(const float* scores, int64_t width, const T* const* values, int count, int rows, float* mixed, int D) {
+    int row = 0;
+    for (; row + DOT_ROWS <= rows; row += DOT_ROWS)
+        mix<DOT_ROWS>(scores + row * width, width, values, count, mixed + row * D, D);
+    for (; row + 3 <= rows; row += 3) mix<3>(scores + row * width, width, values, count, mixed + row * D, D);
+    for (; row + 2 <= rows; row += 2) mix<2>(scores + row * width, width, values, count, mixed + row * D, D);
+    for (; row < rows; row++) mix<1>(scores + row * width, width, values, count, mixed + row * D, D);
+}
+
+// Rows as float32, without their scales.
+template <class T> inline void widen_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
+    for (int t = 0; t < count; t++, wide += D) {
+        for (int d = 0; d < D; d += W) store(wide + d, load(rows[t] + d));
+        out[t] = wide;
+    }
+}
+
+template <class T>
 void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                  const Results& results, Scratch& scratch) {
     const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
     const int64_t width = (length + W - 1) / W * W;
     const int32_t* table = call.table(item.seq);
-    scratch.start(int64_t(rows) * (2 * D + width + 4) + 128);
+    scratch.start(int64_t(rows) * (2 * D + width + 4) + std::max(TILE, W) * D + 128);
     float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
     float *most = scratch.take(rows), *sums = scratch.take(rows);
+    float* wide = scratch.take(std::max(TILE, W) * D);
     RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
     places_of(call, plan, item, places);
     for (int row = 0; row < rows; row++) {
@@ -348,13 +367,16 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     }
 
     const T* tile[std::max(TILE, W)];
+    const float* wide_tile[std::max(TILE, W)];
+    const bool must_widen = !std::is_same<T, float>::value && rows > FEW_ROWS;  // else each row widens anew, in registers
     for (int at = 0; at < length; at += W) {
         const int count = std::min(W, length - at);
         cache.rows(table, item.kv_head, 0, item.begin + at, count, tile);
         for (int t = count; t < W; t++) tile[t] = tile[0];
         const vf scales = scales_of(tile, D);
+        if (must_widen) widen_rows(tile, W, D, wide, wide_tile);
         for (int row = 0; row < rows; row++) {
-            const vf score = dots(query + row * D, tile, D);
+            const vf score = must_widen ? dots(query + row * D, wide_tile, D) : dots(query + row * D, tile, D);
             store(scores + row * width + at, IS_CODED<T> ? score * scales : score);
         }
     }
@@ -387,12 +409,12 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
                 for (int row = 0; row < rows; row++) scores[row * width + at + t] *= scale;
             }
         }
-        int row = 0;
-        for (; row + DOT_ROWS <= rows; row += DOT_ROWS)
-            mix<DOT_ROWS>(scores + row * width + at, width, tile, count, mixed + row * D, D);
-        for (; row + 3 <= rows; row += 3) mix<3>(scores + row * width + at, width, tile, count, mixed + row * D, D);
-        for (; row + 2 <= rows; row += 2) mix<2>(scores + row * width + at, width, tile, count, mixed + row * D, D);
-        for (; row < rows; row++) mix<1>(scores + row * width + at, width, tile, count, mixed + row * D, D);
+        if (must_widen) {
+            widen_rows(tile, count, D, wide, wide_tile);
+            mix_all(scores + at, width, wide_tile, count, rows, mixed, D);
+        } else {
+            mix_all(scores + at, width, tile, count, rows, mixed, D);
+        }
     }
     results.put(item, mixed, most, sums);
 }

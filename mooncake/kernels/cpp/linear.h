@@ -122,7 +122,6 @@ template <int ROWS> void turn(const float* rows, int64_t stride, int64_t K, int6
         float piece[ROWS][W];
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) store(piece[r], load(rows + r * stride + k));
-#pragma GCC unroll 16
         for (int i = 0; i < W; i++)
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) out[i * ROWS + r] = piece[r][i];
@@ -132,7 +131,7 @@ template <int ROWS> void turn(const float* rows, int64_t stride, int64_t K, int6
 }
 
 // One row as codes 1 .. 255 around 128 (the instruction wants one side without sign), a scale = max|x| / 127.
-inline float code_row(const float* row, int64_t K, int64_t padded, int ROWS, uint8_t* out) {
+inline float code_row(const float* row, int64_t K, int64_t padded, int rows, uint8_t* out) {
     vf top{};
     int64_t k = 0;
     for (; k + W <= K; k += W) top = larger(top, magnitude(load(row + k)));
@@ -145,13 +144,9 @@ inline float code_row(const float* row, int64_t K, int64_t padded, int ROWS, uin
         std::memcpy(&piece, row + k, std::max<int64_t>(0, std::min<int64_t>(W, K - k)) * sizeof(float));
         store(codes, __builtin_convertvector(round_whole(piece / divisor), vi) + 128);
         for (int i = 0; i < W && k + i < padded; i += 4)
-            for (int j = 0; j < 4; j++) out[(k + i) * ROWS + j] = uint8_t(codes[i + j]);
+            for (int j = 0; j < 4; j++) out[(k + i) * rows + j] = uint8_t(codes[i + j]);
     }
     return scale;
-}
-
-template <int ROWS> void turn_codes(const float* rows, int64_t stride, int64_t K, int64_t padded, uint8_t* out, float* scales) {
-    for (int r = 0; r < ROWS; r++) scales[r] = code_row(rows + r * stride, K, padded, ROWS, out + 4 * r);
 }
 
 // ---- the inner loops ------------------------------------------------------------------------------------------------
@@ -264,13 +259,11 @@ template <int ROWS> void multiply_codes(const void* strip, const char* panel, in
 // The inner loops for strips of a height.
 struct StripLoops {
     void (*turn)(const float*, int64_t, int64_t, int64_t, float*);
-    void (*turn_codes)(const float*, int64_t, int64_t, int64_t, uint8_t*, float*);
     void (*multiply[4])(const void*, const char*, int, void*, bool);  // by WeightKind
 };
 
 template <size_t... I> constexpr std::array<StripLoops, STRIP> strip_loops(std::index_sequence<I...>) {
     return {StripLoops{turn<int(I) + 1>,
-                       turn_codes<int(I) + 1>,
                        {multiply<FLOATS, int(I) + 1>, multiply<BF16S, int(I) + 1>, multiply<CODES, int(I) + 1>,
                         multiply_codes<int(I) + 1>}}...};
 }
@@ -313,8 +306,10 @@ inline Activations prepare(const PackedLinear& layer, const float* from, int64_t
             rows_at = to;
             rows_stride = K;
         }
+        uint8_t* codes = (uint8_t*)out.strip(strip);
         if (out.is_coded)
-            LOOPS[height - 1].turn_codes(rows_at, rows_stride, K, out.padded, (uint8_t*)out.strip(strip), out.row_scales + first);
+            for (int r = 0; r < height; r++)
+                out.row_scales[first + r] = code_row(rows_at + r * rows_stride, K, out.padded, height, codes + 4 * r);
         else
             LOOPS[height - 1].turn(rows_at, rows_stride, K, out.padded, (float*)out.strip(strip));
     });

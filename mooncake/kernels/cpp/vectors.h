@@ -2,6 +2,10 @@
 // NEON. Loads widen bfloat16 and int8 to float32; all arithmetic is float32.
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -35,6 +39,9 @@ template <class V, class T> inline V load_as(const T* from) {
 inline vf load(const float* from) { return load_as<vf>(from); }
 inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16); }
 inline vf load(const int8_t* from) {
+#if defined(__AVX512F__)  // GCC 12 takes the general form apart into single lanes
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#endif
     return __builtin_convertvector(__builtin_convertvector(load_as<vc>(from), vi), vf);
 }
 
