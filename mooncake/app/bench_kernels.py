@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from mooncake.checkpoint import ModelConfig, weight_shapes
-from mooncake.kernels import choose_kernels
+from mooncake.kernels import choose_kernels, reference
 
 READ_BYTES = 512 << 20
 GEMM_SIZE = 2048
@@ -49,12 +49,13 @@ def decode_attention_s(
     ``cache`` is a paged cache ``[N, layers, 2, Hkv, block_tokens, D]``; pages are taken from all over it. Queries of a
     group are rows of one product in the better of two ways to call ``scaled_dot_product_attention``.
     """
-    num_blocks, num_layers, _, _, block_tokens, head_dim = cache.shape
+    num_blocks, num_layers, _, _, block_tokens, _ = cache.shape
+    head_dim = reference.head_dim_of(cache[:, 0])
     per_sequence = -(-context // block_tokens)
     layers = min(num_layers, CONTIGUOUS_LAYERS)
-    cache.normal_()
     tables = torch.randperm(num_blocks)[: batch * per_sequence].view(batch, per_sequence).int()
-    query = torch.randn(batch, num_heads, head_dim).to(cache.dtype)
+    _fill(cache, tables, layers, head_dim)
+    query = torch.randn(batch, num_heads, head_dim)
     starts = torch.arange(batch + 1, dtype=torch.int32)
     contexts = torch.full((batch,), context, dtype=torch.int32)
     contiguous = [_gather(cache[:, layer], tables, context) for layer in range(layers)]
@@ -66,7 +67,8 @@ def decode_attention_s(
 
     def sdpa_groups() -> None:
         for key, value in contiguous:
-            torch.nn.functional.scaled_dot_product_attention(query.unsqueeze(2), key, value, enable_gqa=True)
+            one_token = query.unsqueeze(2).to(key.dtype)
+            torch.nn.functional.scaled_dot_product_attention(one_token, key, value, enable_gqa=True)
 
     def sdpa_rows() -> None:
         for key, value in contiguous:
@@ -80,16 +82,54 @@ def decode_attention_s(
     return {name: tuple(s / layers for s in _timed(way, reps)) for name, way in ways.items()}
 
 
+def shared_prefix_s(
+    cache: torch.Tensor, num_heads: int, batch: int, prefix: int, own: int, reps: int
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of one layer's decode attention of sequences that begin with the same ``prefix`` tokens and have ``own``
+    more each: with tables that share the prefix's blocks, and with tables that hold a copy of it each."""
+    num_blocks, num_layers, _, _, block_tokens, _ = cache.shape
+    head_dim = reference.head_dim_of(cache[:, 0])
+    shared, rest = prefix // block_tokens, -(-own // block_tokens)
+    layers = min(num_layers, CONTIGUOUS_LAYERS)
+    copies = torch.randperm(num_blocks)[: batch * (shared + rest)].view(batch, -1).int()
+    together = torch.cat([copies[:1, :shared].expand(batch, -1), copies[:, shared:]], dim=1).contiguous()
+    _fill(cache, copies, layers, head_dim)
+    query = torch.randn(batch, num_heads, head_dim)
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    contexts = torch.full((batch,), shared * block_tokens + own, dtype=torch.int32)
+    kernels, scale = choose_kernels(), head_dim**-0.5
+
+    def attend(tables: torch.Tensor) -> None:
+        for layer in range(layers):
+            kernels.paged_attention(query, cache[:, layer], tables, starts, contexts, scale)
+
+    ways = {"shared": together, "copies": copies}
+    return {
+        name: tuple(s / layers for s in _timed(lambda tables=tables: attend(tables), reps))  # type: ignore[misc]
+        for name, tables in ways.items()
+    }
+
+
+def _fill(cache: torch.Tensor, tables: torch.Tensor, layers: int, head_dim: int) -> None:
+    """Random rows in these blocks."""
+    blocks = tables.flatten().long()
+    for layer in range(layers):
+        rows = torch.randn(len(blocks), *cache.shape[2:5], head_dim)
+        cache[blocks, layer] = reference.as_page_rows(rows, cache.dtype)
+
+
 def _gather(cache_layer: torch.Tensor, tables: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the sequences, contiguous: [B, Hkv, context, D] each."""
     pages = cache_layer[tables.long()]  # [B, M, 2, Hkv, block_tokens, D]
+    if pages.dtype is torch.int8:
+        pages = reference.from_page_rows(pages)
     key, value = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context].contiguous()
     return key, value
 
 
 def _sdpa_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attention of one token a sequence, the query heads of a group as rows over their KV head."""
-    rows = query.view(len(query), key.shape[1], -1, query.shape[2])  # [B, Hkv, G, D]
+    rows = query.view(len(query), key.shape[1], -1, query.shape[2]).to(key.dtype)  # [B, Hkv, G, D]
     return torch.nn.functional.scaled_dot_product_attention(rows, key, value)
 
 

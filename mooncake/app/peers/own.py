@@ -61,12 +61,18 @@ class TimedModel:
 class OwnEngine:
     """Raises ModelError when the model cannot be loaded."""
 
-    engine = "mooncake"
     has_prefix_cache = True
 
     def __init__(
-        self, checkpoint: Checkpoint, precision: Precision, threads: int, config: EngineConfig, kv_gb: float
+        self,
+        checkpoint: Checkpoint,
+        precision: Precision,
+        threads: int,
+        config: EngineConfig,
+        kv_gb: float,
+        name: str = "mooncake",
     ) -> None:
+        self.engine = name
         torch.set_num_threads(threads)
         layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
         self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))

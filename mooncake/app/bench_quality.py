@@ -1,0 +1,171 @@
+"""``mooncake bench quality``: what narrow formats cost in perplexity, and what they save in bytes.
+
+The text is the reference of the Python language that CPython itself ships (``pydoc_data.topics``), cut into windows.
+Each format computes the same windows through its own paged cache, so that narrow keys and values are read back as a
+step would. It must not time anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pydoc_data.topics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.progress import Progress
+
+from mooncake.app.bench_kernels import weight_bytes
+from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import Cancelled, ConfigError
+from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+from mooncake.precision import Precision, resolve_precision
+from mooncake.types import KVLayout
+
+BLOCK_TOKENS = 64
+BASELINE = "float32"
+FORMATS: dict[str, Precision] = {
+    BASELINE: resolve_precision("float32"),
+    "bfloat16": resolve_precision("bfloat16"),
+    "kv-bfloat16": resolve_precision("float32", "bfloat16"),
+    "kv-int8": resolve_precision("float32", "int8"),
+    "int8": resolve_precision("float32", weights="int8"),
+    "w8a8": resolve_precision("float32", weights="w8a8"),
+    "w8a8-kv-int8": resolve_precision("float32", "int8", "w8a8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    formats: tuple[str, ...]
+    tokens: int
+    window: int
+    threads: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was computed is reported first)."""
+    options = parse(args)
+    torch.set_num_threads(options.threads)
+    config = {"model": Path(options.model).name, "tokens": options.tokens, "window": options.window}
+    report = Report("quality", {**config, "text": "pydoc_data.topics of the Python in use"}, seed=0)
+    complete = True
+    try:
+        with progress("computing") as shown:
+            measure(options, report, shown)
+    except KeyboardInterrupt:
+        complete = False
+        report.notes.append("stopped before the end")
+    compare(report, options)
+    report.finish(options.json)
+    if not complete:
+        raise Cancelled("stopped before the end of the benchmark")
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench quality", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    add("--formats", default="kv-int8,int8,w8a8", help=f"beside {BASELINE}, comma-separated: {', '.join(FORMATS)}")
+    add("--tokens", type=int, default=50_176, help="of the text")
+    add("--window", type=int, default=512, metavar="TOKENS", help="each token sees what is before it in its window")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    given = parser.parse_args(args)
+    formats = tuple(filter(None, given.formats.split(",")))
+    if unknown := set(formats) - set(FORMATS):
+        raise ConfigError(f"--formats knows {', '.join(FORMATS)}, not {', '.join(sorted(unknown))}")
+    if given.window < 2 or given.tokens < given.window or given.threads < 1:
+        raise ConfigError("--window must be at least 2, --tokens at least --window, --threads at least 1")
+    return Options(
+        given.model, tuple(dict.fromkeys((BASELINE, *formats))), given.tokens, given.window, given.threads, given.json
+    )
+
+
+def measure(options: Options, report: Report, shown: Progress) -> None:
+    checkpoint = open_checkpoint(options.model)
+    windows = text_windows(checkpoint, options.tokens, options.window)
+    for name in options.formats:
+        precision = FORMATS[name]
+        layout = checkpoint.kv_layout(BLOCK_TOKENS, precision.kv_dtype)
+        report.add(
+            Figure(name, "KV of a token", "bytes", (layout.block_bytes / layout.block_tokens,)),
+            Figure(name, "weights read by a decode step", "MB", (matrix_bytes(checkpoint, precision) / 1e6,)),
+        )
+        tell(shown, f"{name}: loading")
+        model = load_model(checkpoint, precision.dtype, options.window, precision.coding)
+        if not isinstance(model, CausalLM):
+            raise ConfigError(f"formats are compared for the Llama family, not for {checkpoint.config.architecture}")
+        losses: list[float] = []
+        for loss in window_losses(model, layout, windows):
+            losses.append(loss)
+            tell(shown, f"{name}: {len(losses)} of {len(windows)} windows")
+        perplexity = math.exp(sum(losses) / (len(losses) * (options.window - 1)))
+        report.add(Figure(name, "perplexity", "", (perplexity,), params={"tokens": windows.size}))
+
+
+def matrix_bytes(checkpoint: Checkpoint, precision: Precision) -> int:
+    return weight_bytes(checkpoint.config, 1 if precision.coding else 4 if precision.dtype == "float32" else 2)
+
+
+def text_windows(checkpoint: Checkpoint, num_tokens: int, window: int) -> npt.NDArray[np.int64]:
+    """Token ids ``[windows, window]``. Raises ConfigError when the text is not that long."""
+    topics = pydoc_data.topics.topics
+    ids = checkpoint.load_tokenizer().encode("\n\n".join(topics[name] for name in sorted(topics)))
+    count = num_tokens // window
+    if len(ids) < count * window:
+        raise ConfigError(f"the text has {len(ids)} tokens; --tokens asks for {num_tokens}")
+    return ids[: count * window].reshape(count, window).astype(np.int64)
+
+
+def window_losses(model: CausalLM, layout: KVLayout, windows: npt.NDArray[np.int64]) -> Iterator[float]:
+    """Of each window: minus the sum of the log-probabilities of its tokens but the first, each given those before."""
+    length = windows.shape[1]
+    num_blocks = -(-length // layout.block_tokens)
+    cache = KVCache(layout, num_blocks)
+    positions = torch.arange(length)
+    batch = ForwardBatch(
+        tokens=positions,
+        positions=positions,
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        context_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+        slots=positions,
+        logit_rows=positions[:-1],
+    )
+    for window in windows:
+        tokens = torch.from_numpy(window)
+        logits = model.forward(_with_tokens(batch, tokens), cache.tensor, NoHook())
+        chosen = logits.gather(1, tokens[1:, None]).squeeze(1)
+        yield float((logits.logsumexp(1) - chosen).double().sum())
+
+
+def _with_tokens(batch: ForwardBatch, tokens: torch.Tensor) -> ForwardBatch:
+    return ForwardBatch(
+        tokens,
+        batch.positions,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        batch.slots,
+        batch.logit_rows,
+    )
+
+
+def compare(report: Report, options: Options) -> None:
+    for name in options.formats[1:]:
+        for ratio, figure in (
+            ("perplexity", "perplexity"),
+            ("kv_bytes", "KV of a token"),
+            ("weight_bytes", "weights read by a decode step"),
+        ):
+            report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
+    report.notes.append("perplexity: a format's over float32's on the same text; below 1.005 is half a percent")
