@@ -128,7 +128,7 @@ def overload(traces: Traces) -> Finding:
         "partly" if met else "not reproduced",
         f"{over_none:.2f} times the goodput of none, {over_early:.2f} times that of early rejection; prefill of "
         f"dropped requests {wasted['lookahead']:.1%}, of requests that end outside the limits {outside:.1f} %; false "
-        "rejections are only looked back at here (the share is of refusals for decode load), not judged by an oracle's replay",
+        "rejections are only looked back at here (of refusals for decode load), not judged by an oracle's replay",
     )
 
 
@@ -167,7 +167,7 @@ def shift(traces: Traces) -> Finding:
     return Finding(
         "shift",
         "A shift of load: Azure's code trace and then its conversation trace, roles fixed or changing",
-        f"8 machines of paper-16, {SHIFT_PART_MS / 6e4:g} minutes of each at {SHIFT_SPEED:g} times its speed, TTFT 2 s, "
+        f"8 machines of paper-16, {SHIFT_PART_MS / 6e4:g} minutes of each, {SHIFT_SPEED:g} times as fast, TTFT 2 s, "
         "TBT 100 ms",
         rows,
         _met(gain >= 1.2, gain >= 1.0),
