@@ -52,7 +52,6 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission_mode: str = "hard"  # hard: refuse with a retry time; soft: wait; off: only count
     max_waiting: int = 256  # requests held back at once
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
-    calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
 
 
 class DirectorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
