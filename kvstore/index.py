@@ -241,7 +241,6 @@ class StoreIndex:
                 index = waiting.popleft()
                 offers[index] = Offer(self._reserve(names[index], writer, length, ranges, now, tenant))
         if waiting and len(waiting) == asked:
-            self.counters["refused_full"] += 1
             raise OutOfBlocks("the store is full: every block is being read or written, or others build on it")
         return offers
 

@@ -123,6 +123,7 @@ class Store:
                 if is_short and await self._wait_for_room(deadline):
                     continue
                 if full is not None and not any(offer.grant for offer in offers):
+                    self._index.counters["refused_full"] += 1
                     raise full
                 return offers
         except BaseException:  # the writer will never hear of these
