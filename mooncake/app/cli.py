@@ -221,14 +221,6 @@ def calibrate(context: typer.Context) -> None:
     measure(context.args)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def calibrate(context: typer.Context) -> None:
-    """Measure how long a model's steps take on this machine; --out FILE for the conductor and the simulator."""
-    from mooncake.app.calibrate import main as measure
-
-    measure(context.args)
-
-
 @app.command()
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
