@@ -45,7 +45,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         ),
         (["replay", "/none.jsonl"], 2, "cannot read the trace /none.jsonl: No such file or directory"),
         (["trace", "stats", "/none.jsonl"], 2, "cannot read the trace /none.jsonl: No such file or directory"),
-        (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: engine, serve"),
+        (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: chunked, conductor, engine, gpu,"),
         (
             ["status", "--address", "127.0.0.1:9"],
             1,

@@ -69,6 +69,7 @@ async def test_a_process_that_dies_comes_back_and_serves() -> None:
         assert await asyncio.to_thread(ask, cluster) == before
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_for_good_is_told() -> None:
     async with LocalCluster(small_config()) as cluster:
         os.kill(cluster.pids["prefill-0"], signal.SIGKILL)
@@ -76,6 +77,7 @@ async def test_a_process_that_dies_for_good_is_told() -> None:
         assert error.message == "prefill-0 was killed by SIGKILL"
 
 
+@pytest.mark.slow
 async def test_a_node_that_hangs_is_ended_all_the_same() -> None:
     cluster = LocalCluster(small_config())
     async with cluster:

@@ -47,6 +47,7 @@ def bench(name: str, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_transfers_are_held_against_a_socket_and_against_changing_paths(tmp_path: Path) -> None:
     report = bench("transfer", "--json", str(tmp_path / "line.json"))
 
@@ -69,6 +70,7 @@ def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> N
         "decode_b1_vs_roofline",
         "attention_b32_vs_sdpa",
         "attention_b32_vs_gather",
+        "attention_shared_prefix_vs_copies",
         "ttft_prefix_vs_cold",
     } == set(report["ratios"])
     assert str(tiny.parent) not in json.dumps(report), "a path of this machine is in the line"
@@ -87,6 +89,7 @@ def test_the_engine_and_a_peer_do_the_same_tasks(tiny: Path, tmp_path: Path) -> 
     assert report["config"]["transformers"]["transformers"], "the peer's version belongs to the numbers"
 
 
+@pytest.mark.slow
 def test_a_cluster_and_one_engine_get_the_same_traffic(tiny: Path, tmp_path: Path) -> None:
     report = bench("serve", "--model", str(tiny), "--json", str(tmp_path / "line.json"))
 

@@ -75,6 +75,7 @@ def follow_up(prompt: list[int], answer: Answer) -> list[int]:
     return prompt + answer.tokens + [1 + (len(prompt) + i) % 997 for i in range(17)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("channel", [["transfer.transports=['shm']"]], indirect=True, ids=["shm"])
 async def test_a_few_prompts_cold_reused_and_as_turns(channel: grpc.aio.Channel) -> None:

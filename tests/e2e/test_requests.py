@@ -49,6 +49,7 @@ async def pairs() -> AsyncIterator[tuple[LocalCluster, grpc.aio.Channel]]:
         yield both
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_seeded_answer_is_the_same_wherever_and_however_it_runs(
     pairs: tuple[LocalCluster, grpc.aio.Channel],
@@ -156,6 +157,7 @@ async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_pair_is_a_typed_error_at_once() -> None:
     async with running("decode.kv_gb=0.3") as (cluster, channel):

@@ -31,6 +31,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_one_library_and_later_ones_find_it(tmp_path: Path) -> None:
     together = [start(tmp_path), start(tmp_path)]
     for output in map(output_of, together):

@@ -57,7 +57,7 @@ async def cache() -> AsyncIterator[Cache]:
 
 
 async def started(url: str) -> Core:
-    core = Core(load_config(), FACTS, RedisDirectory(url, "mooncake:kv", timeout_s=0.3))
+    core = Core(load_config(), FACTS, RedisDirectory(url, "mooncake:kv", timeout_s=3.0))
     await core.start()
     return core
 

@@ -35,7 +35,7 @@ def in_machine(*arguments: str, memory: str = "2G", timeout_s: int) -> str:
     environment = os.environ | {"CXX": "/none"}  # torch's kernels: compiling ours takes minutes in there
     command = [str(TOOL), "--mem", memory, "--timeout", str(timeout_s), sys.executable, "-m", "pytest"]
     # A test that hangs fails in there, well before the machine's own end.
-    options = ["-q", "-p", "no:cacheprovider", "--timeout", str(timeout_s // 2)]
+    options = ["-q", "-p", "no:cacheprovider", "--timeout", str(timeout_s - 120)]
     for _ in range(2):  # an emulated kernel whose timer got no time from a busy machine panics at boot
         run = subprocess.run(
             [*command, *options, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
