@@ -36,7 +36,7 @@ from mooncake.types import BlockEvent
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 0.5
+CLOSE_TIMEOUT_S = 3.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 GATHER_S = 0.01  # events of so much time go in one write
 PIECE_BYTES = 4 << 20  # of a log, in one command
@@ -87,6 +87,7 @@ class RedisDirectory:
         self._work = asyncio.Event()
         self._refresh_at_s = 0.0
         self._writer: asyncio.Task[None] | None = None
+        self._is_closing = False
         self._trouble = "not asked yet"
         self.tables_written = 0
 
@@ -139,13 +140,15 @@ class RedisDirectory:
         self._work.set()
 
     async def close(self) -> None:
+        """Writes what is left to write, in bounded time; a Redis that is away is left alone."""
         if self._writer is not None:
+            self._is_closing = True
+            self._work.set()
+            if self._trouble:
+                self._writer.cancel()
+            await asyncio.wait([self._writer], timeout=CLOSE_TIMEOUT_S)
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
-            if not self._trouble:
-                with suppress(*FAILURES):
-                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                        await self._write()
         with suppress(*FAILURES):
             await self._redis.aclose()
 
@@ -189,16 +192,21 @@ class RedisDirectory:
     async def _write_for_ever(self) -> None:
         pause_s = MIN_PAUSE_S
         while True:
+            was_closing = self._is_closing  # then nothing changes any more: this write is the last
             try:
                 await self._write()
             except FAILURES as error:
                 self._fail(error)
+                if was_closing:
+                    return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
             if self._trouble:
                 log.info("the directory is in Redis again")
             self._trouble, pause_s = "", MIN_PAUSE_S
+            if was_closing:
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._refresh_at_s - time.monotonic())):
                     await self._work.wait()
