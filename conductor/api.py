@@ -26,6 +26,7 @@ class InferenceRequest:
     salt: str = ""
     session: str = ""
     priority: int = 0  # lower runs first on every node, and goes in first; 100 and more: idle capacity only
+    adapter: str = ""  # digest of the adapter that answers; "": the model itself
 
 
 @dataclass(frozen=True, slots=True)

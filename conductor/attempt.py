@@ -69,6 +69,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         sampling=sampling,
         cache_salt=request.salt,
         priority=request.priority,
+        adapter=request.adapter,
         decode_address=placement.decode.control_address if placement.decode else "",
         pools=pools,
         skip_pool_prefix=placement.skips_pool,
@@ -84,6 +85,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         sampling=sampling,
         cache_salt=request.salt,
         priority=request.priority,
+        adapter=request.adapter,
         pools=pools,
     )
     return WireRequests(prefill, decode)

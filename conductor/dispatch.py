@@ -285,7 +285,7 @@ class Dispatcher:
         """What placement depends on, of what is left of the request."""
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
-        seed = chain_seed(self._model.kv_fingerprint, request.salt)
+        seed = chain_seed(self._model.kv_fingerprint, request.salt, request.adapter)
         return RequestFacts(
             num_tokens=len(tokens),
             keys=extend_chain(seed, tokens, self._model.shape.block_tokens),

@@ -58,6 +58,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             sampling,
             request.cache_salt,
             priority=request.priority,
+            adapter=request.adapter,
         )
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         await self._receiver.announce(handoff, sequence, on_output)

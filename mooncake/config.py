@@ -15,6 +15,7 @@ from typing import get_type_hints
 
 import msgspec
 
+from mooncake.adapters import parse_adapters
 from mooncake.errors import ConfigError
 from mooncake.precision import Precision, resolve_precision
 
@@ -26,6 +27,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     weights: str = "auto"  # "int8": int8 weights | "w8a8": int8 weights and activations | "auto": as dtype
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
+    adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
 
     def precision(self) -> Precision:
         """What "auto" means on this machine. Raises ConfigError for an unknown format."""
@@ -260,6 +262,7 @@ def _check_values(config: Config) -> None:
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
     config.model.precision()
+    parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:

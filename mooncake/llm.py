@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.draft_model import DraftModel
@@ -40,6 +41,9 @@ Prompt = str | Sequence[int] | TokenIds
 """Text (in which special tokens are plain text), or token ids."""
 
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[TokenIds]
+
+Adapters = str | Sequence[str | None] | None
+"""The name of an adapter for all prompts, or one each; None: the model itself."""
 
 Message = ChatMessage | Mapping[str, str]
 """E.g. ``{"role": "user", "content": "Hello"}``."""
@@ -105,6 +109,7 @@ class LLM:
         speculative_tokens: int = 0,
         tbt_limit_ms: float = 0.0,
         draft_model: str = "",
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
@@ -112,7 +117,8 @@ class LLM:
         ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
         where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With ``tbt_limit_ms``
-        prompts are cut so that answers under way get a token as often as that.
+        prompts are cut so that answers under way get a token as often as that. ``adapters`` are folders of LoRA
+        adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -129,7 +135,8 @@ class LLM:
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size
-        self._seed = chain_seed(kv_fingerprint(precision.identity(checkpoint.digest), layout))
+        self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), layout)
+        self._adapters = open_adapters(adapters or {})
         config = EngineConfig(
             block_tokens,
             chunk_tokens,
@@ -140,7 +147,9 @@ class LLM:
             keep_events=False,
         )
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
-        causal_lm = load_model(checkpoint, precision.dtype, self.max_model_len, precision.coding)
+        causal_lm = load_model(
+            checkpoint, precision.dtype, self.max_model_len, precision.coding, adapters=self._adapters
+        )
         drafter = self._draft_model(draft_model, dtype, block_tokens, speculative_tokens) if draft_model else None
         self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides, drafter)
         self._numbers = itertools.count()
@@ -172,17 +181,19 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        adapter: Adapters = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer every prompt; answers come in the order of the prompts.
 
-        One ``sampling`` for all or one each; seed 0 stands for a random one. Each answer ends before the first of the
-        ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered so many times.
+        One ``sampling`` and ``adapter`` for all or one each; seed 0 stands for a random one. Each answer ends before
+        the first of the ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered so many
+        times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         token_ids = [self._encode(prompt) for prompt in _prompt_list(prompts)]
         samplings = _one_each(sampling or SamplingParams(), len(token_ids))
-        return self._answer(token_ids, samplings, _stop_strings(stop), use_tqdm)
+        return self._answer(token_ids, samplings, self._places(adapter, len(token_ids)), _stop_strings(stop), use_tqdm)
 
     def chat(
         self,
@@ -190,12 +201,13 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        adapter: Adapters = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer one conversation, or each of several, written with the model's own chat template."""
         token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
         samplings = _one_each(sampling or SamplingParams(), len(token_ids))
-        return self._answer(token_ids, samplings, _stop_strings(stop), use_tqdm)
+        return self._answer(token_ids, samplings, self._places(adapter, len(token_ids)), _stop_strings(stop), use_tqdm)
 
     def beam_search(
         self,
@@ -228,16 +240,32 @@ class LLM:
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("a prompt is text or token ids", "prompts") from None
 
+    def _places(self, adapter: Adapters, count: int) -> list[int]:
+        """Of the adapters that were named, one for each prompt. Raises InvalidRequest."""
+        names = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != count:
+            raise InvalidRequest(f"{len(names)} adapters were given for {count} prompts", "adapter")
+        places = {"": -1} | {known.name: place for place, known in enumerate(self._adapters)}
+        try:
+            return [places[name or ""] for name in names]
+        except KeyError as unknown:
+            raise InvalidRequest(f"there is no adapter {unknown.args[0]!r}", "adapter") from None
+
     def _answer(
-        self, prompts: list[TokenIds], samplings: list[SamplingParams], stop: tuple[str, ...], use_tqdm: bool | None
+        self,
+        prompts: list[TokenIds],
+        samplings: list[SamplingParams],
+        places: list[int],
+        stop: tuple[str, ...],
+        use_tqdm: bool | None,
     ) -> list[Completion]:
         drafts = [
             _Draft(
-                self._sequence(prompt, _ranking(sampling)),
+                self._sequence(prompt, _ranking(sampling), place),
                 sampling,
                 [TextAssembler(self.tokenizer, stop) for _ in range(sampling.num_answers)],
             )
-            for prompt, sampling in zip(prompts, samplings, strict=True)
+            for prompt, sampling, place in zip(prompts, samplings, places, strict=True)
         ]
         try:
             self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
@@ -247,15 +275,17 @@ class LLM:
             self.engine.take_ended()
         return [draft.completion() for draft in drafts]
 
-    def _sequence(self, prompt: TokenIds, sampling: SamplingParams) -> engine_sequence.Sequence:
+    def _sequence(self, prompt: TokenIds, sampling: SamplingParams, adapter: int) -> engine_sequence.Sequence:
+        digest = self._adapters[adapter].digest if adapter >= 0 else ""
         return engine_sequence.Sequence(
             f"llm-{next(self._numbers)}",
             prompt,
             len(prompt),
             sampling,
-            self._seed,
+            chain_seed(self._fingerprint, adapter=digest),
             eos_ids=self._eos_ids,
             max_model_len=self.max_model_len,
+            adapter=adapter,
         )
 
     def _run(self, drafts: list[_Draft], shows_progress: bool) -> None:

@@ -85,7 +85,7 @@ class PrefillJob:
         host = shop.host
         self._layout = host.plan.layout
         self._id = request.handoff_id or request.request_id
-        seed = host.chain_seed(request.cache_salt)
+        seed = host.chain_seed(request.cache_salt, request.adapter)
         self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
         self._store = shop.store(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
@@ -114,6 +114,7 @@ class PrefillJob:
             external_blocks=stored_blocks,
             hold_blocks=True,
             priority=self._request.priority,
+            adapter=self._request.adapter,
         )
         self._open_outlets(stored_blocks)
         first_tokens, scores = await self._compute(sequence)

@@ -22,6 +22,7 @@ from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
 from conductor.ingress.pipeline import Pipeline, ServedModel
 from conductor.stats import DispatchStats
+from mooncake.adapters import open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
 from mooncake.errors import MooncakeError
@@ -125,6 +126,7 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         dtype=config.model.precision().dtype,
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
+        adapters={adapter.name: adapter.digest for adapter in open_adapters(parse_adapters(config.model.adapters))},
     )
 
 

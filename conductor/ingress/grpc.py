@@ -43,7 +43,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
     ) -> pb.TokenizeResponse:
-        self._pipeline.check_model(request.model)
+        self._pipeline.adapter_of(request.model)
         match request.WhichOneof("input"):
             case "text":
                 tokens = await self._pipeline.encode(request.text, "text")
@@ -58,7 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: pb.DetokenizeRequest,
         context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
     ) -> pb.DetokenizeResponse:
-        self._pipeline.check_model(request.model)
+        self._pipeline.adapter_of(request.model)
         tokens = self._pipeline.as_tokens(request.ids, "ids")
         return pb.DetokenizeResponse(text=await self._pipeline.decode(tokens))
 
@@ -68,14 +68,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
         model = self._pipeline.model
-        info = pb.ModelInfo(
-            id=model.name,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            block_tokens=model.block_tokens,
-            dtype=model.dtype,
-        )
-        return pb.ListModelsResponse(models=[info])
+        infos = [
+            pb.ModelInfo(
+                id=name,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                block_tokens=model.block_tokens,
+                dtype=model.dtype,
+            )
+            for name in self._pipeline.model_names
+        ]
+        return pb.ListModelsResponse(models=infos)
 
     @contextlib.contextmanager
     def _cancelled_after(self, deadline: float) -> Iterator[None]:
@@ -95,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived_at = self._pipeline.now()
         deadline = arrived_at + remaining_s(context, self._request_timeout_s)
         self._pipeline.check_open()
-        self._pipeline.check_model(request.model)
+        self._pipeline.adapter_of(request.model)
         tokens, default = await self._prompt(request)
         wanted = common_pb2.SamplingParams()
         wanted.CopyFrom(request.sampling)
@@ -113,6 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             salt=request.cache_salt,
             session=_session(context),
             priority=request.priority,
+            model=request.model,
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:

@@ -132,11 +132,12 @@ class OpenAIApi:
         ]
 
     async def list_models(self, request: Request) -> Response:
-        return json_response(ModelList([self._card()]))
+        return json_response(ModelList([self._card(name) for name in self._pipeline.model_names]))
 
     async def get_model(self, request: Request) -> Response:
-        self._pipeline.check_model(request.path_params["model"])
-        return json_response(self._card())
+        name = request.path_params["model"]
+        self._pipeline.adapter_of(name)
+        return json_response(self._card(name))
 
     async def complete(self, request: Request) -> Response:
         call, body = await self._receive(request, CompletionRequest, COMPLETION)
@@ -179,7 +180,7 @@ class OpenAIApi:
 
     async def tokenize(self, request: Request) -> Response:
         body, _ = await self._decode(request, TokenizeRequest)
-        self._pipeline.check_model(body.model or "")
+        self._pipeline.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
@@ -190,7 +191,7 @@ class OpenAIApi:
 
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self._decode(request, DetokenizeRequest)
-        self._pipeline.check_model(body.model or "")
+        self._pipeline.adapter_of(body.model or "")
         tokens = self._pipeline.as_tokens(body.tokens, "tokens")
         return json_response(DetokenizeResponse(await self._pipeline.decode(tokens)))
 
@@ -203,7 +204,7 @@ class OpenAIApi:
     async def _receive(self, request: Request, form: type[F], wording: Wording) -> tuple[Call, F]:
         arrived_at = self._pipeline.now()
         body, ignored = await self._decode(request, form)
-        self._pipeline.check_model(body.model or "")
+        self._pipeline.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         headers = {"x-mooncake-warning": f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
@@ -238,6 +239,7 @@ class OpenAIApi:
             salt=call.fields.cache_salt or "",
             session=call.session,
             priority=call.fields.priority or 0,
+            model=call.fields.model or "",
         )
 
     def _extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
@@ -297,7 +299,7 @@ class OpenAIApi:
             call.answer_id,
             kind,
             call.created,
-            model.name,
+            call.fields.model or model.name,
             choices,
             model.fingerprint,
             usage,
@@ -305,9 +307,10 @@ class OpenAIApi:
             prompt_logprobs,
         )
 
-    def _card(self) -> ModelCard:
+    def _card(self, name: str) -> ModelCard:
+        """An adapter's names the model that it adapts, as vLLM's does."""
         model = self._pipeline.model
-        return ModelCard(model.name, model.created, model.max_model_len)
+        return ModelCard(name, model.created, model.max_model_len, parent=None if name == model.name else model.name)
 
 
 def guarded(handler: Handler) -> Handler:

@@ -374,6 +374,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int
     object: str = "model"
     owned_by: str = "mooncake"
+    parent: str | None = None  # that an adapter adapts
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -59,6 +59,7 @@ class ServedModel:
     dtype: str
     fingerprint: str  # changes with the weights
     created: int  # seconds since 1970
+    adapters: Mapping[str, str] = field(default_factory=dict)  # digests of adapters by the names that clients say
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +239,18 @@ class Pipeline:
     def now(self) -> float:
         return self._clock()
 
-    def check_model(self, name: str) -> None:
-        """Raises NotFound unless ``name`` is the model served, or empty."""
-        if name and name != self.model.name:
-            raise UnknownModel(f"the model {name[:64]!r} is not served here; served: {self.model.name!r}")
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (self.model.name, *self.model.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """The digest of the adapter called so; "" for the model itself, which no name means too. Raises NotFound."""
+        if not name or name == self.model.name:
+            return ""
+        if name not in self.model.adapters:
+            served = ", ".join(map(repr, self.model_names))
+            raise UnknownModel(f"the model {name[:64]!r} is not served here; served: {served}")
+        return self.model.adapters[name]
 
     def check_open(self) -> None:
         """Raises NodeUnavailable while shutting down, Overloaded when far more requests run than the core admits."""
@@ -320,8 +329,12 @@ class Pipeline:
         salt: str = "",
         session: str = "",
         priority: int = 0,
+        model: str = "",
     ) -> Job:
-        """Check what is left to check. Raises InvalidRequest, naming the field."""
+        """Check what is left to check; ``model`` as clients say it.
+
+        Raises InvalidRequest, naming the field, and NotFound.
+        """
         if not _REQUEST_ID.fullmatch(request_id):
             raise InvalidRequest("request_id takes 1 to 128 letters, digits and . : _ -", "request_id")
         if not _SALT.fullmatch(salt):
@@ -334,7 +347,8 @@ class Pipeline:
         self.as_tokens([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
-        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority)
+        adapter = self.adapter_of(model)
+        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority, adapter)
         return Job(request, tuple(stop), arrived_at)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:

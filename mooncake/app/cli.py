@@ -10,6 +10,7 @@ import importlib
 import math
 import secrets
 import sys
+from collections.abc import Mapping
 from json import dumps as json_text  # a JSON string or number is one of TOML too
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,6 +82,10 @@ def serve(
     decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
     http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP; 0: any.", show_default="8000")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", show_default="50051")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter of PEFT; may be repeated.", show_default=False),
+    ] = None,
     restart: Annotated[bool, typer.Option(help="Start a process that died again.")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
     log_level: Annotated[str, typer.Option(help="Of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
@@ -92,6 +97,7 @@ def serve(
         "cluster.decode": decode,
         "conductor.http_port": http_port,
         "conductor.grpc_port": grpc_port,
+        "model.adapters": lora,
     }
     settings = _load(config, overrides, flags)
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -420,7 +426,7 @@ def trace_generate(
     generate_trace(shape, target, requests, seed)
 
 
-def _load(path: Path | None, overrides: list[str] | None, flags: dict[str, str | int | None]) -> Config:
+def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:
     """Flags win over --set, --set over the file, the file over the defaults."""
     given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
     return load_config(path, [*(overrides or []), *given])

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
@@ -134,6 +135,7 @@ class EngineHost:
         self.events = EventLog(self.incarnation)
         self._section = section
         self._checkpoint = checkpoint
+        self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.engine: Engine
         self.thread: EngineThread
@@ -149,7 +151,12 @@ class EngineHost:
         started_s = time.monotonic()
         precision = self._precision
         model = await asyncio.to_thread(
-            load_model, self._checkpoint, precision.dtype, self.plan.max_model_len, precision.coding
+            load_model,
+            self._checkpoint,
+            precision.dtype,
+            self.plan.max_model_len,
+            precision.coding,
+            adapters=self._adapters.adapters,
         )
         cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer)
         config = EngineConfig(
@@ -182,8 +189,8 @@ class EngineHost:
         if sampling.guide is not None:
             await asyncio.to_thread(self._guides.compile, sampling.guide)
 
-    def chain_seed(self, salt: str) -> bytes:
-        return chain_seed(self.fingerprint, salt)
+    def chain_seed(self, salt: str, adapter: str) -> bytes:
+        return chain_seed(self.fingerprint, salt, adapter)
 
     def sequence(
         self,
@@ -197,20 +204,23 @@ class EngineHost:
         external_blocks: int = 0,
         hold_blocks: bool = False,
         priority: int = 0,
+        adapter: str = "",
     ) -> Sequence:
-        """A sequence for this engine. Raises InvalidRequest or ContextTooLong when it can never run here."""
+        """A sequence for this engine; ``adapter`` is a digest. Raises InvalidRequest, ContextTooLong or NotFound when
+        it can never run here."""
         return Sequence(
             request_id,
             tokens,
             num_prompt,
             sampling,
-            self.chain_seed(salt),
+            self.chain_seed(salt, adapter),
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
             external_blocks=external_blocks,
             hold_blocks=hold_blocks,
             priority=priority,
+            adapter=self._adapters.place(adapter),
         )
 
     def load(self) -> pb.Load:

@@ -45,6 +45,7 @@ class Sequence:
     __slots__ = (
         "_buffer",
         "_full_length",
+        "adapter",
         "admitted_s",
         "arrival",
         "block_keys",
@@ -92,12 +93,14 @@ class Sequence:
         external_blocks: int = 0,
         hold_blocks: bool = False,
         priority: int = 0,
+        adapter: int = -1,
     ) -> None:
         """``tokens`` are the prompt (``num_prompt`` of them) and what was generated before a retry.
 
         ``max_model_len`` bounds prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine
         after so many new tokens; ``external_blocks`` leading blocks can be loaded from elsewhere at admission;
-        ``hold_blocks`` keeps the blocks at the end until they are released; who has a lower ``priority`` runs first.
+        ``hold_blocks`` keeps the blocks at the end until they are released; who has a lower ``priority`` runs first;
+        ``adapter`` is a place in the model's list of them (-1: none), and ``chain_seed`` must be that adapter's own.
         Raises InvalidRequest, ContextTooLong.
         """
         num_tokens = len(tokens)
@@ -123,6 +126,7 @@ class Sequence:
         self.external_blocks = external_blocks
         self.hold_blocks = hold_blocks
         self.priority = priority
+        self.adapter = adapter
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
         self.num_tokens = num_tokens
         self._full_length = num_prompt + sampling.max_tokens  # tokens, at which it ends in this engine
@@ -236,6 +240,7 @@ class Sequence:
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
             priority=self.priority,
+            adapter=self.adapter,
         )
         child.root_id, child.choice = self.root_id, choice
         child.prompt_logprobs = None  # those of the first answer are enough
@@ -253,6 +258,7 @@ class Sequence:
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
             priority=self.priority,
+            adapter=self.adapter,
         )
         child.root_id = self.root_id
         child.prompt_logprobs = None

@@ -54,6 +54,7 @@ class BatchBuilder:
                 for entry, start in zip(entries, starts.tolist(), strict=False)
             ]
             logit_rows = np.concatenate([logit_rows, *scored])
+        adapters = np.array([entry.sequence.adapter for entry in entries], np.int32)
         batch = ForwardBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
@@ -62,6 +63,7 @@ class BatchBuilder:
             block_tables=torch.from_numpy(self._tables[rows, :longest]),
             slots=torch.from_numpy(slots),
             logit_rows=torch.from_numpy(logit_rows),
+            adapters=torch.from_numpy(adapters) if adapters.max() >= 0 else None,
         )
         return batch, complete.tolist()
 

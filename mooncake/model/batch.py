@@ -21,6 +21,7 @@ class ForwardBatch:
     block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with 0
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
+    adapters: torch.Tensor | None = None  # int32 [B]: place of each sequence's adapter, -1: none; None: none has one
 
     @property
     def num_sequences(self) -> int:

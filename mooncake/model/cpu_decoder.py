@@ -7,7 +7,7 @@ It must not know about requests or scheduling.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from mooncake.kernels.cpu import PROBLEMS, STOPPED_BY_HOOK, CpuKernels, PanelLin
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.layers import LayerWeights, Weights, vector, weight
+from mooncake.model.lora import PRODUCTS, LayerAdapter, adapter_of_rows
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
@@ -33,17 +34,23 @@ class _Layer(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("layers", "embedding", "head", "final_norm", "cos", "sin")),
-        *((name, _LONG) for name in ("num_layers", "num_positions", "hidden", "intermediate", "vocab")),
+        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin")),
+        *((name, _LONG) for name in ("num_adapters", "num_layers", "num_positions", "hidden", "intermediate", "vocab")),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
         *((name, _FLOAT) for name in ("eps", "scale")),
     ]
 
 
+class _LayerAdapter(ctypes.Structure):
+    """Two pointers for each product; mirrors ``LayerAdapter`` of adapters.h."""
+
+    _fields_: ClassVar = [(f"{product}_{half}", _POINTER) for product in PRODUCTS for half in ("down", "up")]
+
+
 class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
         *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits")),
     ]
 
@@ -67,11 +74,13 @@ class CpuDecoder:
         tables: tuple[torch.Tensor, torch.Tensor],
         kernels: CpuKernels,
         coding: Coding = "",
+        adapters: Sequence[Sequence[LayerAdapter]] = (),
     ) -> None:
         """``tables`` are cosines and sines of all positions. Raises ModelError when a weight is missing."""
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
         self._kept: list[torch.Tensor | PanelLinear] = [*tables]
+        self._kept_adapters: list[PanelLinear] = []
 
         def address(tensor: torch.Tensor | None) -> int | None:
             if tensor is None:
@@ -84,6 +93,16 @@ class CpuDecoder:
             packed = kernels.panel_linear(tensor, bias, coding, is_gated)
             self._kept.append(packed)
             return packed.address
+
+        def low_rank(layer: LayerAdapter) -> Iterator[int | None]:
+            for product in PRODUCTS:
+                pair: tuple[torch.Tensor, torch.Tensor] | None = getattr(layer, product)
+                for half in pair or (None, None):
+                    is_gated = product == "gate_up" and pair is not None and half is pair[1]
+                    packed = None if half is None else kernels.panel_linear(half, is_gated=is_gated)
+                    if packed is not None:
+                        self._kept_adapters.append(packed)
+                    yield None if packed is None else packed.address
 
         self._layers = (_Layer * len(layers))(
             *(
@@ -100,15 +119,22 @@ class CpuDecoder:
                 for layer in layers
             )
         )
+        self._adapters = [
+            (_LayerAdapter * len(layers))(*(_LayerAdapter(*low_rank(layer)) for layer in adapter))
+            for adapter in adapters
+        ]
+        self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
         embedding = matrix(weight(weights, "model.embed_tokens.weight"))
         cos, sin = tables
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
             embedding,
             embedding if config.tie_embeddings else matrix(weight(weights, "lm_head.weight")),
+            ctypes.addressof(self._adapter_table),
             address(weight(weights, "model.norm.weight")),
             cos.data_ptr(),
             sin.data_ptr(),
+            len(adapters),
             config.num_layers,
             cos.shape[0],
             config.hidden_size,
@@ -133,6 +159,7 @@ class CpuDecoder:
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``."""
+        adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
         step = _Step(
             batch.tokens.data_ptr(),
             batch.positions.data_ptr(),
@@ -141,6 +168,7 @@ class CpuDecoder:
             batch.query_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
+            None if adapters is None else adapters.data_ptr(),
             batch.block_tables.stride(0),
             batch.tokens.shape[0],
             batch.num_sequences,

@@ -109,7 +109,8 @@ class GpuModel:
         """
         size = batch.num_sequences
         decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
-        if decodes_only and isinstance(hook, NoHook) and self._buckets and size <= self._buckets[-1]:
+        is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
+        if is_plain and isinstance(hook, NoHook) and self._buckets and size <= self._buckets[-1]:
             logits = self._replay(batch, cache)
         else:
             self.kernels.step_plan = self._plan(batch, cache)
@@ -133,7 +134,8 @@ class GpuModel:
         )
 
     def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
-        moved = {name: getattr(batch, name).to(self._device, non_blocking=True) for name in ForwardBatch.__slots__}
+        given = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
+        moved = {name: part.to(self._device, non_blocking=True) for name, part in given.items() if part is not None}
         return ForwardBatch(**moved)
 
     # Graphs

@@ -6,7 +6,7 @@ It must not know about requests, scheduling, transfer or files; a hook is told w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.cpu_decoder import CpuDecoder
 from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, vector, weight
+from mooncake.model.lora import AdapterLayers, LayerAdapter, Rows, adapter_of_rows, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
 _FEW_TOKENS = 16
@@ -35,10 +36,12 @@ class CausalLM:
         coding: Coding = "",
         is_fused: bool = True,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        adapters: Sequence[Sequence[LayerAdapter]] = (),
     ) -> None:
         """``is_fused``: in one call of the library, where there is one that can; the results are the same.
 
         ``reduce`` completes what attention and the MLP of each layer give, where this is one shard of a model.
+        ``adapters`` are those that batches may name by their places, layer by layer.
         Raises ModelError when a weight is missing or the configuration is not supported.
         """
         self.config = config
@@ -52,10 +55,11 @@ class CausalLM:
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding)
+            self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding, adapters)
             if not (kernels.has_native_bf16 and dtype is torch.bfloat16 and not coding):
                 return
         self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
+        self._adapters = AdapterLayers(adapters, kernels, dtype)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._embedding = self._head = kernels.linear(weight(weights, "model.embed_tokens.weight"), None, coding)
         if not config.tie_embeddings:
@@ -74,13 +78,18 @@ class CausalLM:
         residual = self._embedding.rows(batch.tokens)
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
         cache_layers = cache.unbind(1)
-        last = len(self._layers) - 1
+        last, adapt = len(self._layers) - 1, self._adapters.add
+        adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
+        rows = [] if adapters is None else rows_by_adapter(adapters)
         for index, layer in enumerate(self._layers):
-            mixed = self._attend(index, layer, normed, batch, cache_layers[index], hook)
+            mixed = self._attend(index, layer, normed, batch, cache_layers[index], hook, rows)
             if index == last:  # behind the last attention, nobody asks for rows without logits
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
-            normed = kernels.add_rms_norm(residual, self._reduce(layer.output(mixed)), layer.mlp_norm, eps)
-            update = self._reduce(layer.down(kernels.silu_mul(layer.gate_up(normed))))
+                rows = [] if adapters is None else rows_by_adapter(adapters[batch.logit_rows])
+            update = self._reduce(adapt(index, "output", mixed, layer.output(mixed), rows))
+            normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
+            gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
+            update = self._reduce(adapt(index, "down", gated, layer.down(gated), rows))
             next_norm = self._final_norm if index == last else self._layers[index + 1].attention_norm
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
         return self._head(normed).float()
@@ -93,9 +102,10 @@ class CausalLM:
         batch: ForwardBatch,
         cache_layer: torch.Tensor,
         hook: LayerHook,
+        rows: Rows,
     ) -> torch.Tensor:
         """Attention's output before its projection, ``[T, Hq * D]``, with the step's keys and values written."""
-        qkv = layer.qkv(normed)
+        qkv = self._adapters.add(index, "qkv", normed, layer.qkv(normed), rows)
         hook.before_layer(index)
         query = self._kernels.rope_write_kv(
             qkv,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels
@@ -10,6 +13,7 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.gemma3 import Gemma3
 from mooncake.model.gpt import Gpt2, GptNeoX, Opt
 from mooncake.model.llama import CausalLM
+from mooncake.model.lora import load_adapter
 from mooncake.model.qwen3_moe import Qwen3Moe
 from mooncake.model.weights import load_weights
 
@@ -29,8 +33,10 @@ def load_model(
     max_model_len: int = 0,
     coding: Coding = "",
     kernels: Kernels | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> CausalLM | Decoder:
-    """Read the weights and build the model; ``max_model_len`` 0 means the model's own.
+    """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
+    their places.
 
     Raises ModelError when weights are missing, broken or of an unsupported kind.
     """
@@ -39,9 +45,9 @@ def load_model(
     config = checkpoint.config
     family = _OTHER_FAMILIES.get(config.architecture)
     if family is None:
-        return CausalLM(config, load_weights(checkpoint, dtype), max_model_len, kernels, coding)
-    if coding:
-        raise ModelError(
-            f"int8 weights are for the Llama family; {checkpoint.name} is of the family {config.architecture}"
-        )
+        layers = [load_adapter(adapter, config) for adapter in adapters]
+        return CausalLM(config, load_weights(checkpoint, dtype), max_model_len, kernels, coding, adapters=layers)
+    if coding or adapters:
+        what = "int8 weights" if coding else "adapters"
+        raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")
     return family(config, load_weights(checkpoint, dtype), max_model_len, kernels)

@@ -4,6 +4,7 @@
 // It computes what mooncake/model/llama.py does step by step, with the same functions, to the bit.
 #pragma once
 
+#include "adapters.h"
 #include "attention.h"
 #include "linear.h"
 
@@ -18,8 +19,9 @@ struct DecoderLayer {
 struct Decoder {
     const DecoderLayer* layers;
     const PackedLinear *embedding, *head;
+    const LayerAdapter* const* adapters;  // by place, then by layer; null when there are none
     const float *final_norm, *cos, *sin;
-    int64_t num_layers, num_positions, hidden, intermediate, vocab;
+    int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab;
     int32_t num_heads, num_kv_heads, head_dim, window;
     float eps, scale;
 };
@@ -27,6 +29,7 @@ struct Decoder {
 struct Step {
     const int64_t *tokens, *positions, *slots, *logit_rows;
     const int32_t *query_starts, *context_lens, *block_tables;
+    const int32_t* adapters;  // [num_tokens] places, -1: none; null when no token of the step has one
     int64_t table_stride, num_tokens, num_sequences, num_logits;
 };
 
@@ -47,11 +50,13 @@ public:
         const int64_t T = step_.num_tokens, most = std::max(T, step_.num_logits), hidden = model_.hidden, width = int64_t(model_.num_heads) * model_.head_dim;
         const int64_t qkv_width = width + 2 * int64_t(model_.num_kv_heads) * model_.head_dim;
         static thread_local Scratch memory;
-        memory.start(most * (hidden + width + model_.intermediate) + T * qkv_width + 256);
+        const int64_t wide = step_.adapters ? 2 * model_.intermediate : 0;
+        memory.start(most * (hidden + width + model_.intermediate + wide) + T * qkv_width + 256);
         residual_ = memory.take(most * hidden);
         mixed_ = memory.take(most * width);
         gated_ = memory.take(most * model_.intermediate);
         qkv_ = memory.take(T * qkv_width);
+        wide_ = memory.take(most * wide);
         call_ = {qkv_, qkv_width, mixed_, step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                  int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, model_.window,
                  model_.scale * 1.44269504f};
@@ -60,18 +65,27 @@ public:
         parallel(T, T < 8 ? 1 : threads_,
                  [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
         int64_t rows = T;
+        runs_.clear();
+        if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
+            return BAD_TOKEN;
         for (int64_t index = 0; index < model_.num_layers; index++) {
             const DecoderLayer& layer = model_.layers[index];
             multiply(*layer.qkv, residual_, T, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
+            adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
             if (int status = attention(index, layer)) return status;
             if (index == model_.num_layers - 1) {  // behind the last attention, nobody asks for rows without logits
                 rows = step_.num_logits;
                 keep_rows(mixed_, width);
                 keep_rows(residual_, hidden);
+                if (step_.adapters)
+                    find_runs(rows, model_.adapters, model_.num_adapters,
+                              [&](int64_t r) { return step_.adapters[step_.logit_rows[r]]; }, runs_);
             }
             multiply(*layer.output, mixed_, rows, nullptr, {Then::ADD, residual_, hidden});
-            multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, gated_, model_.intermediate});
+            adapt(index, &LayerAdapter::output, mixed_, nullptr, residual_, hidden);
+            gate(index, layer, rows);
             multiply(*layer.down, gated_, rows, nullptr, {Then::ADD, residual_, hidden});
+            adapt(index, &LayerAdapter::down, gated_, nullptr, residual_, hidden);
         }
         multiply(*model_.head, residual_, rows, model_.final_norm, {Then::STORE, logits, model_.vocab});
         return OK;
@@ -104,6 +118,24 @@ private:
         multiply_by(layer, x, target, threads_);
     }
 
+    // What adapters add to a product `to` of `from`, for the rows that have one.
+    void adapt(int64_t index, LowRank LayerAdapter::*product, const float* from, const float* norm, float* to, int64_t stride) {
+        for (const AdaptedRun& run : runs_) {
+            const LowRank& pair = run.layers[index].*product;
+            if (pair.down)
+                add_low_rank(pair, from + run.first * pair.down->inputs, run.rows, norm, model_.eps, to + run.first * stride,
+                             stride, threads_);
+        }
+    }
+
+    void gate(int64_t index, const DecoderLayer& layer, int64_t rows) {
+        const int64_t width = model_.intermediate;
+        if (runs_.empty()) return multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, gated_, width});
+        multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::STORE, wide_, 2 * width});
+        adapt(index, &LayerAdapter::gate_up, residual_, layer.mlp_norm, wide_, 2 * width);
+        gate_panels(wide_, rows, width, gated_, threads_);
+    }
+
     int attention(int64_t index, const DecoderLayer& layer) {
         const CacheLayer cache = cache_layer(index);
         if (before_ && before_(int(index))) return STOPPED_BY_HOOK;
@@ -129,13 +161,15 @@ private:
     const Cache& cache_;
     const LayerCall before_, after_;
     const int threads_;
-    float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr;
+    float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
     AttentionCall call_{};
     static thread_local AttentionPlan plan_;
     static thread_local Scratch turned_;
+    static thread_local std::vector<AdaptedRun> runs_;
 };
 
 inline thread_local AttentionPlan ForwardPass::plan_;
 inline thread_local Scratch ForwardPass::turned_;
+inline thread_local std::vector<AdaptedRun> ForwardPass::runs_;
 
 }  // namespace mooncake

@@ -1,0 +1,115 @@
+"""Adapters of a model (LoRA, Hu et al. 2021) as PEFT folders: what they are called, what is in them, who they are.
+
+Torch-free: names, sizes and the digest that blocks and messages carry. ``mooncake.model.lora`` reads their weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from mooncake.errors import ConfigError, ModelError, NotFound
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_FILE_BYTES = 2 << 30
+
+
+class _PeftConfig(msgspec.Struct, frozen=True):
+    """The fields of adapter_config.json that change what is computed."""
+
+    peft_type: str
+    lora_alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    modules_to_save: list[str] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter on disk. ``digest`` is its identity: equal digests mean equal weights, on every machine."""
+
+    name: str  # as clients say it
+    path: Path
+    digest: str
+    alpha: float
+    is_rank_stabilised: bool
+
+    def scale(self, rank: int) -> float:
+        """What the product of its matrices of this rank is multiplied by (Kalajdzievski 2023 for the root)."""
+        return self.alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+def open_adapter(name: str, path: str) -> Adapter:
+    """Raises ModelError for a folder that is not there, or that holds something else than plain LoRA."""
+    folder = Path(path)
+    try:
+        text = (folder / CONFIG_FILE).read_bytes()
+        config = msgspec.json.decode(text, type=_PeftConfig)
+        if (folder / WEIGHTS_FILE).stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"the adapter {name}: {WEIGHTS_FILE} is larger than {MAX_FILE_BYTES >> 30} GiB")
+        digest = hashlib.sha256(b"%f|%d|" % (config.lora_alpha, config.use_rslora))
+        with (folder / WEIGHTS_FILE).open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise ModelError(f"the adapter {name}: cannot read {error.filename}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"the adapter {name}: {CONFIG_FILE} is not PEFT's: {error}") from None
+    unsupported = [
+        what
+        for what, is_there in {
+            f"peft_type {config.peft_type}": config.peft_type != "LORA",
+            "use_dora": config.use_dora,
+            "fan_in_fan_out": config.fan_in_fan_out,
+            f"bias {config.bias}": config.bias != "none",
+            "modules_to_save": bool(config.modules_to_save),
+            "alpha_pattern": bool(config.alpha_pattern),
+        }.items()
+        if is_there
+    ]
+    if unsupported:
+        raise ModelError(f"the adapter {name} uses {', '.join(unsupported)}; only plain LoRA is supported")
+    return Adapter(name, folder, digest.hexdigest()[:32], config.lora_alpha, config.use_rslora)
+
+
+def open_adapters(paths: Mapping[str, str]) -> tuple[Adapter, ...]:
+    """All of them, by name. Raises ModelError."""
+    return tuple(open_adapter(name, path) for name, path in paths.items())
+
+
+def parse_adapters(texts: Iterable[str]) -> dict[str, str]:
+    """``name=path`` each, to paths by name. Raises ConfigError."""
+    paths: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"model.adapters takes name=path, got {text!r}")
+        if name in paths:
+            raise ConfigError(f"model.adapters names {name} twice")
+        paths[name] = path
+    return paths
+
+
+class AdapterTable:
+    """Which adapters one engine has, by place in its model, and by digest."""
+
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        self.adapters = tuple(adapters)
+        self._places = {adapter.digest: place for place, adapter in enumerate(self.adapters)}
+
+    def place(self, digest: str) -> int:
+        """-1 for no adapter. Raises NotFound when it is not here."""
+        if not digest:
+            return -1
+        try:
+            return self._places[digest]
+        except KeyError:
+            raise NotFound(f"the adapter {digest[:32]!r} is not loaded here: give every node the same files") from None

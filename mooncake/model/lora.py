@@ -1,0 +1,134 @@
+"""Low-rank adapters of the Llama family: from PEFT's tensors to products that are added to those of the model.
+
+    y = W x + s · B (A x),  A [r, inputs], B [outputs, r], s the adapter's scale (Hu et al. 2021)
+
+What the model fuses is fused here: A of query, key and value stand above each other, and B is block-diagonal. A step
+may hold sequences of several adapters and of none. It must not know about requests, only places of adapters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from mooncake.adapters import WEIGHTS_FILE, Adapter
+from mooncake.checkpoint import ModelConfig
+from mooncake.errors import ModelError
+from mooncake.kernels import Kernels, Linear
+from mooncake.kernels.cpu import CpuKernels
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, inputs] and scaled B [outputs, r], float32
+
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+"""The products of a layer, as ``layers.DecoderLayer`` names them."""
+
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)"
+    r"\.(q|k|v|o|gate|up|down)_proj\.lora_([AB])(?:\.default)?\.weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapter:
+    """What one adapter adds to the products of one layer. None: nothing."""
+
+    qkv: Pair | None
+    output: Pair | None
+    gate_up: Pair | None
+    down: Pair | None
+
+
+def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
+    """Layer by layer. Raises ModelError for tensors that do not fit the model, or that adapt something else in it."""
+    try:
+        tensors = load_file(adapter.path / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"the adapter {adapter.name}: cannot read its weights: {error}") from None
+    halves: list[dict[str, dict[str, torch.Tensor]]] = [{} for _ in range(config.num_layers)]
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or int(match[1]) >= config.num_layers:
+            raise ModelError(f"the adapter {adapter.name} has {name!r}, which is not adapted here")
+        halves[int(match[1])].setdefault(match[2], {})[match[3]] = tensor.float()
+    return [_layer(adapter, config, by_projection) for by_projection in halves]
+
+
+def _layer(adapter: Adapter, config: ModelConfig, halves: Mapping[str, Mapping[str, torch.Tensor]]) -> LayerAdapter:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def product(inputs: int, **outputs: int) -> Pair | None:
+        """Of the projections ``outputs``, with so many outputs each."""
+        downs, ups = [], []
+        for projection, count in outputs.items():
+            pair = halves.get(projection)
+            if pair is None:
+                ups.append(torch.empty(count, 0))
+                continue
+            if set(pair) != {"A", "B"}:
+                raise ModelError(f"the adapter {adapter.name} has only one half of {projection}_proj")
+            rank = pair["A"].shape[0]
+            if pair["A"].shape != (rank, inputs) or pair["B"].shape != (count, rank):
+                raise ModelError(f"the adapter {adapter.name} was made for another shape of {projection}_proj")
+            downs.append(pair["A"])
+            ups.append(pair["B"] * adapter.scale(rank))
+        return (torch.cat(downs), _block_diagonal(ups)) if downs else None
+
+    return LayerAdapter(
+        qkv=product(hidden, q=query, k=kv, v=kv),
+        output=product(query, o=hidden),
+        gate_up=product(hidden, gate=inner, up=inner),
+        down=product(inner, down=hidden),
+    )
+
+
+def _block_diagonal(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    whole: torch.Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return whole
+
+
+Rows = list[tuple[int, torch.Tensor]]
+"""Which rows of a batch belong to which adapter: (place, row indices)."""
+
+
+class AdapterLayers:
+    """The adapters of a model as kernels compute them, for a forward pass product by product."""
+
+    def __init__(self, adapters: Sequence[Sequence[LayerAdapter]], kernels: Kernels, dtype: torch.dtype) -> None:
+        """``dtype`` is that of activations, where kernels run elsewhere than on CPUs."""
+        wanted = torch.float32 if isinstance(kernels, CpuKernels) else dtype
+
+        def linears(pair: Pair | None) -> tuple[Linear, Linear] | None:
+            return None if pair is None else (kernels.linear(pair[0].to(wanted)), kernels.linear(pair[1].to(wanted)))
+
+        self._pairs = [
+            [{name: linears(getattr(layer, name)) for name in PRODUCTS} for layer in layers] for layers in adapters
+        ]
+
+    def add(self, layer: int, product: str, hidden: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Add to ``output`` [T, outputs], in place, what each row's adapter makes of ``hidden`` [T, inputs]."""
+        for place, indices in rows:
+            pair = self._pairs[place][layer][product]
+            if pair is not None:
+                down, up = pair
+                output.index_add_(0, indices, up(down(hidden[indices])).to(output.dtype))
+        return output
+
+
+def rows_by_adapter(adapters: torch.Tensor) -> Rows:
+    """``adapters`` [T]: the place of each row's adapter, -1 for none."""
+    return [(place, (adapters == place).nonzero().flatten()) for place in _places(adapters)]
+
+
+def adapter_of_rows(adapters: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
+    """From one for each sequence [B] to one for each token [T]."""
+    return torch.repeat_interleave(adapters, query_starts.diff().long())
+
+
+def _places(adapters: torch.Tensor) -> Iterable[int]:
+    return (place for place in torch.unique(adapters).tolist() if place >= 0)
