@@ -351,7 +351,7 @@ class Dispatcher:
         now = self._clock()
         if delta.tokens:
             if attempt.ticket.open_prefill:
-                self._fleet.prefill_done(attempt.ticket, now)
+                self._scheduler.prefill_done(attempt.ticket, now)
                 self.door.joined(attempt.ticket)
             if not journey.num_emitted and attempt.placement.is_known and not journey.retries:
                 self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
@@ -411,7 +411,7 @@ class Dispatcher:
 
     def _end_attempt(self, journey: _Journey, attempt: Attempt) -> None:
         attempt.close()
-        self._fleet.close(attempt.ticket, self._clock())
+        self._scheduler.close(attempt.ticket, self._clock())
         self.door.ended(attempt.ticket, journey.num_emitted if journey.is_whole else 0)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1

@@ -9,6 +9,7 @@ namespace {
 
 constexpr double kInfinity = INFINITY;
 constexpr double kSessionMs = 1e-6;  // what staying with the session's nodes is worth: it breaks ties
+constexpr double kCopyRent = 0.15;   // of computing a token: what one more copy of it costs
 constexpr int kMaxSources = 3;
 
 struct View {
@@ -96,6 +97,12 @@ Way fastest_way(const View &v, const Request &r, int64_t p, double local, const 
     return best;
 }
 
+// What prefill node p holds without asking another host.
+double own_run(const View &v, const Request &r, int64_t p) {
+    const double local = r.runs[v.prefill_slots[p]];
+    return v.home[p] < 0 ? local : std::max(local, r.runs[v.store_slots[v.home[p]]]);
+}
+
 double handoff_ms(double sending, double computing, double layers) {
     return std::max(sending - computing, sending / layers);
 }
@@ -111,6 +118,8 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
     int64_t sources[kMaxSources];
     const int num_sources = find_sources(v, r, sources);
     const double usable = r.num_tokens - 1.0;
+    double longest = num_sources ? r.runs[v.store_slots[sources[0]]] : 0.0;
+    for (int64_t p = 0; p < P; ++p) longest = std::max(longest, own_run(v, r, p));
     int64_t best_p = 0, best_d = -1;
     for (int64_t p = 0; p < P; ++p) {
         ttft[p] = kInfinity;
@@ -119,6 +128,7 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
         const Way way = fastest_way(v, r, p, local, sources, num_sources);
         ttft[p] = std::max(v.ready_at_ms[p] - r.now_ms, v.tail_ms[p]) + way.total() + v.prefill_tie_ms[p];
         if (p == r.last_prefill) ttft[p] -= kSessionMs;
+        ttft[p] += kCopyRent * v.costs[P + p] * ((longest - own_run(v, r, p)) * v.block_tokens);
         computing[p] = way.prefill_ms;
         if (ttft[p] < ttft[best_p]) best_p = p;
     }

@@ -15,6 +15,7 @@ from conductor.native import NativeSearch, load_search
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.policies.milliseconds import milliseconds
 from conductor.predict import Breakdown, Prediction, explain
+from conductor.promises import Promises
 from conductor.registry import NodeInfo
 from conductor.view import NONE, Bools, Choice, Question, RequestFacts, Shape
 from mooncake.errors import NodeUnavailable, Overloaded
@@ -55,6 +56,8 @@ class Scheduler:
         self.shape = shape
         self.policy = policy
         self._rng = rng if rng is not None else np.random.default_rng(0)
+        # What waits is our policy's own knowledge; the published ones go by what caches report.
+        self._promises = Promises(shape.block_tokens) if policy is milliseconds else None
         library = load_search() if native else None
         self._native = NativeSearch(library, shape) if library is not None else None
 
@@ -62,6 +65,8 @@ class Scheduler:
         """The request before the cluster as it is now."""
         view = self.fleet.view(now)
         runs = self.fleet.index.runs(facts.keys)
+        if self._promises is not None:
+            self._promises.count(facts.keys, view, runs)
         question = Question(facts, view, self.shape, now * 1e3, runs)
         if facts.excluded:
             question.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)
@@ -103,12 +108,19 @@ class Scheduler:
             placement.fetched_tokens * self.shape.block_bytes / self.shape.block_tokens,
         )
         self.fleet.book(ticket, now, facts.session)
+        if self._promises is not None:
+            held = (placement.local_tokens + placement.fetched_tokens) // self.shape.block_tokens
+            self._promises.give(ticket, facts.keys, held)
         return ticket
 
     def prefill_done(self, ticket: Ticket, now: float) -> None:
+        if self._promises is not None:
+            self._promises.kept(ticket)
         self.fleet.prefill_done(ticket, now)
 
     def close(self, ticket: Ticket, now: float) -> None:
+        if self._promises is not None:
+            self._promises.kept(ticket)
         self.fleet.close(ticket, now)
 
 

@@ -14,11 +14,13 @@ import numpy as np
 from conductor.predict import FirstToken, decode_work_ms, first_token, sent_bytes
 from conductor.view import FASTEST, Choice, Floats, Question
 
+COPY_RENT = 0.15  # of the time to compute a block's tokens; fitted to the first half of the conversation trace
+
 
 def milliseconds(question: Question, rng: np.random.Generator) -> Choice:
     view = question.view
     first = first_token(question)
-    ttft = first.ttft_ms
+    ttft = first.ttft_ms + copy_rent_ms(question)
     if question.prefill_ok is not None:
         ttft = np.where(question.prefill_ok, ttft, np.inf)
     p = int(ttft.argmin())
@@ -41,6 +43,17 @@ def milliseconds(question: Question, rng: np.random.Generator) -> Choice:
         if others[at] < totals[d]:
             p, d, totals = other, at, others
     return Choice(p, d, FASTEST)
+
+
+def copy_rent_ms(question: Question) -> Floats:
+    """[P]: what blocks cost that will be in one more place, fetched or computed anew: others must go for them, and a
+    share of those will be asked for and computed again."""
+    view, own = question.view, question.own_blocks()
+    most = own.max()
+    if view.stores.nodes:
+        most = max(most, question.store_runs.max())
+    result: Floats = COPY_RENT * view.prefill.costs[1] * ((most - own) * question.shape.block_tokens)
+    return result
 
 
 def _promising(

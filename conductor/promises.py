@@ -1,0 +1,75 @@
+"""Prompts that wait for a prefill node: what it will hold once they are computed, before its cache can say so.
+
+Pure soft state beside the prefix index. What a prompt adds to what its node holds is marked every few blocks and at its
+end, from booking to the first token. Beyond what some cache holds a mark implies all before it, so the deepest one that
+a new prompt shares is found by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conductor.fleet import Ticket
+from conductor.view import NONE, Floats, View
+
+MARK_TOKENS = 1024  # between two marks
+
+
+class Promises:
+    """One owner. A ticket's marks stand until it is ``kept``, which it is once or more."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._stride = max(1, MARK_TOKENS // block_tokens)
+        self._nodes: dict[bytes, tuple[str, ...]] = {}  # by mark: the node of each prompt that waits with it
+        self._marks: dict[Ticket, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def give(self, ticket: Ticket, keys: Sequence[bytes], held: int) -> None:
+        """The ticket's node holds ``held`` leading blocks of ``keys`` and will hold all of them."""
+        stride = self._stride
+        marks = list(keys[(held // stride + 1) * stride - 1 :: stride])
+        if len(keys) > held and len(keys) % stride:
+            marks.append(keys[-1])
+        nodes, here = self._nodes, (ticket.prefill_id,)
+        for mark in marks:
+            nodes[mark] = nodes.get(mark, ()) + here
+        self._marks[ticket] = marks
+
+    def kept(self, ticket: Ticket) -> None:
+        """The prompt is computed, or never will be."""
+        nodes = self._nodes
+        for mark in self._marks.pop(ticket, ()):
+            waiting = nodes[mark]
+            if len(waiting) == 1:
+                del nodes[mark]
+            else:
+                at = waiting.index(ticket.prefill_id)
+                nodes[mark] = waiting[:at] + waiting[at + 1 :]
+
+    def count(self, keys: Sequence[bytes], view: View, runs: Floats) -> None:
+        """Raise the runs of those prefill nodes that wait for more of ``keys`` than any cache holds."""
+        if not self._nodes:
+            return
+        depth = self._depth(keys, int(runs.max()))
+        if depth:
+            positions = {view.prefill_at.get(node_id, NONE) for node_id in self._nodes[keys[depth - 1]]} - {NONE}
+            runs[view.prefill.slots[list(positions)]] = depth
+
+    def _depth(self, keys: Sequence[bytes], held: int) -> int:
+        """How many leading blocks of ``keys`` end with the deepest mark beyond ``held`` blocks; 0: none."""
+        nodes, stride = self._nodes, self._stride
+        base = low = held // stride
+        high = len(keys) // stride
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if keys[middle * stride - 1] in nodes:
+                low = middle
+            else:
+                high = middle - 1
+        first = max(low * stride, held)
+        for at in range(min((low + 1) * stride, len(keys)) - 1, first - 1, -1):  # where a shorter prompt ends
+            if keys[at] in nodes:
+                return at + 1
+        return low * stride if low > base else 0
