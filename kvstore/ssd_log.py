@@ -1,7 +1,7 @@
 """The files of an SSD tier: one directory of segments of a fixed size, written once from front to back, then deleted.
 
 It moves pages between memory and disk past the page cache (O_DIRECT), and finds again what earlier lives wrote. Every
-call blocks; reads may come from many threads, writes from one at a time. It must not know which blocks are worth
+call blocks and may come from any thread. It must not know which blocks are worth
 keeping, nor trust a byte that it did not verify when it scans.
 """
 
@@ -17,17 +17,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.checksum import first_mismatch
+from kvstore.checksum import Checksums, first_mismatch
+from kvstore.ssd_io import IO_BYTES, SsdIO, VerifiedRead, address_of, best_io, read_pages
 from kvstore.ssd_record import MAX_HEADER_BYTES, PAGE, NotARecord, Record, padded, parse
 from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-IO_BYTES = 1 << 20  # of one read or write: larger ones are slower on most disks
-_IO_VECTORS = 512
 _SCAN_THREADS = 4
 _SUFFIX = ".kvlog"
 
@@ -41,6 +41,17 @@ class Place:
     header_bytes: int
     size: int
     sequence: int
+
+
+class BlockRead(NamedTuple):
+    """A block of ``length`` bytes to be read from ``offset`` of a segment, and what it was sealed with. ``into`` may
+    have room up to the next whole page."""
+
+    segment: int
+    offset: int
+    into: memoryview
+    length: int
+    checksums: Checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,8 @@ class SsdLog:
     With ``direct`` it goes past the page cache where the file system lets it; ``is_direct`` says what came of it.
     """
 
-    def __init__(self, directory: Path, segment_bytes: int, direct: bool = True) -> None:
+    def __init__(self, directory: Path, segment_bytes: int, direct: bool = True, io: SsdIO | None = None) -> None:
+        self._io = io or best_io()
         self.segment_bytes = padded(segment_bytes)
         self._directory = directory
         self._files: dict[int, _File] = {}
@@ -98,7 +110,7 @@ class SsdLog:
         if direct and not self.is_direct:
             log.warning("%s: this file system refuses O_DIRECT; reads and writes go through the page cache", directory)
 
-    # Writing: from one thread at a time
+    # Writing: a place is written by one thread
 
     def create(self, segment: int) -> None:
         """A new empty segment with all its room on the disk. Raises OSError; then nothing is left of it."""
@@ -115,19 +127,10 @@ class SsdLog:
             self._files[segment] = _File(fd)
 
     def write(self, segment: int, offset: int, parts: Sequence[memoryview]) -> None:
-        """Put parts one after the other at ``offset``, each padded to whole pages. Raises OSError."""
+        """Put parts one after the other at ``offset``, each padded to whole pages; they survive from when this returns.
+        Raises OSError: then nobody knows what does."""
         with self._open(segment) as fd:
-            for batch in _batches([self._aligned(part) for part in parts]):
-                total = sum(part.nbytes for part in batch)
-                written = os.pwritev(fd, batch, offset)
-                if written != total:
-                    raise OSError(f"{written} of {total} bytes were written")
-                offset += total
-
-    def sync(self, segment: int) -> None:
-        """What was written into this segment survives from now on. Raises OSError: then nobody knows what does."""
-        with self._open(segment) as fd:
-            os.fdatasync(fd)
+            self._io.write_and_sync(fd, offset, [self._aligned(part) for part in parts])
             if not self.is_direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -145,16 +148,34 @@ class SsdLog:
 
     def read(self, segment: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` from whole pages at ``offset``. Raises OSError, KeyError when the segment has been deleted."""
-        room = padded(into.nbytes)
-        is_straight = room == into.nbytes and _is_aligned(into)
-        target = into if is_straight else self._scratch.take(room)
         with self._open(segment) as fd:
-            for start in range(0, room, IO_BYTES):
-                part = target[start : start + IO_BYTES]
-                if os.preadv(fd, [part], offset + start) != part.nbytes:
-                    raise OSError("the segment ends within a record")
-        if not is_straight:
-            into[:] = target[: into.nbytes]
+            if self._is_straight(into):
+                read_pages(fd, offset, into)
+            else:
+                pages = self._scratch.take(padded(into.nbytes))
+                read_pages(fd, offset, pages)
+                into[:] = pages[: into.nbytes]
+
+    def read_blocks(self, reads: Sequence[BlockRead]) -> list[bool | OSError | KeyError]:
+        """For each, whether its bytes are what was sealed, or why they could not be read (KeyError: its segment has
+        been deleted)."""
+        results: list[bool | OSError | KeyError] = [False] * len(reads)
+        straight: list[tuple[int, VerifiedRead]] = []
+        with contextlib.ExitStack() as files:
+            for index, read in enumerate(reads):
+                try:
+                    if self._is_straight(read.into):
+                        fd = files.enter_context(self._open(read.segment))
+                        straight.append((index, VerifiedRead(fd, *read[1:])))
+                    else:
+                        self.read(read.segment, read.offset, read.into)
+                        results[index] = first_mismatch(read.into[: read.length], read.checksums) is None
+                except (OSError, KeyError) as error:
+                    results[index] = error
+            if straight:
+                for (index, _), result in zip(straight, self._io.read([job for _, job in straight]), strict=True):
+                    results[index] = result
+        return results
 
     # Starting and ending
 
@@ -211,7 +232,6 @@ class SsdLog:
             if record.sequence > durable and not self._is_whole((offset, record)):
                 with contextlib.suppress(OSError):
                     self.write(record.segment, offset, [memoryview(bytes(PAGE))])
-                    self.sync(record.segment)
                 return rows[:index]
         return rows
 
@@ -271,6 +291,11 @@ class SsdLog:
             if last:
                 os.close(file.fd)
 
+    @staticmethod
+    def _is_straight(into: memoryview) -> bool:
+        """Whether the disk can put pages there."""
+        return into.nbytes % PAGE == 0 and _is_aligned(into)
+
     def _aligned(self, part: memoryview) -> memoryview:
         """The same bytes, as whole pages and where the disk can take them from."""
         size = padded(part.nbytes)
@@ -282,20 +307,4 @@ class SsdLog:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    return int(np.frombuffer(view, np.uint8).ctypes.data) % PAGE == 0
-
-
-def _batches(parts: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Groups for one system call each: about IO_BYTES, or one larger part cut up."""
-    batch: list[memoryview] = []
-    total = 0
-    for part in parts:
-        for start in range(0, part.nbytes, IO_BYTES):
-            piece = part[start : start + IO_BYTES]
-            if batch and (total + piece.nbytes > IO_BYTES + PAGE or len(batch) == _IO_VECTORS):
-                yield batch
-                batch, total = [], 0
-            batch.append(piece)
-            total += piece.nbytes
-    if batch:
-        yield batch
+    return address_of(view) % PAGE == 0

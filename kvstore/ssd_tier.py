@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kvstore.checksum import first_mismatch
 from kvstore.eviction import EvictionPolicy
 from kvstore.ssd_index import MIN_SEGMENTS, SsdBlock, SsdIndex
-from kvstore.ssd_log import Place, SsdLog
+from kvstore.ssd_log import BlockRead, Place, SsdLog
 from kvstore.ssd_record import (
     MAX_DROPS,
     PAGE,
@@ -41,6 +40,7 @@ from mooncake.types import BlockKey
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together
+RUNS_ON_WAY = 2  # while one is made durable the next is being written
 SEGMENT_BYTES = 64 << 20
 RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
 MAX_QUEUE = 4096  # blocks waiting to be saved
@@ -91,6 +91,8 @@ class SsdTier:
         self._durable = first_sequence - 1
         self._queue: deque[_Saving] = deque()
         self._saving: dict[BlockKey, _Saving] = {}
+        self._runs: deque[asyncio.Task[None]] = deque()  # on their way to the disk, in the order of the log
+        self._run_bytes = 0  # of blocks in them
         self._is_committing = False
         self._work = asyncio.Event()
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
@@ -99,7 +101,7 @@ class SsdTier:
         self._reads: deque[_Reading] = deque()
         self._busy_readers = 0
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ssd-write")
+        self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
         self._task = asyncio.create_task(self._commit_for_ever(), name="ssd-commit")
 
@@ -255,7 +257,7 @@ class SsdTier:
                 await asyncio.gather(*(saving.done for saving in self._saving.values()))
                 await self.committed()
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, *self._runs, return_exceptions=True)
         for saving in self._queue:
             saving.done.set_result(False)
         self._queue.clear()
@@ -263,7 +265,7 @@ class SsdTier:
         await asyncio.to_thread(self._shut)
 
     def _shut(self) -> None:
-        self._writer.shutdown()
+        self._writers.shutdown()
         self._readers.shutdown()
         self._log.close()
 
@@ -282,28 +284,33 @@ class SsdTier:
             trip = asyncio.get_running_loop().run_in_executor(self._readers, self._read_all, batch)
             trip.add_done_callback(partial(self._end_reads, batch))
 
-    def _end_reads(self, batch: list[_Reading], trip: asyncio.Future[list[bool | Exception]]) -> None:
+    def _end_reads(self, batch: list[_Reading], trip: asyncio.Future[list[bool | OSError | KeyError]]) -> None:
         self._busy_readers -= 1
-        for reading, result in zip(batch, trip.result(), strict=True):
+        failure = trip.exception()  # a bug; nobody may wait for ever
+        results = [failure] * len(batch) if failure is not None else trip.result()
+        for reading, result in zip(batch, results, strict=True):
             if reading.answer.done():  # nobody waits for it any more
                 continue
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 reading.answer.set_exception(result)
             else:
                 reading.answer.set_result(result)
         self._start_reads()
 
-    def _read_all(self, batch: list[_Reading]) -> list[bool | Exception]:
-        """In a thread: for each, whether its bytes are what was sealed, or what went wrong."""
-        results: list[bool | Exception] = []
-        for reading in batch:
-            block, into = reading.block, reading.into
-            try:
-                self._log.read(block.place.segment, block.place.offset + block.place.header_bytes, into)
-                results.append(first_mismatch(into[: block.header.length], block.header.checksums) is None)
-            except (OSError, KeyError) as error:
-                results.append(error)
-        return results
+    def _read_all(self, batch: list[_Reading]) -> list[bool | OSError | KeyError]:
+        """In a thread."""
+        return self._log.read_blocks(
+            [
+                BlockRead(
+                    reading.block.place.segment,
+                    reading.block.place.offset + reading.block.place.header_bytes,
+                    reading.into,
+                    reading.block.header.length,
+                    reading.block.header.checksums,
+                )
+                for reading in batch
+            ]
+        )
 
     def _lose(self, key: BlockKey) -> None:
         self._index.drop(key, time.monotonic())
@@ -321,12 +328,12 @@ class SsdTier:
                 group = self._next_group()
                 try:
                     await self._commit(group)
-                except OSError as error:
+                    if not self._queue:
+                        await self._settle()
+                except Exception as error:  # of the disk, or a bug, which must not stop the next group
+                    await asyncio.gather(*self._runs, return_exceptions=True)
+                    self._runs.clear()
                     self._fail(group, error)
-                    break
-                except Exception:
-                    log.exception("saving blocks to the SSD failed")  # a bug there must not stop the next group
-                    self._fail(group, None)
                     break
             self._answer_commits()
 
@@ -340,7 +347,7 @@ class SsdTier:
         return group
 
     async def _commit(self, group: list[_Saving]) -> None:
-        """Write drops, then blocks, make them durable, and only then say that they are there."""
+        """Start to write drops, then blocks."""
         now = time.monotonic()
         kept: list[_Saving] = []
         total = 0
@@ -348,7 +355,9 @@ class SsdTier:
             size = block_size(saving.header)
             if saving.is_unwanted:
                 self._answer(saving, False)
-            elif self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(size, total, now):
+            elif self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(
+                size, total + self._run_bytes, now
+            ):
                 kept.append(saving)
                 total += size
             else:
@@ -356,15 +365,52 @@ class SsdTier:
                 self._answer(saving, False)
         await self._write_drops()
         async for part in self._fitting(kept):
-            writes = [self._place_block(saving.header, saving.data) for saving in part]
-            await self._write(writes)
-            for saving, write in zip(part, writes, strict=True):
-                self._index.insert(saving.header, write.place, time.monotonic())
-                self.counters["ssd_writes"] += 1
-                self.counters["ssd_write_bytes"] += saving.header.length
-                if saving.is_unwanted:
-                    self._index.drop(saving.header.key, time.monotonic())
-                self._answer(saving, not saving.is_unwanted)
+            await self._start_run(part, [self._place_block(saving.header, saving.data) for saving in part])
+
+    async def _start_run(
+        self, savings: Sequence[_Saving], writes: Sequence[_Write], drops: Sequence[Drop] = ()
+    ) -> None:
+        """Raises what went wrong with an earlier one."""
+        if len(self._runs) == RUNS_ON_WAY:
+            await self._runs.popleft()
+        self._run_bytes += sum(block_size(saving.header) for saving in savings)
+        before = self._runs[-1] if self._runs else None
+        self._runs.append(asyncio.create_task(self._run(savings, writes, drops, before), name="ssd-run"))
+
+    async def _run(
+        self,
+        savings: Sequence[_Saving],
+        writes: Sequence[_Write],
+        drops: Sequence[Drop],
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        """Write records, and once they and all before them are durable, say that they are there: a restart finds
+        nothing behind what is torn. Raises OSError."""
+        try:
+            await self._in_writer(self._write_and_sync, writes)
+            if before is not None:
+                await asyncio.shield(before)
+        except BaseException:
+            self._index.keep_drops(drops)
+            for saving in savings:
+                self._answer(saving, False)
+            raise
+        finally:
+            self._run_bytes -= sum(block_size(saving.header) for saving in savings)
+        self._durable = writes[-1].place.sequence
+        self._index.dropped(drops, writes[-1].place.segment)
+        for saving, write in zip(savings, writes if savings else (), strict=True):
+            self._index.insert(saving.header, write.place, time.monotonic())
+            self.counters["ssd_writes"] += 1
+            self.counters["ssd_write_bytes"] += saving.header.length
+            if saving.is_unwanted:
+                self._index.drop(saving.header.key, time.monotonic())
+            self._answer(saving, not saving.is_unwanted)
+
+    async def _settle(self) -> None:
+        """Return once all that was started is durable. Raises what went wrong with it."""
+        while self._runs:
+            await self._runs.popleft()
 
     async def _fitting(self, group: Sequence[_Saving]) -> AsyncIterator[list[_Saving]]:
         """Parts of a group that fit the open segment, opening new ones as needed."""
@@ -382,17 +428,17 @@ class SsdTier:
             try:
                 await self._ensure_room(len(pack_drops(drops, 0, 0, 0)))
                 write = self._place_drops(drops)
-                await self._write([write])
             except BaseException:
                 self._index.keep_drops(drops)
                 raise
-            self._index.dropped(drops, write.place.segment)
+            await self._start_run((), [write], drops)
 
     async def _ensure_room(self, size: int) -> None:
         """See to it that the open segment has room for a record. Raises OSError."""
         if self._index.room() >= size:
             return
         if self._index.needs_reclaim():
+            await self._settle()  # what is on its way counts as live nowhere yet
             await self._reclaim()
         if self._index.room() < size:
             await self._open_segment()
@@ -430,7 +476,8 @@ class SsdTier:
         if self._index.room() < block.place.size:
             await self._open_segment()
         write = self._place_block(block.header, data)
-        await self._write([write])
+        await self._start_run((), [write])
+        await self._settle()
         self._index.moved(key, block.place, write.place)
         self.counters["ssd_copied_bytes"] += block.header.length
 
@@ -448,12 +495,8 @@ class SsdTier:
         self._sequence += 1
         return Place(segment, offset, header_bytes, size, self._sequence - 1)
 
-    async def _write(self, writes: Sequence[_Write]) -> None:
-        """One run of records of one segment, durable when this returns. Raises OSError."""
-        await self._in_writer(self._write_and_sync, writes)
-        self._durable = writes[-1].place.sequence
-
     def _write_and_sync(self, writes: Sequence[_Write]) -> None:
+        """In a thread: one run of records of one segment, durable when this returns. Raises OSError."""
         headers = memoryview(mmap.mmap(-1, sum(len(write.header) for write in writes)))  # aligned, all at once
         parts: list[memoryview] = []
         at = 0
@@ -465,18 +508,19 @@ class SsdTier:
                 parts.append(write.data)
         first = writes[0].place
         self._log.write(first.segment, first.offset, parts)
-        self._log.sync(first.segment)
 
     async def _in_writer(self, do: Callable[[T], None], what: T) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, do, what)
+        await asyncio.get_running_loop().run_in_executor(self._writers, do, what)
 
-    def _fail(self, group: Iterable[_Saving], error: OSError | None) -> None:
+    def _fail(self, group: Iterable[_Saving], error: Exception) -> None:
         """The disk would not take it. What the open segment holds beyond its safe part is never looked at again."""
         self.counters["ssd_write_errors"] += 1
         self._index.close_open()
         self._off_until = time.monotonic() + BACK_OFF_S
-        if error is not None:
+        if isinstance(error, OSError):
             log.warning("the SSD refuses writes (%s); trying again in %.0f s", error, BACK_OFF_S)
+        else:
+            log.error("saving blocks to the SSD failed", exc_info=error)
         for saving in [*group, *self._queue]:
             self._answer(saving, False)
         self._queue.clear()
