@@ -40,6 +40,7 @@ class Core:
         self.clock = clock
         self.incarnation = secrets.randbits(64) | 1
         self.heartbeat_interval_s = section.heartbeat_interval_s
+        self._is_coupled = config.cluster.coupled > 0
         self.channels = Channels()
         self.registry = Registry(
             model.kv_fingerprint, model.shape.block_tokens, section.heartbeat_interval_s, section.node_timeout_s
@@ -125,7 +126,8 @@ class Core:
 
     def waiting_for(self) -> list[str]:
         """Roles without a live node that serving needs."""
-        return [role for role in (Role.PREFILL, Role.DECODE) if not self._has_live(role)]
+        needed = (Role.PREFILL,) if self._is_coupled else (Role.PREFILL, Role.DECODE)
+        return [role for role in needed if not self._has_live(role)]
 
     def tick(self) -> None:
         for info in self.registry.tick(self.clock()):

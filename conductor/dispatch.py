@@ -118,6 +118,7 @@ class Dispatcher:
     ) -> None:
         self._limits = config.conductor
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
+        self._is_coupled = config.cluster.coupled > 0  # nodes that take prompts give whole answers, and keep their KV
         self._model = model
         self._fleet = fleet
         self._scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
@@ -290,7 +291,7 @@ class Dispatcher:
             num_tokens=len(tokens),
             keys=extend_chain(seed, tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
-            needs_decode=left > 1 or journey.is_search,
+            needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
             budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
             session=request.session,
@@ -302,6 +303,8 @@ class Dispatcher:
         request, now, tokens = journey.request, self._clock(), journey.tokens
         facts = self._facts(journey, tokens, now)
         placement = self._place(facts, journey, now)
+        if self._is_coupled:
+            placement = placement._replace(pools=(), fetched_tokens=0)
         ticket = self._scheduler.book(facts, placement, now)
         self.door.booked(ticket, facts, placement, request.sampling.max_tokens)
         epoch = next(self._epochs)
@@ -314,7 +317,6 @@ class Dispatcher:
             merger=Merger(
                 expected=[len(answer) for answer in journey.emitted],
                 handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
-                stop_ids=self._stop_ids(request),
                 tells_first=not journey.is_search,
             ),
             deadline=request.deadline,

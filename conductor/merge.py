@@ -18,20 +18,17 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken
 class Merger:
     """Two streams in, one without gap or repeat for each answer out. Pure.
 
-    ``expected`` is the index of each answer's next token. ``handoff`` is None when the first tokens are the whole
-    answers; then ``stop_ids`` tell why they ended. Without ``tells_first`` the prefill node's tokens are only between
-    the nodes (beams are chosen at the end).
+    ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives the whole
+    answers. Without ``tells_first`` its tokens are only between the nodes (beams are chosen at the end).
     """
 
     def __init__(
         self,
         expected: Sequence[int],
         handoff: Lifecycle[HandoffState] | None,
-        stop_ids: frozenset[int],
         tells_first: bool = True,
     ) -> None:
         self._expected = list(expected)
-        self._stop_ids = stop_ids
         self._tells_first = tells_first
         self._open = set(range(len(expected)))
         self._unwanted: set[int] = set()
@@ -57,7 +54,7 @@ class Merger:
         return choice in self._unwanted
 
     def prefill_said(self, message: prefill_pb2.PrefillResponse) -> Delta | None:
-        """Raises InternalError when an index is missing."""
+        """Raises InternalError when an index is missing or a finish reason is unknown."""
         if message.HasField("report"):
             self.report = report_from_wire(message.report)
             self._committed()
@@ -66,23 +63,23 @@ class Merger:
             return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
         if not message.HasField("first_token"):
             return None
-        if self.handoff is not None and self.handoff.state is HandoffState.RESERVED:
+        tokens = [sampled_from_wire(message.first_token)]
+        if self.handoff is None:
+            return self._said(message.choice, tokens, message.finish_reason)
+        if self.handoff.state is HandoffState.RESERVED:
             self.handoff.move(HandoffState.STREAMING)
-        if not self._tells_first:
-            return None
-        new = self._new(message.choice, [sampled_from_wire(message.first_token)])
-        if self.handoff is None and new:
-            reason = FinishReason.STOP if new[0].token_id in self._stop_ids else FinishReason.LENGTH
-            return self._end(message.choice, reason, new)
-        return Delta(new, choice=message.choice) if new else None
+        return self._said(message.choice, tokens, "") if self._tells_first else None
 
     def decode_said(self, message: decode_pb2.DecodeResponse) -> Delta | None:
         """Raises InternalError when an index is missing or a finish reason is unknown."""
         self._committed()
-        new = self._new(message.choice, [sampled_from_wire(token) for token in message.tokens])
-        if message.finish_reason and not self.is_unwanted(message.choice):
-            return self._end(message.choice, _finish_reason(message.finish_reason), new)
-        return Delta(new, choice=message.choice) if new else None
+        return self._said(message.choice, list(map(sampled_from_wire, message.tokens)), message.finish_reason)
+
+    def _said(self, choice: int, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
+        new = self._new(choice, tokens)
+        if finish_reason and not self.is_unwanted(choice):
+            return self._end(choice, _finish_reason(finish_reason), new)
+        return Delta(new, choice=choice) if new else None
 
     def prefill_ended(self, error: MooncakeError | None) -> Delta | None:
         """The prefill node says no more. That only matters while the answers still depend on it."""
@@ -138,4 +135,4 @@ def _finish_reason(text: str) -> FinishReason:
     try:
         return FinishReason(text)
     except ValueError:
-        raise InternalError(f"a decode node gave the finish reason {text!r}") from None
+        raise InternalError(f"a node gave the finish reason {text!r}") from None

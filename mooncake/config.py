@@ -102,8 +102,18 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int = 1
     decode: int = 1
     store: int = 1
+    coupled: int = 0  # nodes that do both, by [prefill], in place of all the others: the baseline; nothing is handed off
     switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node cores of its own, as many as it has threads
+
+    @property
+    def num_prefill(self) -> int:
+        """Processes that take prompts; coupled nodes are prefill nodes that go on to the end."""
+        return self.coupled or self.prefill
+
+    @property
+    def num_decode(self) -> int:
+        return 0 if self.coupled else self.decode
 
 
 class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,6 +231,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "model.max_model_len",
+    "cluster.coupled",
     "conductor.retries",
     "conductor.ttft_limit_ms",
     "conductor.tbt_limit_ms",
@@ -267,6 +278,8 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:
         raise ConfigError("transfer.transports must name at least one of shm, rdma, tcp")
+    if config.cluster.coupled and config.cluster.switchable:
+        raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
 

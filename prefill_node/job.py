@@ -101,7 +101,10 @@ class PrefillJob:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
-        """The first token of each answer, then the report. Raises MooncakeError."""
+        """The first token of each answer, or all of them where no decode node goes on; then the report.
+
+        Raises MooncakeError.
+        """
         await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
         sequence = self._shop.host.sequence(
@@ -110,23 +113,30 @@ class PrefillJob:
             self._request.num_prompt_tokens,
             self._sampling,
             self._request.cache_salt,
-            num_to_sample=1,
+            num_to_sample=1 if self._request.decode_address else None,
             external_blocks=stored_blocks,
-            hold_blocks=True,
+            hold_blocks=bool(self._request.decode_address or self._request.pools),  # others read them
             priority=self._request.priority,
             adapter=self._request.adapter,
         )
         self._open_outlets(stored_blocks)
-        first_tokens, scores = await self._compute(sequence)
-        computed_s = time.monotonic()
-        self._sealing = asyncio.create_task(self._seal())
-        if scores is not None:
-            yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, scores))
-        for choice, token in enumerate(first_tokens):
-            yield pb.PrefillResponse(first_token=sampled_to_wire(token), choice=choice)
+        tokens: dict[int, SampledToken] = {}
+        computed_s = 0.0
+        async for output in self._outputs(sequence):
+            if self._sealing is None:
+                computed_s = time.monotonic()
+                self._sealing = asyncio.create_task(self._seal())
+            if output.prompt_logprobs is not None:
+                yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, output.prompt_logprobs))
+            tokens[output.choice] = output.token
+            reason = "" if self._handoff is not None else output.finish_reason or ""
+            yield pb.PrefillResponse(
+                first_token=sampled_to_wire(output.token), choice=output.choice, finish_reason=reason
+            )
+        assert self._sealing is not None
         if self._handoff is not None:
             await self._until_deadline(asyncio.wrap_future(self._handoff.done))
-            await self._commit(first_tokens)
+            await self._commit([tokens[choice] for choice in sorted(tokens)])
         committed_s = time.monotonic()
         await asyncio.wait([self._sealing], timeout=REPORT_PATIENCE_S)
         yield pb.PrefillResponse(
@@ -280,25 +290,22 @@ class PrefillJob:
 
     # The computation and what follows
 
-    async def _compute(self, sequence: Sequence) -> tuple[list[SampledToken], tuple[TokenLogprob, ...] | None]:
-        """The prompt once; the first token of each answer to it, in the order of the answers, and the prompt's
-        log-probabilities when they are wanted."""
+    async def _outputs(self, sequence: Sequence) -> AsyncIterator[StepOutput]:
+        """The prompt once, then the tokens of its answers, until each has ended here: after the first one, where
+        another node goes on."""
         outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
 
         def on_output(output: StepOutput | MooncakeError) -> None:
             self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         self._shop.host.thread.add(sequence, on_output)
-        tokens: dict[int, SampledToken] = {}
-        scores: tuple[TokenLogprob, ...] | None = None
-        wanted = 1 if sequence.sampling.beam_search is not None else sequence.sampling.num_answers
-        while len(tokens) < wanted:
+        num_open = 1 if sequence.is_first_leg and sequence.sampling.beam_search else sequence.sampling.num_answers
+        while num_open:
             output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
             if isinstance(output, MooncakeError):
                 raise output
-            tokens[output.choice] = output.token
-            scores = output.prompt_logprobs or scores
-        return [tokens[choice] for choice in sorted(tokens)], scores
+            num_open -= output.finish_reason is not None
+            yield output
 
     async def _commit(self, first_tokens: list[SampledToken]) -> None:
         assert self._handoff is not None

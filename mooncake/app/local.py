@@ -63,12 +63,13 @@ class Child:
 
 
 def children_of(config: Config) -> list[Child]:
+    cluster = config.cluster
     counts = {
-        "store": config.cluster.store,
-        "prefill": config.cluster.prefill,
-        "decode": config.cluster.decode,
+        ("store", "store"): cluster.store,
+        ("coupled" if cluster.coupled else "prefill", "prefill"): cluster.num_prefill,
+        ("decode", "decode"): cluster.num_decode,
     }
-    nodes = [Child(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
+    nodes = [Child(f"{name}-{index}", role) for (name, role), count in counts.items() for index in range(count)]
     return [Child("conductor", "conductor"), *nodes]
 
 

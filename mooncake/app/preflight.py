@@ -40,7 +40,7 @@ def resolve(config: Config) -> Config:
 
 
 def _with_threads(section: EngineSection, config: Config) -> EngineSection:
-    nodes = config.cluster.prefill + config.cluster.decode
+    nodes = config.cluster.num_prefill + config.cluster.num_decode
     return section if section.threads else replace(section, threads=max(1, available_cores() // nodes))
 
 
@@ -55,8 +55,8 @@ def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:
     wanted = {
         f"{role}-{number}": section.threads
         for role, section, count in (
-            ("prefill", config.prefill, config.cluster.prefill),
-            ("decode", config.decode, config.cluster.decode),
+            ("coupled" if config.cluster.coupled else "prefill", config.prefill, config.cluster.num_prefill),
+            ("decode", config.decode, config.cluster.num_decode),
         )
         for number in range(count)
     }
@@ -157,12 +157,12 @@ class MemoryNeed:
 
 def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
     cluster = config.cluster
-    engines = cluster.prefill + cluster.decode
+    engines = cluster.num_prefill + cluster.num_decode
     precision = config.model.precision()
     weights_gb = parameter_count(model) * (1 if precision.coding else 4 if precision.dtype == "float32" else 2) / GB
     return MemoryNeed(
         weights_gb=engines * weights_gb,
-        kv_gb=cluster.prefill * config.prefill.kv_gb + cluster.decode * config.decode.kv_gb,
+        kv_gb=cluster.num_prefill * config.prefill.kv_gb + cluster.num_decode * config.decode.kv_gb,
         store_gb=cluster.store * config.store.dram_gb,
         processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
     )

@@ -57,7 +57,8 @@ async def _forever() -> MooncakeError:
 def _announce(config: Config) -> None:
     conductor, cluster = config.conductor, config.cluster
     http = f"http://{join_address(conductor.host, conductor.http_port)}"
-    nodes = f"{cluster.prefill} prefill, {cluster.decode} decode, {cluster.store} store"
+    engines = f"{cluster.coupled} coupled" if cluster.coupled else f"{cluster.prefill} prefill, {cluster.decode} decode"
+    nodes = f"{engines}, {cluster.store} store"
     out.print(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
     out.print(f"  OpenAI   {http}/v1", soft_wrap=True)
     out.print(f"  gRPC     {join_address(conductor.host, conductor.grpc_port)}", soft_wrap=True)

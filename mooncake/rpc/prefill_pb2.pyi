@@ -112,10 +112,15 @@ class PrefillResponse(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """whose first token it is, when the request has several answers"""
+    """whose token it is, when the request has several answers"""
+    finish_reason: _builtins.str
+    """without a decode node, on the last token of a choice: "stop", "length" """
     @_builtins.property
-    def first_token(self) -> _common_pb2.SampledToken: ...
+    def first_token(self) -> _common_pb2.SampledToken:
+        """without a decode node: every token, in order"""
+
     @_builtins.property
     def report(self) -> _common_pb2.PrefillReport: ...
     @_builtins.property
@@ -129,10 +134,11 @@ class PrefillResponse(_message.Message):
         report: _common_pb2.PrefillReport | None = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         choice: _builtins.int = ...,
+        finish_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event", b"event", "finish_reason", b"finish_reason", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -159,7 +159,8 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             first = common_pb2.SampledToken(index=index, token_id=token_id)
             answers = range(request.sampling.n or 1)
             for choice in answers:
-                yield prefill_pb2.PrefillResponse(first_token=first, choice=choice)
+                reason = "" if request.decode_address else "stop" if token_id == EOS else "length"
+                yield prefill_pb2.PrefillResponse(first_token=first, choice=choice, finish_reason=reason)
             if request.decode_address:
                 stub = decode_pb2_grpc.DecodeStub(self.channels.get(request.decode_address))
                 commit = decode_pb2.CommitHandoffRequest(

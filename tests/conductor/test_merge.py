@@ -13,8 +13,9 @@ from mooncake.rpc import common_pb2, decode_pb2, prefill_pb2
 from mooncake.types import FinishReason
 
 
-def first(index: int = 0, token_id: int = 100) -> prefill_pb2.PrefillResponse:
-    return prefill_pb2.PrefillResponse(first_token=common_pb2.SampledToken(index=index, token_id=token_id))
+def first(index: int = 0, token_id: int = 100, finish: str = "") -> prefill_pb2.PrefillResponse:
+    token = common_pb2.SampledToken(index=index, token_id=token_id)
+    return prefill_pb2.PrefillResponse(first_token=token, finish_reason=finish)
 
 
 def report() -> prefill_pb2.PrefillResponse:
@@ -27,7 +28,7 @@ def says(*indices: int, finish: str = "") -> decode_pb2.DecodeResponse:
 
 
 def merger(expected_index: int = 0, handoff: bool = True) -> Merger:
-    return Merger([expected_index], handoff_lifecycle("h") if handoff else None, frozenset({1}))
+    return Merger([expected_index], handoff_lifecycle("h") if handoff else None)
 
 
 def indices(deltas: list[Delta | None]) -> list[int]:
@@ -97,12 +98,14 @@ def test_a_late_report_is_waited_for_and_then_not() -> None:
     assert last is not None and last.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize(("token_id", "reason"), [(1, FinishReason.STOP), (7, FinishReason.LENGTH)])
-def test_a_single_token_tells_itself_why_it_is_the_last(token_id: int, reason: FinishReason) -> None:
-    merge = merger(handoff=False)
-    deltas = [merge.prefill_said(first(0, token_id)), merge.prefill_said(report())]
-    assert indices(deltas) == [0]
-    assert deltas[-1] is not None and deltas[-1].finish_reason is reason
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_without_a_hand_off_the_prefill_node_gives_the_whole_answer(reason: FinishReason) -> None:
+    for count in (1, 3):
+        merge = merger(handoff=False)
+        said = [first(index, finish=reason if index == count - 1 else "") for index in range(count)]
+        deltas = [*map(merge.prefill_said, said), merge.prefill_said(report())]
+        assert indices(deltas) == list(range(count))
+        assert [delta.finish_reason for delta in deltas if delta and delta.finish_reason] == [reason]
 
 
 def test_a_finish_reason_that_does_not_exist_is_our_bug() -> None:
