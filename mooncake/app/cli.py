@@ -227,6 +227,14 @@ def calibrate(context: typer.Context) -> None:
     measure(context.args)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def validate(context: typer.Context) -> None:
+    """Play a trace on a live pair of nodes and in the simulator, and compare."""
+    from mooncake.app.validate import main as compare
+
+    compare(context.args)
+
+
 @app.command()
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],

@@ -53,6 +53,18 @@ def write_hit_rates(path: Path, title: str, curves: Mapping[str, Sequence[tuple[
     _figure(path, draw)
 
 
+def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float]]) -> None:
+    """The distribution over requests of one figure (ms) in two runs or more. Raises MissingDependency."""
+    require("matplotlib", "plots", "drawing plots")
+
+    def draw(axes: Axes) -> None:
+        for (name, values), colour in zip(curves.items(), (LINE, SECOND, LIMIT), strict=False):
+            _cdf(axes, values, name, colour)
+        axes.set(title=title, xlabel="ms", ylabel="share of requests", ylim=(0, 1))
+
+    _figure(path, draw)
+
+
 def _figure(path: Path, draw: object) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

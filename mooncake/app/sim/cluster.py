@@ -69,6 +69,7 @@ class Machines(Frozen, frozen=True):
     max_sequences: Count = 256
     chunk_tokens: Size = 0  # most prompt tokens in a step; 0: whole prompts
     prefix_caching: bool = True  # coupled: keep what was computed
+    beside: Positive = 1.0  # times as slow while machines of the other role work: they share a processor
 
 
 class Conductor(Frozen, frozen=True):
@@ -95,6 +96,7 @@ class Cluster(Frozen, frozen=True):
     machines: tuple[Machines, ...]
     note: str = ""
     latency_ms: NotNegative = 0.1  # of a transfer
+    request_ms: NotNegative = 0.0  # of a first token, beside its prompt's computation: client, conductor, calls
     conductor: Conductor = Conductor()
     slo: SLO = SLO()
 

@@ -33,7 +33,7 @@ class PrefillMachine:
         self.name = name
         self.cache = cache
         self.curve = curve
-        self.slowdown = 1.0  # by a fault; counts from the next prompt on
+        self.slowdown = 1.0
         self.busy_s = 0.0
         self.queue: deque[Flight] = deque()
         self.running: Flight | None = None
@@ -42,6 +42,7 @@ class PrefillMachine:
         self._agenda = agenda
         self._on_start = on_start
         self._on_end = on_end
+        self._ends_at = 0.0
         self._life = 0
 
     def submit(self, flight: Flight) -> None:
@@ -79,6 +80,12 @@ class PrefillMachine:
         if self.running is None:
             self._start_next()
 
+    def disturb(self, slowdown: float) -> None:
+        """From now on everything takes so much longer."""
+        change, self.slowdown = slowdown / self.slowdown, slowdown
+        if self.running is not None:
+            self._end_after((self._ends_at - self._agenda.now) * change)
+
     def load_ms(self, tokens: int) -> float:
         """Of reading so much KV from this host's memory."""
         return tokens * self._load_token_ms
@@ -100,12 +107,19 @@ class PrefillMachine:
         work_ms = self.curve.prefill_ms(flight.num_tokens - flight.cached_tokens, flight.cached_tokens)
         work_s = work_ms * self.slowdown / 1e3 + self.load_ms(flight.cached_tokens) / 1e3
         flight.started_s = self._agenda.now
-        self._agenda.after(work_s, self._end, flight, work_s, self._life)
+        self._end_after(work_s)
         self._on_start(flight, work_s)
 
-    def _end(self, flight: Flight, work_s: float, life: int) -> None:
-        if life != self._life:
+    def _end_after(self, left_s: float) -> None:
+        self._life += 1
+        self._ends_at = self._agenda.now + left_s
+        self._agenda.at(self._ends_at, self._end, self._life)
+
+    def _end(self, life: int) -> None:
+        flight = self.running
+        if life != self._life or flight is None:
             return
+        work_s = self._agenda.now - flight.started_s
         self.busy_s += work_s
         self.running = None
         self.cache.release(flight.held)

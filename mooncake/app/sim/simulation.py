@@ -32,6 +32,7 @@ from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from mooncake.types import BlockKey
 
 MAX_ATTEMPTS = 4
+LOOK_BESIDE_S = 0.002  # how often machines that share a processor are looked at
 DECODE_SAMPLE_BEATS = 10  # a decode machine's step time is learnt from every tenth heartbeat: it is without noise here
 
 
@@ -114,6 +115,8 @@ class Simulation:
             self.agenda.at(fault.at_s, self._strike, fault)
         self._plan_arrival()
         self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
+        if any(group.beside != 1.0 for group in self.cluster.machines):
+            self._look_beside()
         self.agenda.run()
         return self.results
 
@@ -259,7 +262,7 @@ class Simulation:
             return
         now, results, index = self.agenda.now, self.results, flight.index
         flight.first_token_s = now
-        results.ttft_s[index] = now - results.arrival_s[index]
+        results.ttft_s[index] = now - results.arrival_s[index] + self.cluster.request_ms / 1e3
         results.queue_s[index] = flight.started_s - results.arrival_s[index]
         results.predicted_ttft_s[index] = flight.predicted_ttft_s
         results.cached_tokens[index] = flight.cached_tokens
@@ -364,9 +367,21 @@ class Simulation:
         if name in self.decode:
             self.decode[name].disturb(slowdown)
         elif name in self.prefill:
-            self.prefill[name].slowdown = slowdown
+            self.prefill[name].disturb(slowdown)
         else:
             self.coupled[name].slowdown = slowdown
+
+    def _look_beside(self) -> None:
+        """Machines that share a processor slow one another down while both work."""
+        prefills = any(machine.running is not None for machine in self.prefill.values())
+        decodes = any(machine.running for machine in self.decode.values())
+        for is_beside, machines in ((decodes, self.prefill), (prefills, self.decode)):
+            for name, machine in machines.items():
+                slowdown = self._groups[name].beside if is_beside else 1.0
+                if slowdown != machine.slowdown:
+                    machine.disturb(slowdown)
+        if self._flying or self._next < len(self._order):
+            self.agenda.after(LOOK_BESIDE_S, self._look_beside)
 
     # What nodes report
 

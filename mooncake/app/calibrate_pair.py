@@ -1,0 +1,126 @@
+"""What a prefill node and a decode node take for their work, measured through a running cluster as clients see it.
+
+``mooncake calibrate`` times the engine alone. A node does more: it streams layers, writes to the pool, answers calls,
+and shares caches and memory with its neighbour. All of that is in what a client waits for, so it is measured there,
+while the other node rests and while it works. It knows how to ask and what to make of the times, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conductor.cost import ALL_NODES, CostModel, DecodeCost, PrefillCost
+from mooncake.app.bench_traffic import Answer, Served, Traffic
+
+PROMPTS = ((32, 6), (96, 6), (256, 6), (640, 4), (1280, 2))  # tokens, how many at once
+CONTEXTS = (96, 640)  # of those, decoded from
+BATCHES = (1, 2, 4)
+STEPS = 24
+BESIDE_PROMPT, BESIDE_PROMPTS, BESIDE_BATCH = 320, 4, 2
+STEPS_BESIDE = 400  # at most: nobody reads on once the prompts are done
+
+
+@dataclass(frozen=True, slots=True)
+class PairCosts:
+    """Step curves of both nodes while the other one rests, how many times slower they are while it works, and what a
+    request waits for beside: before its first token, and from there until it takes part in a decode step."""
+
+    prefill: PrefillCost
+    decode: DecodeCost
+    request_ms: float
+    handoff_ms: float
+    prefill_beside: float
+    decode_beside: float
+
+
+async def measure_pair(served: Served, traffic: Traffic, tell: Callable[[str], None]) -> PairCosts:
+    """Takes about a minute on a core a node. Raises MooncakeError when the cluster does not answer."""
+    costs = CostModel()
+    request_ms, handoff_ms = [], []
+    for tokens, count in PROMPTS:
+        tell(f"prefill of {tokens} tokens")
+        prompts = [traffic.prompt(tokens) for _ in range(count)]
+        each_ms, beside_ms = _one_by_one(await _ask_all(served, prompts, 2))
+        costs.observe_prefill(ALL_NODES, tokens, 0, each_ms)
+        request_ms.append(beside_ms)
+        for batch in BATCHES if tokens in CONTEXTS else ():
+            tell(f"decode of {batch} sequences of {tokens} tokens")
+            answers = await _ask_all(served, prompts[:batch], STEPS)
+            step_ms, context = _together(answers, tokens)
+            costs.observe_decode(ALL_NODES, batch, round(context), step_ms)
+            if batch == 1:
+                handoff_ms.append(answers[0].gaps_ms[0] - step_ms)
+    prefill, decode = costs.prefill(ALL_NODES), costs.decode(ALL_NODES)
+    tell("both at once")
+    prefill_ms, step_ms, context = await _beside(served, traffic)
+    return PairCosts(
+        prefill,
+        decode,
+        request_ms=max(statistics.median(request_ms), 0.0),
+        handoff_ms=max(statistics.median(handoff_ms), 0.0),
+        prefill_beside=max(prefill_ms / prefill.ms(BESIDE_PROMPT, 0), 1.0),
+        decode_beside=max(step_ms / decode.ms(BESIDE_BATCH, context), 1.0),
+    )
+
+
+async def _ask_all(served: Served, prompts: list[list[int]], new: int) -> list[Answer]:
+    return list(await asyncio.gather(*(served.ask(prompt, new) for prompt in prompts)))
+
+
+def _one_by_one(answers: list[Answer]) -> tuple[float, float]:
+    """Prompts of one length, sent together and computed one after the other: (ms of each, ms that the first one waited
+    for more than that)."""
+    firsts = sorted(answer.token_times_s[0] for answer in answers)
+    each_s = (firsts[-1] - firsts[0]) / (len(firsts) - 1)
+    sent_s = min(answer.sent_s for answer in answers)
+    return each_s * 1e3, (firsts[0] - sent_s - each_s) * 1e3
+
+
+def _together(answers: list[Answer], tokens: int) -> tuple[float, float]:
+    """While all of them got tokens: (ms of a step, tokens of context)."""
+    begin = max(answer.token_times_s[1] for answer in answers)
+    end = min(answer.token_times_s[-1] for answer in answers)
+    return _steps_within(answers, tokens, begin, end)
+
+
+def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: float) -> tuple[float, float]:
+    step_ms, contexts = [], []
+    for answer in answers:
+        inside = [at for at, time_s in enumerate(answer.token_times_s) if begin_s <= time_s <= end_s]
+        times = answer.token_times_s
+        if len(inside) > 1:
+            step_ms.append((times[inside[-1]] - times[inside[0]]) * 1e3 / (len(inside) - 1))
+            contexts.append(tokens + (inside[0] + inside[-1]) / 2)
+    return statistics.mean(step_ms), sum(contexts)
+
+
+async def _beside(served: Served, traffic: Traffic) -> tuple[float, float, float]:
+    """Prompts computed while others are decoded: (ms of a prompt, ms of a step, tokens of context)."""
+    all_run, running = asyncio.Event(), set[int]()
+
+    def note(client: int, count: int) -> None:
+        if count > 2:
+            running.add(client)
+        if len(running) == BESIDE_BATCH:
+            all_run.set()
+
+    async def decode(client: int) -> Answer:
+        return await served.ask(traffic.prompt(CONTEXTS[0]), STEPS_BESIDE, lambda count: note(client, count))
+
+    decoding = [asyncio.create_task(decode(client)) for client in range(BESIDE_BATCH)]
+    try:
+        await all_run.wait()
+        prompts = [traffic.prompt(BESIDE_PROMPT) for _ in range(BESIDE_PROMPTS)]
+        answers = await _ask_all(served, prompts, 1)
+        each_ms, _ = _one_by_one(answers)
+        begin = min(answer.sent_s for answer in answers)
+        end = max(answer.token_times_s[0] for answer in answers)
+        step_ms, context = _steps_within(await asyncio.gather(*decoding), CONTEXTS[0], begin, end)
+    finally:
+        for task in decoding:
+            task.cancel()
+        await asyncio.gather(*decoding, return_exceptions=True)
+    return each_ms, step_ms, context

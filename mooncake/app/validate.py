@@ -1,0 +1,324 @@
+"""``mooncake validate``: a live cluster and the simulator play the same scaled trace, and their figures side by side.
+
+One prefill and one decode node, each on a core of its own, with links slowed to the regime of a real cluster: that is
+measured (``calibrate_pair``), described as a cluster file, replayed, simulated, and compared. More processes than cores
+separate nothing, so it refuses to run where the two nodes would share one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.markup import escape
+
+from mooncake.app.bench_report import commit, machine, progress, tell
+from mooncake.app.bench_traffic import ServedByCluster, Traffic
+from mooncake.app.calibrate_pair import PairCosts, measure_pair
+from mooncake.app.console import ms, out, plain_table, print_json
+from mooncake.app.latency import Outcome, Spread
+from mooncake.app.local import LocalCluster
+from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
+from mooncake.app.replay_command import Meter
+from mooncake.app.role_main import run_async, unless_stopped
+from mooncake.app.sim.cluster import Cluster, Machines, Model, StepCurve
+from mooncake.app.sim.requests import Results
+from mooncake.app.sim.simulation import Run, Simulation
+from mooncake.app.sim.summary import Summary
+from mooncake.app.sim.summary import summarize as summarize_simulation
+from mooncake.app.trace_shapes import generate
+from mooncake.app.trace_tools import load_any
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import Config, load_config
+from mooncake.errors import ConfigError, InternalError
+from mooncake.trace import TraceRequest, scale
+
+TRACE_TICK_MS = 3000.0  # published traces have arrivals in ticks: they are spread, with the seed
+P50_LIMIT, P99_LIMIT = 0.10, 0.20
+SETTINGS = (
+    "cluster.prefill=1",
+    "cluster.decode=1",
+    "cluster.pin=true",
+    "prefill.threads=1",
+    "decode.threads=1",
+    "prefill.chunk_tokens=0",  # a prompt is one step
+    "prefill.max_sequences=1",  # and prompts are computed in turn
+    "prefill.kv_gb=2.0",
+    "decode.kv_gb=2.0",
+    "store.dram_gb=1.0",
+    "conductor.http_port=0",
+    "conductor.grpc_port=0",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    trace: Path | None
+    requests: int
+    tokens_per_block: int
+    rate_per_s: float
+    link_mb_per_s: float
+    seed: int
+    overrides: tuple[str, ...]
+    out: Path | None
+    as_json: bool
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One figure of both, in ms, and how far the simulator is off; ``limit`` 0 where none is set."""
+
+    what: str
+    live: float
+    simulated: float
+    limit: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.live - 1.0 if self.live else math.inf
+
+    @property
+    def is_within(self) -> bool:
+        return not self.limit or abs(self.error) <= self.limit
+
+
+def main(args: list[str]) -> None:
+    """Raises MooncakeError: a wrong option, too few cores, a cluster that does not start or answer."""
+    options = parse(args)
+    config = settings(options)
+    trace = chosen_trace(options)
+    costs, report = run_async(unless_stopped(live(config, options, trace)))
+    described = described_cluster(config, costs, options.link_mb_per_s)
+    run = Run(seed=options.seed, speed=1.0, jitter_s=0.0, tokens_per_block=options.tokens_per_block)
+    simulation = Simulation(described, trace, run)
+    simulation.run()
+    name = options.trace.name if options.trace else "generated"
+    rows = compare(report, summarize_simulation(simulation, name))
+    show(rows, costs)
+    line = {
+        "validate": name,
+        "commit": commit(),
+        "machine": machine(),
+        "config": {
+            "requests": len(trace),
+            "rate_per_s": options.rate_per_s,
+            "tokens_per_block": options.tokens_per_block,
+            "link_mb_per_s": options.link_mb_per_s,
+        },
+        "seed": options.seed,
+        "within": all(row.is_within for row in rows),
+        "costs": asdict(costs),
+        "results": [{**msgspec.to_builtins(row), "error": row.error} for row in rows],
+    }
+    if options.out is not None:
+        write(options.out, line, rows, report, simulation.results)
+    if options.as_json:
+        print_json(line)
+
+
+def write(folder: Path, line: dict[str, object], rows: list[Compared], live: ReplayReport, simulated: Results) -> None:
+    """``validation.json`` with every request of both, the table, and two plots. Raises MissingDependency."""
+    from mooncake.app.plots import write_comparison
+
+    folder.mkdir(parents=True, exist_ok=True)
+    ttft_ms, tail_ms = (simulated.ttft_s * 1e3).tolist(), np.nan_to_num(simulated.tail_tbt_ms).tolist()
+    requests = [
+        {
+            "prompt_tokens": result.prompt_tokens,
+            "cached_tokens": [result.cached_tokens, int(simulated.cached_tokens[result.index])],
+            "output_tokens": result.completion_tokens,
+            "ttft_ms": [round(result.ttft_ms, 2), round(ttft_ms[result.index], 2)],
+            "tail_tbt_ms": [round(result.tail_tbt_ms, 2), round(tail_ms[result.index], 2)],
+        }
+        for result in live.results
+    ]
+    text = msgspec.json.encode({**line, "requests": requests})
+    (folder / "validation.json").write_bytes(msgspec.json.format(text, indent=1) + b"\n")
+    (folder / "validation.md").write_text(markdown(line, rows))
+    with_gaps = [result for result in live.results if result.gaps_ms]
+    write_comparison(
+        folder / "validation-ttft.png",
+        "Time to first token",
+        {"live": [result.ttft_ms for result in live.results], "simulated": ttft_ms},
+    )
+    write_comparison(
+        folder / "validation-tbt.png",
+        "Mean of the longest tenth of token gaps",
+        {
+            "live": [result.tail_tbt_ms for result in with_gaps],
+            "simulated": [tail_ms[result.index] for result in with_gaps],
+        },
+    )
+
+
+def markdown(line: dict[str, object], rows: list[Compared]) -> str:
+    parts = [
+        "# The simulator beside a live cluster\n\n",
+        f"Made by `mooncake validate` from {line['validate']} with {line['config']}, seed {line['seed']}: one prefill\n"
+        "and one decode node, each on a core of its own, measured through the running cluster, then replayed and\n"
+        "simulated. Every request of both is in `validation.json`.\n\n",
+        "| | live, ms | simulated, ms | error | allowed |\n|---|---|---|---|---|\n",
+    ]
+    parts += [
+        f"| {row.what} | {row.live:.1f} | {row.simulated:.1f} | {row.error:+.1%} | "
+        f"{f'{row.limit:.0%}' if row.limit else ''} |\n"
+        for row in rows
+    ]
+    parts.append("\n![TTFT](validation-ttft.png)\n![TBT](validation-tbt.png)\n")
+    return "".join(parts)
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake validate", description=__doc__)
+    add = parser.add_argument
+    add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; without one a conversation is generated")
+    add("--requests", type=int, default=140, help="the first so many of the trace")
+    add("--tokens-per-block", type=int, default=16, help="that stand for a block of 512")
+    add("--rate", type=float, default=0.8, help="requests a second")
+    add("--link", type=float, default=160.0, metavar="MB/S", help="what each node may send")
+    add("--seed", type=int, default=0)
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
+    add("--out", type=Path, metavar="FOLDER", help="write the figures and the plot there")
+    add("--json", action="store_true", help="end with one line of JSON")
+    given = parser.parse_args(args)
+    if min(given.requests, given.tokens_per_block, given.rate, given.link) <= 0:
+        raise ConfigError("--requests, --tokens-per-block, --rate and --link must be positive")
+    return Options(
+        given.trace,
+        given.requests,
+        given.tokens_per_block,
+        given.rate,
+        given.link,
+        given.seed,
+        tuple(given.set),
+        given.out,
+        given.json,
+    )
+
+
+def settings(options: Options) -> Config:
+    own = (f"block.tokens={options.tokens_per_block}", f"transfer.max_mb_per_s={options.link_mb_per_s}")
+    return load_config(None, [*SETTINGS, *own, *options.overrides])
+
+
+def chosen_trace(options: Options) -> list[TraceRequest]:
+    """Scaled to the model, at the mean rate that is asked for, arrivals spread over their ticks, in order."""
+    found = (
+        generate("conversation", options.requests, options.seed)
+        if options.trace is None
+        else load_any(options.trace, options.requests)
+    )
+    spread = random.Random(options.seed)
+    moved = [(one.timestamp_ms + spread.uniform(0.0, TRACE_TICK_MS), one) for one in found]
+    moved.sort(key=lambda pair: pair[0])
+    first_ms, last_ms = moved[0][0], moved[-1][0]
+    factor = len(moved) / options.rate_per_s * 1e3 / max(last_ms - first_ms, 1.0)
+    return [
+        replace(scale(one, options.tokens_per_block), timestamp_ms=(at_ms - first_ms) * factor) for at_ms, one in moved
+    ]
+
+
+async def live(config: Config, options: Options, trace: list[TraceRequest]) -> tuple[PairCosts, ReplayReport]:
+    """Start the cluster, measure its nodes, replay the trace."""
+    vocab = open_checkpoint(config.model.path).config.vocab_size
+    async with LocalCluster(config) as cluster:
+        served = ServedByCluster("cluster", cluster.grpc_address)
+        with progress("calibrating") as shown:
+            costs = await measure_pair(served, Traffic(vocab, options.seed), lambda what: tell(shown, what))
+        await served.close()
+        meter = Meter(len(trace))
+        replay_options = ReplayOptions(tokens_per_block=options.tokens_per_block, seed=options.seed, concurrency=256)
+        with meter.shown():
+            report = await Replay(cluster.grpc_address, replay_options, meter.add).run(trace)
+    bad = [result for result in report.results if result.outcome is not Outcome.OK]
+    if bad:
+        raise InternalError(f"{len(bad)} of {len(trace)} requests were not answered: {bad[0].error or bad[0].outcome}")
+    return costs, report
+
+
+def described_cluster(config: Config, costs: PairCosts, link_mb_per_s: float) -> Cluster:
+    """The live cluster as the simulator is told of it."""
+    layout = open_checkpoint(config.model.path).kv_layout(config.block.tokens, config.model.precision().kv_dtype)
+    token_bytes = layout.block_bytes // config.block.tokens
+    prefill, decode = costs.prefill, costs.decode
+    curve = StepCurve(
+        prefill_step_ms=prefill.step_ms,
+        prefill_token_ms=prefill.token_ms,
+        prefill_pair_ms=prefill.pair_ms,
+        decode_step_ms=decode.step_ms,
+        decode_sequence_ms=decode.sequence_ms,
+        decode_context_ms=decode.context_ms,
+        source="mooncake validate",
+    )
+    link = link_mb_per_s / 1e3
+
+    def tokens(gb: float) -> int:
+        return int(gb * 1e9) // token_bytes
+
+    return Cluster(
+        name="live pair",
+        model=Model(num_layers=layout.num_layers, token_bytes=token_bytes, block_tokens=config.block.tokens),
+        curves={"here": curve},
+        machines=(
+            Machines(
+                role="prefill",
+                count=1,
+                curve="here",
+                store_tokens=tokens(config.prefill.kv_gb),
+                nic_gb_per_s=link,
+                load_gb_per_s=1e6,  # what it holds, it reads in place
+                beside=costs.prefill_beside,
+            ),
+            Machines(
+                role="decode",
+                count=1,
+                curve="here",
+                kv_tokens=tokens(config.decode.kv_gb),
+                max_sequences=config.decode.max_sequences,
+                nic_gb_per_s=link,
+                beside=costs.decode_beside,
+            ),
+        ),
+        latency_ms=costs.handoff_ms,
+        request_ms=costs.request_ms,
+    )
+
+
+def compare(report: ReplayReport, simulated: Summary) -> list[Compared]:
+    live_summary = report.summary
+    rows: list[Compared] = []
+    pairs: Sequence[tuple[str, Spread, Spread, float]] = (
+        ("TTFT", live_summary.ttft_ms, simulated.ttft_s, 1e3),
+        ("TBT, longest tenth", live_summary.tail_tbt_ms, simulated.tail_tbt_ms, 1.0),
+        ("TBT, mean of gaps", live_summary.mean_tbt_ms, simulated.mean_tbt_ms, 1.0),
+    )
+    for what, measured, found, factor in pairs:
+        rows += [
+            Compared(f"{what}, p50", measured.p50, found.p50 * factor, P50_LIMIT),
+            Compared(f"{what}, p90", measured.p90, found.p90 * factor),
+            Compared(f"{what}, p99", measured.p99, found.p99 * factor, P99_LIMIT),
+            Compared(f"{what}, mean", measured.mean, found.mean * factor),
+        ]
+    return rows
+
+
+def show(rows: list[Compared], costs: PairCosts) -> None:
+    prefill, decode = costs.prefill, costs.decode
+    out.print(
+        f"prefill {prefill.step_ms:.1f} + {prefill.token_ms:.3f}·new + {prefill.pair_ms:.2g}·pairs ms, "
+        f"{costs.prefill_beside:.2f} times as slow beside decoding\n"
+        f"decode {decode.step_ms:.1f} + {decode.sequence_ms:.2f}·batch + {decode.context_ms:.2g}·context ms, "
+        f"{costs.decode_beside:.2f} times as slow beside prefill\n"
+        f"a request {costs.request_ms:.1f} ms, a hand-off {costs.handoff_ms:.1f} ms beside\n"
+    )
+    table = plain_table("", "live", "simulated", "error", "allowed")
+    for row in rows:
+        allowed = f"{row.limit:.0%}" if row.limit else ""
+        mark = "" if row.is_within else " !"
+        table.add_row(escape(row.what), ms(row.live), ms(row.simulated), f"{row.error:+.1%}{mark}", allowed)
+    out.print(table)
