@@ -102,7 +102,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int = 1
     decode: int = 1
     store: int = 1
-    coupled: int = 0  # nodes that do both, by [prefill], in place of all the others: the baseline; nothing is handed off
+    coupled: int = 0  # nodes that do both, by [prefill], in place of those two: the baseline without hand-offs
     switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node cores of its own, as many as it has threads
 

@@ -36,7 +36,7 @@ from mooncake.rpc.convert import (
 )
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
-from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings, TokenLogprob
+from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
 from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream

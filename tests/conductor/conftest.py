@@ -159,7 +159,8 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             first = common_pb2.SampledToken(index=index, token_id=token_id)
             answers = range(request.sampling.n or 1)
             for choice in answers:
-                reason = "" if request.decode_address else "stop" if token_id == EOS else "length"
+                is_end = token_id == EOS and not request.sampling.ignore_eos
+                reason = "" if request.decode_address else "stop" if is_end else "length"
                 yield prefill_pb2.PrefillResponse(first_token=first, choice=choice, finish_reason=reason)
             if request.decode_address:
                 stub = decode_pb2_grpc.DecodeStub(self.channels.get(request.decode_address))
@@ -378,6 +379,21 @@ async def start_cluster() -> AsyncIterator[StartCluster]:
         clusters.append(cluster)
         await cluster.start(prefill, decode)
         return cluster
+
+    yield start
+    for cluster in clusters:
+        await cluster.stop()
+
+
+@pytest.fixture
+async def fake_cluster_of() -> AsyncIterator[StartCluster]:
+    """One with a whole configuration: ``await fake_cluster_of(config, prefill=2, decode=2)``."""
+    clusters: list[FakeCluster] = []
+
+    async def start(config: Config, prefill: int, decode: int) -> FakeCluster:
+        clusters.append(FakeCluster(config))
+        await clusters[-1].start(prefill, decode)
+        return clusters[-1]
 
     yield start
     for cluster in clusters:
