@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.layout import LayoutReader, Shard, ShardedLayout, plan
+from kvstore.layout import ShardedLayout
+from kvstore.layout_plan import plan
+from kvstore.layout_reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.server import SegmentServer

@@ -12,7 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.checksum import range_checksums
-from kvstore.layout import LayoutReader, Plan, Shard, ShardedLayout, convert, plan
+from kvstore.layout import ShardedLayout, numbers, rows, scales
+from kvstore.layout_convert import convert
+from kvstore.layout_plan import Plan, plan
+from kvstore.layout_reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
@@ -102,7 +105,7 @@ def fill(deployment: Deployment, seed: int) -> None:
     if layout.dtype == "int8":
         values = random.integers(-127, 128, shape).astype(np.int8)
         values[..., 0] = random.choice([-127, 127], shape[:-1])
-        scales = (random.integers(1 << 15, 1 << 16, shape[:-1]) * 2.0**-30).astype(np.float32)
+        least = (random.integers(1 << 15, 1 << 16, shape[:-1]) * 2.0**-30).astype(np.float32)
     else:
         values = random.standard_normal(shape).astype(np.float32)
         values = values if layout.dtype == "float32" else (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -110,9 +113,9 @@ def fill(deployment: Deployment, seed: int) -> None:
         layers, heads, form = layout.layers(rank), layout.heads(rank), layout.block(rank)
         for block, memory in enumerate(deployment.blocks(rank)[::-1]):
             part = np.s_[layers.start : layers.stop, :, heads.start : heads.stop, block * tokens : (block + 1) * tokens]
-            form.values(memory)[:] = values[part]
+            numbers(rows(form, memory), form.dtype)[:] = values[part]
             if layout.dtype == "int8":
-                form.scales(memory)[:] = scales[part]
+                scales(rows(form, memory))[:] = least[part]
 
 
 def there_and_back(pair: tuple[ShardedLayout, ShardedLayout], seed: int, transfer: TransferEngine) -> None:
@@ -148,7 +151,7 @@ def test_every_byte_of_a_target_comes_from_somewhere_once(pair: tuple[ShardedLay
     for rank in range(target.num_ranks):
         how = plan(source, target, rank)
         form = target.block(rank)
-        hits = np.zeros((how.target_period, form.num_layers, form.num_heads, form.num_tokens), np.int64)
+        hits = np.zeros((how.target_period, form.num_layers, form.num_kv_heads, form.block_tokens), np.int64)
         for box in how.boxes:
             layer, head, token = box.target_first
             layers, heads, tokens = box.count
@@ -157,7 +160,7 @@ def test_every_byte_of_a_target_comes_from_somewhere_once(pair: tuple[ShardedLay
             assert all(
                 first + size <= full
                 for first, size, full in zip(
-                    box.source_first, box.count, (own.num_layers, own.num_heads, own.num_tokens), strict=True
+                    box.source_first, box.count, (own.num_layers, own.num_kv_heads, own.block_tokens), strict=True
                 )
             )
         assert (hits == 1).all()
@@ -197,12 +200,12 @@ def test_a_plan_reads_as_few_runs_as_there_are():
 def test_narrower_types_lose_what_they_must_and_no_more(transfer):
     with Deployment(model(1), 1) as source:
         fill(source, 3)
-        before = model(1).block(0).values(source.blocks(0)[0])
+        before = numbers(rows(model(1).block(0), source.blocks(0)[0]), "float32")
         for dtype, bound in (("bfloat16", 2.0**-8), ("int8", 0.5 / 127 * 1.01)):
             with Deployment(model(3, 1, 64, dtype), 1) as narrow, Deployment(model(1), 1) as back:
                 narrow.fill_from(source, transfer)
                 back.fill_from(narrow, transfer)
-                after = model(1).block(0).values(back.blocks(0)[0])
+                after = numbers(rows(model(1).block(0), back.blocks(0)[0]), "float32")
                 error = np.abs(after - before)
                 scale = np.abs(before).max(-1, keepdims=True) if dtype == "int8" else np.abs(before)
                 assert 0 < (error / scale).max() <= bound
@@ -213,9 +216,9 @@ def test_what_is_no_number_and_what_is_endless_survive_bfloat16():
     wide = np.array([[[[[np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -0.0, 1e-45, 1.00390625]]]]], np.float32)
     wide.view(np.uint32)[0, 0, 0, 0, 1] = 0xFFFFFFFF  # all of its bits
     narrow = np.zeros(wide.shape, np.uint16)
-    convert(wide, None, narrow, None, "float32", "bfloat16")
+    convert(wide.view(np.uint8), narrow.view(np.uint8), "float32", "bfloat16")
     back = np.zeros_like(wide)
-    convert(narrow, None, back, None, "bfloat16", "float32")
+    convert(narrow.view(np.uint8), back.view(np.uint8), "bfloat16", "float32")
     [first, second, *rest] = back.ravel()
     assert np.isnan(first) and np.isnan(second)
     assert rest == [np.inf, -np.inf, np.inf, 0.0, 0.0, 1.0]  # the last is a tie, and goes to the even one

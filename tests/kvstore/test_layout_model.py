@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvstore.checksum import range_checksums
-from kvstore.layout import LayoutReader, Shard, ShardedLayout, plan
+from kvstore.layout import ShardedLayout, numbers, rows
+from kvstore.layout_plan import plan
+from kvstore.layout_reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
@@ -74,7 +76,7 @@ def test_tensor_parallel_three_to_one_decodes_the_same_tokens(model: CausalLM, c
         segments.append((segment, server))
         for slot, block in enumerate(computed):
             own = segment.array.reshape(len(computed), -1)[slot]
-            form.values(own)[:] = block[:, :, heads.start : heads.stop]
+            numbers(rows(form, own), form.dtype)[:] = block[:, :, heads.start : heads.stop]
         sums = [range_checksums(segment.block(slot), form.num_layers) for slot in range(len(computed))]
         shards[rank] = Shard(server.address, range(len(computed)), sums)
     prefill.release("r")

@@ -1,0 +1,73 @@
+"""From one type of number to another: rows of KV as float32, bfloat16, or int8 with a scale each.
+
+What widens and comes back is unchanged, bit for bit: float32 holds every bfloat16 and every product of an int8 and a
+scale of 16 significant bits, which is what the scales made here have. Knows no blocks and no transfers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.layout import numbers, scales
+
+_INT8_MAX = 127.0
+
+
+def convert(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], source_dtype: str, target_dtype: str) -> None:
+    """Copy rows ``[layer, K|V, head, token, row_bytes]`` from one type to another."""
+    if source_dtype == target_dtype:
+        np.copyto(target, source)
+    elif target_dtype == "float32":
+        _widen(source, source_dtype, numbers(target, target_dtype))
+    else:
+        for index in np.ndindex(source.shape[:2]):  # K or V of one layer: what comes in between stays in the cache
+            _narrow(_wide(source[index], source_dtype), target[index], target_dtype)
+
+
+def _wide(rows: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "float32":
+        return numbers(rows, dtype)
+    wide = np.empty(numbers(rows, dtype).shape, np.float32)
+    _widen(rows, dtype, wide)
+    return wide
+
+
+def _widen(rows: npt.NDArray[np.uint8], dtype: str, wide: npt.NDArray[np.float32]) -> None:
+    """To float32, in one pass."""
+    values = numbers(rows, dtype)
+    if dtype == "bfloat16":
+        np.left_shift(values, 16, out=wide.view(np.uint32), dtype=np.uint32, casting="unsafe")
+    else:
+        np.multiply(values, scales(rows)[..., None], out=wide, dtype=np.float32, casting="unsafe")
+
+
+def _narrow(wide: npt.NDArray[np.float32], rows: npt.NDArray[np.uint8], dtype: str) -> None:
+    if dtype == "bfloat16":
+        np.copyto(numbers(rows, dtype), _to_bfloat16(wide), casting="unsafe")
+    else:
+        least = _scales_of(wide)
+        np.copyto(scales(rows), least)
+        steps = np.divide(wide, np.where(least > 0, least, np.float32(1))[..., None])
+        np.copyto(numbers(rows, dtype), np.rint(steps, out=steps), casting="unsafe")
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+    """The bits, rounded to the nearest, ties to even; what is no number stays none. In place, because what is
+    allocated costs more than what is computed."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    if (nothing := np.isnan(values)).any():
+        rounded[nothing] = (bits[nothing] >> np.uint32(16)) | np.uint32(0x40)
+    return rounded
+
+
+def _scales_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The least scales of 16 significant bits that bring each row ``[…, dim]`` into the range of int8."""
+    exact = (np.abs(values).max(axis=-1) / np.float32(_INT8_MAX)).astype(np.float32)
+    bits = np.ascontiguousarray(exact).view(np.uint32)
+    return ((bits + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(np.float32)

@@ -1,0 +1,194 @@
+"""From one KV layout to another: which bytes of which shards make up a block. Pure, and computed once for two layouts.
+
+``plan`` says for one rank of a target deployment which boxes (layers, heads, tokens) of which source blocks it is made
+of, and in which runs of bytes they lie. It must not know how bytes travel, or what a number is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from kvstore.layout import ShardedLayout
+from mooncake.errors import InvalidRequest
+from mooncake.types import KVLayout
+
+BOX_BYTES = 1 << 20  # read at once into scratch memory: it stays in a core's L2 until it is converted
+DIRECT_BYTES = 64 << 10  # runs from here on are read straight to their place
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that lie in one piece in a source block and, as far as types agree, in one piece in the target block."""
+
+    source_offset: int
+    target_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What one source block gives to one target block: some layers, heads and tokens. Indices are local to the blocks;
+    block numbers count from the start of the plan's period."""
+
+    rank: int  # of the source
+    source_block: int
+    target_block: int
+    source_first: tuple[int, int, int]  # layer, head, token
+    target_first: tuple[int, int, int]
+    count: tuple[int, int, int]
+    reads: tuple[tuple[int, int], ...]  # offset and bytes of each run of the source block, in the order of the box
+    runs: tuple[Run, ...]  # the same with where they belong, when nothing has to be converted; else empty
+    has_whole_layers: bool  # of the source block, so that their checksums can be verified
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is read straight to its place."""
+        return bool(self.runs) and min(run.nbytes for run in self.runs) >= DIRECT_BYTES
+
+    def shape(self, layout: ShardedLayout) -> KVLayout:
+        """The box as a block of its own."""
+        return KVLayout(*self.count, layout.head_dim, layout.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """To be read."""
+        return sum(nbytes for _, nbytes in self.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the blocks of one target rank are made. It repeats every ``source_period`` source blocks."""
+
+    source: ShardedLayout
+    target: ShardedLayout
+    target_rank: int
+    source_period: int
+    target_period: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The source ranks that are read from."""
+        return tuple(sorted({box.rank for box in self.boxes}))
+
+
+@lru_cache(maxsize=256)
+def plan(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> Plan:
+    """Of heads that several source ranks store, neighbouring target ranks read from different ones.
+
+    Raises InvalidRequest when the two are not of one model.
+    """
+    same = ("num_layers", "num_kv_heads", "head_dim")
+    if any(getattr(source, name) != getattr(target, name) for name in same):
+        raise InvalidRequest("KV of different models: layers, heads and dimensions must agree")
+    if not 0 <= target_rank < target.num_ranks:
+        raise InvalidRequest(f"rank {target_rank} of {target.num_ranks}")
+    tokens = math.lcm(source.block_tokens, target.block_tokens)
+    boxes = [
+        box
+        for rank, heads in _sources(source, target, target_rank)
+        for span in _spans(source.block_tokens, target.block_tokens)
+        for box in _boxes(source, target, target_rank, rank, heads, span)
+    ]
+    boxes.sort(key=lambda box: (box.target_block, box.source_block, box.target_first, box.rank))
+    return Plan(source, target, target_rank, tokens // source.block_tokens, tokens // target.block_tokens, tuple(boxes))
+
+
+def _sources(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> Iterator[tuple[int, range]]:
+    """The source ranks to read from, with the heads to take from each: every head once for each layer wanted."""
+    wanted = target.heads(target_rank)
+    degree = source.tensor_parallel
+    for stage in range(len(source.stages)):
+        for heads, replicas in _owners(source):
+            taken = range(max(wanted.start, heads.start), min(wanted.stop, heads.stop))
+            if taken:
+                yield stage * degree + replicas[target_rank % len(replicas)], taken
+
+
+def _owners(layout: ShardedLayout) -> list[tuple[range, list[int]]]:
+    """Each different range of heads with the tensor ranks that store it."""
+    owners: dict[range, list[int]] = {}
+    for rank in range(layout.tensor_parallel):
+        owners.setdefault(layout.heads(rank), []).append(rank)
+    return list(owners.items())
+
+
+def _spans(source_tokens: int, target_tokens: int) -> Iterator[tuple[int, int]]:
+    """(first token, number) of each stretch of one period that lies in one block on both sides."""
+    period = math.lcm(source_tokens, target_tokens)
+    cuts = sorted({*range(0, period, source_tokens), *range(0, period, target_tokens), period})
+    yield from ((first, last - first) for first, last in pairwise(cuts))
+
+
+def _boxes(
+    source: ShardedLayout, target: ShardedLayout, target_rank: int, rank: int, heads: range, span: tuple[int, int]
+) -> Iterator[Box]:
+    """The boxes for some heads of one source rank and one stretch of tokens, none much larger than BOX_BYTES."""
+    have, wanted = source.layers(rank), target.layers(target_rank)
+    shared = range(max(have.start, wanted.start), min(have.stop, wanted.stop))
+    first_token, num_tokens = span
+    slim = KVLayout(1, len(heads), num_tokens, source.head_dim, source.dtype)
+    step = max(1, BOX_BYTES // slim.block_bytes)
+    for first in shared[::step]:
+        count = (min(step, shared.stop - first), len(heads), num_tokens)
+        at_source = (first - have.start, heads.start - source.heads(rank).start, first_token % source.block_tokens)
+        at_target = (
+            first - wanted.start,
+            heads.start - target.heads(target_rank).start,
+            first_token % target.block_tokens,
+        )
+        source_format = source.block(rank)
+        reads = tuple(_merge(_cells(source_format, at_source, count)))
+        runs: tuple[Run, ...] = ()
+        if source.dtype == target.dtype:
+            places = _cells(target.block(target_rank), at_target, count)
+            runs = tuple(_pair(_cells(source_format, at_source, count), places))
+        yield Box(
+            rank,
+            first_token // source.block_tokens,
+            first_token // target.block_tokens,
+            at_source,
+            at_target,
+            count,
+            reads,
+            runs,
+            has_whole_layers=count[1:] == (source_format.num_kv_heads, source_format.block_tokens),
+        )
+
+
+def _cells(block: KVLayout, first: tuple[int, int, int], count: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of the part of a block that each head of each layer has, in the order in which a block of
+    exactly this size would store them."""
+    row, layer_bytes = block.row_bytes, block.layer_bytes
+    for layer in range(first[0], first[0] + count[0]):
+        for kind in range(2):
+            for head in range(first[1], first[1] + count[1]):
+                token = (kind * block.num_kv_heads + head) * block.block_tokens + first[2]
+                yield layer * layer_bytes + token * row, count[2] * row
+
+
+def _merge(cells: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbours that touch."""
+    merged: list[tuple[int, int]] = []
+    for offset, nbytes in cells:
+        if merged and sum(merged[-1]) == offset:
+            offset, nbytes = merged[-1][0], merged.pop()[1] + nbytes
+        merged.append((offset, nbytes))
+    return merged
+
+
+def _pair(sources: Iterable[tuple[int, int]], places: Iterable[tuple[int, int]]) -> list[Run]:
+    """Join neighbours that touch on both sides."""
+    runs: list[Run] = []
+    for (source, nbytes), (place, _) in zip(sources, places, strict=True):
+        if runs:
+            last = runs[-1]
+            if (last.source_offset + last.nbytes, last.target_offset + last.nbytes) == (source, place):
+                runs[-1] = Run(last.source_offset, last.target_offset, last.nbytes + nbytes)
+                continue
+        runs.append(Run(source, place, nbytes))
+    return runs

@@ -1,0 +1,264 @@
+"""Reads KV from segments that have another layout, by a plan, and converts it on the way.
+
+A segment of this host is copied from where it is mapped; from others bytes go straight to their place where they lie in
+one run there, and otherwise through scratch buffers the size of a core's cache while the next boxes are on their way. A
+whole source block is never put together anywhere. It knows the transfer engine's ranges; it must not know sockets,
+models or why blocks move.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.checksum import Checksums
+from kvstore.layout import rows
+from kvstore.layout_convert import convert
+from kvstore.layout_plan import BOX_BYTES, Box, Plan
+from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine
+from kvstore.transfer.shm import SegmentView
+from kvstore.transfer.sockets import time_left
+from kvstore.transfer.transport import PathFailed
+from mooncake.errors import ChecksumMismatch, InvalidRequest
+from mooncake.types import KVLayout, SegmentAddress
+
+BOXES_AHEAD = 4  # on their way while one is converted
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Where one source rank's blocks lie: block i of the prompt in ``slots[i]`` of the segment at ``address``.
+
+    ``checksums[i]`` has one entry a layer of this shard; empty: nothing is verified.
+    """
+
+    address: SegmentAddress
+    slots: Sequence[int]
+    checksums: Sequence[Checksums] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a call of ``read_blocks`` did."""
+
+    nbytes: int  # read
+    unverified_bytes: int  # of those, parts of layers, for which no checksum exists, or shards that came without
+    num_ranges: int
+
+
+class LayoutReader:
+    """Reads blocks through a transfer engine and converts them on the way. Not thread-safe; ``close`` it."""
+
+    def __init__(self, transfer: TransferEngine) -> None:
+        self._transfer = transfer
+        self._scratch = [np.zeros(BOX_BYTES, np.uint8) for _ in range(BOXES_AHEAD)]
+        self._views: dict[tuple[str, int], SegmentView | None] = {}
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="layout")  # two threads fill a machine's memory bus
+
+    def read_blocks(
+        self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]], deadline: float
+    ) -> Conversion:
+        """Fill ``targets`` (bytes of consecutive blocks of the plan's target rank) from the blocks of the shards.
+
+        Tokens that no source block holds leave their bytes as they are. Mapped blocks are verified before they are
+        copied: whoever holds a lease on them looks at its clock after this returns.
+
+        Raises what ``TransferEngine.read`` does, ChecksumMismatch, and InvalidRequest when a shard is missing or a
+        target has the wrong size.
+        """
+        jobs = _jobs(plan, shards, targets)
+        elsewhere: list[_Job] = []
+        for shard in {id(job.shard): job.shard for job in jobs}.values():
+            mine = [job for job in jobs if job.shard is shard]
+            if not self._copy(shard.address, mine, plan, deadline):
+                elsewhere += mine
+        if elsewhere:
+            direct = self._start_direct([job for job in elsewhere if job.box.is_direct], deadline)
+            try:
+                self._read_through_scratch([job for job in elsewhere if not job.box.is_direct], plan, deadline)
+            finally:
+                for transfer, _ in direct:
+                    transfer.wait()
+            for transfer, group in direct:
+                transfer.result()
+                for job in group:
+                    _verify(job, job.pieces_in_place())
+        unverified = sum(job.box.nbytes for job in jobs if not job.is_verifiable)
+        return Conversion(sum(job.box.nbytes for job in jobs), unverified, sum(len(job.box.reads) for job in jobs))
+
+    def close(self) -> None:
+        self._helper.shutdown()
+        for view in self._views.values():
+            if view is not None:
+                view.close()
+        self._views.clear()
+
+    def _copy(self, address: SegmentAddress, jobs: Sequence[_Job], plan: Plan, deadline: float) -> bool:
+        """Out of the mapped segment, when this host has it. False when it has not, or not any more."""
+        key = (address.node_id, address.incarnation)
+        try:
+            if key not in self._views:
+                self._views[key] = self._transfer.view(address, deadline)
+            view = self._views[key]
+            if view is None:
+                return False
+            blocks = view.bytes.reshape(address.num_blocks, address.block_bytes)
+            view.check()
+            half = len(jobs) // 2
+            other = self._helper.submit(_copy_all, jobs[:half], plan, blocks, deadline)
+            try:
+                _copy_all(jobs[half:], plan, blocks, deadline)
+            finally:
+                other.exception()  # it writes into the caller's memory until then
+            other.result()
+            view.check()
+        except PathFailed:
+            self._forget(key)
+            return False
+        return True
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        view = self._views.pop(key, None)
+        if view is not None:
+            view.close()
+
+    def _start_direct(self, jobs: Sequence[_Job], deadline: float) -> list[tuple[Transfer, list[_Job]]]:
+        """One request a shard, for what lies in long runs on both sides."""
+        groups: dict[int, list[_Job]] = {}
+        for job in jobs:
+            groups.setdefault(job.box.rank, []).append(job)
+        requests = [
+            Request(
+                group[0].shard.address,
+                [
+                    ReadRange(job.slot, run.source_offset, piece)
+                    for job in group
+                    for run, piece in zip(job.box.runs, job.pieces_in_place(), strict=True)
+                ],
+                deadline,
+            )
+            for group in groups.values()
+        ]
+        return list(zip(self._transfer.submit(requests), groups.values(), strict=True))
+
+    def _read_through_scratch(self, jobs: Sequence[_Job], plan: Plan, deadline: float) -> None:
+        """Boxes are read ahead while earlier ones are converted."""
+        largest = max((job.box.nbytes for job in jobs), default=0)
+        if largest > self._scratch[0].nbytes:
+            self._scratch = [np.zeros(largest, np.uint8) for _ in self._scratch]
+        waiting, free = deque(jobs), deque(self._scratch)
+        reading: deque[tuple[_Job, npt.NDArray[np.uint8], Transfer]] = deque()
+        try:
+            while waiting or reading:
+                while waiting and free:
+                    job, scratch = waiting.popleft(), free.popleft()
+                    [transfer] = self._transfer.submit([job.request(scratch.data, deadline)])
+                    reading.append((job, scratch, transfer))
+                job, scratch, transfer = reading[0]
+                transfer.result()
+                reading.popleft()
+                _verify(job, [scratch.data[: job.box.nbytes]])
+                _place(plan, job, job.box.shape(plan.source), scratch, (0, 0, 0))
+                free.append(scratch)
+        finally:  # nothing may write into the scratch memory after this
+            for _, _, transfer in reading:
+                transfer.cancel()
+            for _, _, transfer in reading:
+                transfer.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One box of one period, with the memory that it goes to."""
+
+    box: Box
+    shard: Shard
+    slot: int
+    checksums: Checksums | None  # one a layer of the source block
+    target: npt.NDArray[np.uint8]
+
+    @property
+    def is_verifiable(self) -> bool:
+        return self.checksums is not None and self.box.has_whole_layers
+
+    def request(self, into: memoryview, deadline: float) -> Request:
+        """Its bytes one behind the other."""
+        ranges: list[ReadRange] = []
+        start = 0
+        for offset, nbytes in self.box.reads:
+            ranges.append(ReadRange(self.slot, offset, into[start : start + nbytes]))
+            start += nbytes
+        return Request(self.shard.address, ranges, deadline)
+
+    def pieces_in_place(self) -> list[memoryview]:
+        """Where each run goes."""
+        memory = self.target.data
+        return [memory[run.target_offset : run.target_offset + run.nbytes] for run in self.box.runs]
+
+
+def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
+    """Straight from the blocks of the mapped source. Raises ChecksumMismatch or DeadlineExceeded."""
+    for job in jobs:
+        time_left(deadline)
+        block = blocks[job.slot]
+        if job.is_verifiable:
+            _verify(job, [block.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
+        _place(plan, job, plan.source.block(job.box.rank), block, job.box.source_first)
+
+
+def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]]) -> list[_Job]:
+    """Raises InvalidRequest."""
+    size = plan.target.block(plan.target_rank).block_bytes
+    if any(target.nbytes != size or target.dtype != np.uint8 or not target.flags.c_contiguous for target in targets):
+        raise InvalidRequest(f"a target block is {size} contiguous bytes")
+    if missing := set(plan.ranks) - set(shards):
+        raise InvalidRequest(f"no shard of source ranks {sorted(missing)}")
+    jobs: list[_Job] = []
+    for period in range(-(-len(targets) // plan.target_period)):
+        for box in plan.boxes:
+            shard = shards[box.rank]
+            target = period * plan.target_period + box.target_block
+            source = period * plan.source_period + box.source_block
+            if target < len(targets) and source < len(shard.slots):
+                sums = shard.checksums[source] if shard.checksums else None
+                jobs.append(_Job(box, shard, shard.slots[source], sums, targets[target]))
+    return jobs
+
+
+def _verify(job: _Job, pieces: Sequence[memoryview]) -> None:
+    """Check the layers that the box has whole. ``pieces`` are its bytes, in order. Raises ChecksumMismatch."""
+    box = job.box
+    if job.checksums is None or not box.has_whole_layers:
+        return
+    layer_bytes = box.nbytes // box.count[0]
+    rest = deque(pieces)
+    for layer in range(box.source_first[0], box.source_first[0] + box.count[0]):
+        digest, left = xxhash.xxh3_64(), layer_bytes
+        while left:
+            piece = rest.popleft()
+            digest.update(piece[:left])
+            if piece.nbytes > left:
+                rest.appendleft(piece[left:])
+            left -= min(left, piece.nbytes)
+        if digest.intdigest() != int(job.checksums[layer]):
+            raise ChecksumMismatch(
+                f"{job.shard.address.node_id}: layer {layer} of slot {job.slot} differs from what was sealed"
+            )
+
+
+def _place(plan: Plan, job: _Job, source: KVLayout, memory: npt.NDArray[np.uint8], first: tuple[int, int, int]) -> None:
+    """Convert a box into its place, out of a block of format ``source`` in which it begins at ``first``."""
+    count, target = job.box.count, plan.target.block(plan.target_rank)
+    there, here = _part(first, count), _part(job.box.target_first, count)
+    convert(rows(source, memory)[there], rows(target, job.target)[here], source.dtype, target.dtype)
+
+
+def _part(first: tuple[int, int, int], count: tuple[int, int, int]) -> tuple[slice, slice, slice, slice]:
+    layers, heads, tokens = (slice(start, start + size) for start, size in zip(first, count, strict=True))
+    return layers, slice(None), heads, tokens
