@@ -17,7 +17,9 @@ from conductor.dispatch import Dispatcher, ModelFacts
 from conductor.fleet import Fleet
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
+from conductor.role_shift import RoleShift
 from conductor.subscriber import Subscriber
+from conductor.ward import Ward
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
@@ -51,6 +53,15 @@ class Core:
         self.directory = directory
         self.subscriber = Subscriber(self.index, self.channels, directory)
         self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
+        self.ward = Ward(config.health, self.registry, self.costs, self.channels, self.dispatcher.is_free_of, clock)
+        self.dispatcher.on_corrupt = self.ward.corrupt
+        self._watches_health = config.health.watch
+        self.roles: RoleShift | None = None
+        if section.balance:
+            self.roles = RoleShift(section, self.fleet, model.shape.block_tokens, self.set_role, self._unwant)
+            self.dispatcher.on_arrival = self.roles.arrived
+        self.num_switches = 0
+        self.switched_last = ""  # node id
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
         self._wanted: dict[str, Role] = {}  # by node id: roles asked for
@@ -66,6 +77,7 @@ class Core:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.ward.close()
         await self.subscriber.close()
         await self.directory.close()
         await asyncio.gather(*self._dropping, return_exceptions=True)
@@ -79,10 +91,15 @@ class Core:
         if replaced is not None:
             self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
         if self._wanted.get(info.node_id) is info.role:
-            del self._wanted[info.node_id]
+            self._unwant(info.node_id)
+            self.num_switches += 1
+            self.switched_last = info.node_id
+        if self.roles is not None:
+            self.roles.registered(info, self.clock())
         if is_new:
             self.directory.joined(info.node_id, describe(info))
             self.subscriber.follow(info)
+            self.ward.joined(info)
             log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
 
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
@@ -98,7 +115,7 @@ class Core:
         if node is None:
             raise InvalidRequest(f"there is no node {node_id!r}", "node_id")
         if node.info.role is role:
-            self._wanted.pop(node_id, None)
+            self._unwant(node_id)
             return
         if not node.info.can_switch or role not in (Role.PREFILL, Role.DECODE):
             raise InvalidRequest(f"{node_id} cannot become a {role} node (start it with cluster.switchable)", "node_id")
@@ -106,6 +123,9 @@ class Core:
         if not [other for other in others if other.info.node_id not in self._wanted]:
             raise InvalidRequest(f"{node_id} is the last {node.info.role} node", "node_id")
         self._wanted[node_id] = role
+
+    def _unwant(self, node_id: str) -> None:
+        self._wanted.pop(node_id, None)
 
     def wanted_role(self, node_id: str) -> Role | None:
         """The role that a node has been asked to switch to and does not have yet."""
@@ -122,6 +142,7 @@ class Core:
         self.registry.call_failed(info, self.clock())
         self.directory.joined(info.node_id, known.description, known.table)
         self.subscriber.follow(info, known.table)
+        self.ward.joined(info)
         log.info("%s node %s is known with %d blocks", info.role, info.node_id, len(known.table))
 
     def waiting_for(self) -> list[str]:
@@ -130,8 +151,15 @@ class Core:
         return [role for role in needed if not self._has_live(role)]
 
     def tick(self) -> None:
-        for info in self.registry.tick(self.clock()):
+        now = self.clock()
+        for info in self.registry.tick(now):
             self._drop(info, "has stopped heartbeating")
+            if self.roles is not None:
+                self.roles.gone(info.node_id, now)
+        if self._watches_health:
+            self.ward.tick(now)
+        if self.roles is not None:
+            self.roles.tick(now)
 
     def _has_live(self, role: Role) -> bool:
         return any(node.info.role is role and node.state is NodeState.LIVE for node in self.registry.nodes())
@@ -141,6 +169,7 @@ class Core:
         self.subscriber.forget(info.node_id)
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
+        self.ward.forget(info.node_id)
         self.dispatcher.node_gone(info, why)
         self.fleet.forget(info.node_id)
         if not keep_address:

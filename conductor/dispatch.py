@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -31,6 +31,7 @@ from conductor.stats import DispatchStats
 from conductor.view import RequestFacts, Shape
 from mooncake.config import Config
 from mooncake.errors import (
+    ChecksumMismatch,
     ConfigError,
     DeadlineExceeded,
     InternalError,
@@ -42,7 +43,7 @@ from mooncake.errors import (
 from mooncake.hashing import chain_seed, extend_chain
 from mooncake.hashing import prepare as prepare_hashing
 from mooncake.rpc.server import Channels
-from mooncake.types import FinishReason, PrefillReport, TokenIds
+from mooncake.types import FinishReason, PrefillReport, Role, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ class Dispatcher:
         self._attempts: dict[int, set[Attempt]] = {}  # by incarnation of node
         self._journeys: dict[str, _Journey] = {}  # by request id
         self.stats = DispatchStats()
+        self.on_arrival: Callable[[RequestFacts, Placement, float], None] = lambda facts, placement, now: None
+        self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # bytes went wrong between them
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
@@ -254,6 +257,10 @@ class Dispatcher:
         """No request runs and nothing is booked on any node."""
         return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
 
+    def is_free_of(self, info: NodeInfo) -> bool:
+        """Nothing that was placed from here runs on the node."""
+        return info.incarnation not in self._attempts
+
     def _lost(self, info: NodeInfo) -> None:
         self._fleet.registry.call_failed(info, self._clock())
 
@@ -280,7 +287,13 @@ class Dispatcher:
         request = journey.request
         facts = self._facts(journey, journey.tokens, self._clock())
         band = band_of(request.priority)
-        await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
+        try:
+            await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
+        except Overloaded:  # it would have been work all the same
+            now = self._clock()
+            with contextlib.suppress(NodeUnavailable, Overloaded):
+                self.on_arrival(facts, self._scheduler.place(facts, now), now)
+            raise
 
     def _facts(self, journey: _Journey, tokens: TokenIds, now: float) -> RequestFacts:
         """What placement depends on, of what is left of the request."""
@@ -303,6 +316,8 @@ class Dispatcher:
         request, now, tokens = journey.request, self._clock(), journey.tokens
         facts = self._facts(journey, tokens, now)
         placement = self._place(facts, journey, now)
+        if not journey.retries and not journey.num_emitted:
+            self.on_arrival(facts, placement, now)
         if self._is_coupled:
             placement = placement._replace(pools=(), fetched_tokens=0)
         ticket = self._scheduler.book(facts, placement, now)
@@ -339,14 +354,23 @@ class Dispatcher:
         return attempt
 
     def _place(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
-        """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all there is."""
+        """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all of their role."""
         if journey.avoid:
             with contextlib.suppress(NodeUnavailable):
-                return self._scheduler.place(facts._replace(excluded=journey.avoid | journey.dead), now)
+                return self._scheduler.place(facts._replace(excluded=self._avoidable(journey) | journey.dead), now)
         try:
             return self._scheduler.place(facts._replace(excluded=journey.dead), now)
         except NodeUnavailable as error:
             raise journey.error or error from None  # why the last attempt failed tells more
+
+    def _avoidable(self, journey: _Journey) -> frozenset[int]:
+        """Nodes to avoid whose role others have too."""
+        found: set[int] = set()
+        for role in (Role.PREFILL, Role.DECODE):
+            of_role = {node.info.incarnation for node in self._fleet.registry.usable(role)} - journey.dead
+            if not of_role <= journey.avoid:
+                found |= of_role & journey.avoid
+        return frozenset(found)
 
     def _note(self, journey: _Journey, attempt: Attempt, delta: Delta) -> Delta:
         """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
@@ -401,6 +425,8 @@ class Dispatcher:
         self.stats.failed_attempts[failure.error.code] += 1
         request_id = journey.request.request_id
         journey.error = failure.error
+        if isinstance(failure.error, ChecksumMismatch):
+            self.on_corrupt(attempt.nodes)
         if attempt.lost_nodes:
             journey.dead |= {info.incarnation for info in attempt.lost_nodes}
         else:

@@ -124,6 +124,11 @@ class HealthWatch:
         record = self._records.get(node_id)
         return record.state if record else Health.HEALTHY
 
+    def is_slow(self, node_id: str) -> bool:
+        """Slow lately, whatever is made of it."""
+        pace = self._paces.get(node_id)
+        return pace is not None and self._is_slow(pace)
+
     def measured(self, node_id: str, ms: float, predicted_ms: float) -> None:
         """One step. What is slow lately is not learned as usual, so that sickness does not become normal."""
         pace = self._paces.get(node_id)

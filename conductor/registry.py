@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from conductor.health import Health
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
 
@@ -97,6 +98,22 @@ class Node:
     heard_at: float
     load: NodeLoad = field(default_factory=NodeLoad)
     suspect_until: float = 0.0  # heartbeats before then do not clear a failed call
+    health: Health = Health.HEALTHY
+    why: str = ""  # it is not healthy
+
+    @property
+    def standing(self) -> NodeState:
+        """Its state as far as work is concerned: a sick node counts for less than it says of itself."""
+        if self.state is NodeState.LIVE:
+            return _STANDING.get(self.health, NodeState.LIVE)
+        return NodeState.DRAINING if self.health in (Health.DRAINING, Health.ISOLATED) else self.state
+
+
+_STANDING = {
+    Health.SUSPECTED: NodeState.SUSPECT,
+    Health.DRAINING: NodeState.DRAINING,
+    Health.ISOLATED: NodeState.DRAINING,
+}
 
 
 class Registry:
@@ -152,6 +169,13 @@ class Registry:
             node.suspect_until = now + self._suspect_s
             self._move(node, NodeEvent.CALL_FAILED)
 
+    def judge(self, node_id: str, health: Health, why: str) -> None:
+        """How the node is found to be."""
+        node = self._nodes.get(node_id)
+        if node is not None:
+            node.health, node.why = health, why if health is not Health.HEALTHY else ""
+            self.version += 1
+
     def excuse(self, pause_s: float) -> None:
         """The conductor itself was not listening for so long: nobody's silence counts."""
         for node in self._nodes.values():
@@ -181,8 +205,8 @@ class Registry:
     def usable(self, role: Role) -> list[Node]:
         """Nodes that may be given work, by id: the live ones, or the suspects when none is live."""
         of_role = [node for node in self.nodes() if node.info.role is role]
-        live = [node for node in of_role if node.state is NodeState.LIVE]
-        return live or [node for node in of_role if node.state is NodeState.SUSPECT]
+        live = [node for node in of_role if node.standing is NodeState.LIVE]
+        return live or [node for node in of_role if node.standing is NodeState.SUSPECT]
 
     def _move(self, node: Node, event: NodeEvent) -> None:
         before, node.state = node.state, TRANSITIONS[node.state, event]

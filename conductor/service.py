@@ -38,6 +38,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             request.node_id, request.incarnation, load_from_wire(request.load), request.draining
         )
         if known:
+            self._core.ward.reported(request.node_id, request.samples, dict(request.load.counters))
             observe(self._core.costs, request.node_id, request.samples)
             self._remember(request)
         return pb.HeartbeatResponse(
@@ -72,7 +73,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             prediction_error_ms=stats.prediction_error_ms,
             block_queries=stats.block_queries,
             block_hits=stats.block_hits,
+            role_switches=self._core.num_switches,
+            last_switch_ms=self._last_switch_ms(),
         )
+
+    def _last_switch_ms(self) -> float:
+        """As the node that switched last tells it."""
+        report = self._reports.get(self._core.switched_last)
+        return report.load.counters.get("last_switch_us", 0) / 1e3 if report is not None else 0.0
 
     def _node_status(self, node: Node) -> pb.NodeStatus:
         report = self._reports.get(node.info.node_id)
@@ -84,6 +92,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             load=report.load if report is not None and is_current else None,
             transports=report.transports if report is not None and is_current else (),
             indexed_blocks=self._core.index.num_blocks(node.info.node_id),
+            health=node.health,
+            health_reason=node.why,
         )
 
     def _remember(self, report: pb.HeartbeatRequest) -> None:

@@ -53,7 +53,25 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission: str = "lookahead"  # none, baseline, early, predicted or lookahead
     admission_mode: str = "hard"  # hard: refuse with a retry time; soft: wait; off: only count
     max_waiting: int = 256  # requests held back at once
+    balance: bool = False  # nodes that can (cluster.switchable) change their roles as the load shifts
+    balance_smoothing_s: float = 60.0  # of the load that roles follow
+    balance_dwell_s: float = 60.0  # between two switches
+    balance_node_dwell_s: float = 600.0  # between two of one node
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
+
+
+class HealthSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When the conductor takes a node for sick: suspected, drained, isolated, probed, taken back on trial."""
+
+    watch: bool = True
+    slow_ratio: float = 2.0  # steps take so many times what they used to, and other nodes' do not
+    checksum_errors: int = 2  # within a minute
+    missed_probes: int = 3  # in a row
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    confirm_s: float = 5.0  # a suspect that is complained of for so long is drained, unless it is the last of its role
+    clear_s: float = 10.0  # a suspect that is not complained of for so long is trusted again
+    probation_s: float = 60.0  # one taken back is out again at the first complaint
 
 
 class DirectorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +120,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int = 1
     decode: int = 1
     store: int = 1
-    coupled: int = 0  # nodes that do both, by [prefill], in place of those two: the baseline without hand-offs
+    coupled: int = 0  # nodes that do both, by [prefill], in place of all the others: a baseline without hand-offs
     switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node cores of its own, as many as it has threads
 
@@ -131,6 +149,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelSection = ModelSection()
     block: BlockSection = BlockSection()
     conductor: ConductorSection = ConductorSection()
+    health: HealthSection = HealthSection()
     directory: DirectorySection = DirectorySection()
     store: StoreSection = StoreSection()
     prefill: EngineSection = EngineSection()
@@ -219,6 +238,12 @@ _POSITIVE = (
     "conductor.heartbeat_interval_s",
     "conductor.node_timeout_s",
     "conductor.request_timeout_s",
+    "conductor.balance_smoothing_s",
+    "health.probe_interval_s",
+    "health.probe_timeout_s",
+    "health.confirm_s",
+    "health.clear_s",
+    "health.probation_s",
     "directory.ttl_s",
     "directory.timeout_s",
     "store.dram_gb",
@@ -235,6 +260,8 @@ _NOT_NEGATIVE = (
     "conductor.retries",
     "conductor.ttft_limit_ms",
     "conductor.tbt_limit_ms",
+    "conductor.balance_dwell_s",
+    "conductor.balance_node_dwell_s",
     "prefill.chunk_tokens",
     "prefill.threads",
     "decode.chunk_tokens",
@@ -250,6 +277,9 @@ _NOT_NEGATIVE = (
     "store.tenant_ssd_gb",
 )
 _AT_LEAST_ONE = (
+    "health.slow_ratio",
+    "health.checksum_errors",
+    "health.missed_probes",
     "conductor.max_requests",
     "conductor.max_waiting",
     "prefill.max_sequences",

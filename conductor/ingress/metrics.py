@@ -178,6 +178,9 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("mooncake_node_blocks", "KV blocks by state", labels=("node", "role", "state"))
     sequences = GaugeMetricFamily("mooncake_node_sequences", "Sequences by state", labels=("node", "role", "state"))
     up = GaugeMetricFamily("mooncake_node_up", "1 for the state a node is in", labels=("node", "role", "state"))
+    health = GaugeMetricFamily(
+        "mooncake_node_health", "1 for how a node is found to be", labels=("node", "role", "health")
+    )
     age = GaugeMetricFamily("mooncake_node_heartbeat_age_seconds", "Since the last heartbeat", labels=("node", "role"))
     sent = CounterMetricFamily("mooncake_node_sent_bytes", "KV bytes sent", labels=("node", "role"))
     received = CounterMetricFamily("mooncake_node_received_bytes", "KV bytes received", labels=("node", "role"))
@@ -190,13 +193,14 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
         sequences.add_metric((*who, "running"), load.running)
         sequences.add_metric((*who, "waiting"), load.waiting)
         up.add_metric((*who, node.state), 1)
+        health.add_metric((*who, node.health), 1)
         age.add_metric(who, node.heartbeat_age_s)
         sent.add_metric(who, load.bytes_out)
         received.add_metric(who, load.bytes_in)
         preempted.add_metric(who, load.preemptions)
         for event, count in sorted(load.counters.items()):
             events.add_metric((*who, event), count)
-    yield from (blocks, sequences, up, age, sent, received, preempted, events)
+    yield from (blocks, sequences, up, health, age, sent, received, preempted, events)
 
 
 def _block_states(load: Load) -> tuple[tuple[str, int], ...]:

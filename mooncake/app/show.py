@@ -36,6 +36,10 @@ def show_status(address: str, as_json: bool) -> None:
     if links:
         out.print()
         out.print(_link_table(links))
+    if status.role_switches:
+        out.print(
+            f"\n{status.role_switches} changes of role, the last with {status.last_switch_ms:.1f} ms of control work"
+        )
     queries, prompt = max(1, status.block_queries), max(1, status.prompt_tokens)
     out.print(
         f"\n{status.requests_total:,} requests, {status.requests_running} running, {status.requests_failed} failed\n"
@@ -68,11 +72,17 @@ def _node_table(status: pb.StatusResponse) -> Table:
         counts = (load.running, load.waiting, load.blocks_in_use, load.blocks_cached, load.blocks_free)
         table.add_row(
             escape(node.info.node_id),
-            f"[{style}]{escape(node.state)}[/]",
+            f"[{style}]{escape(node.state)}[/]{_sickness(node)}",
             escape(node.info.control_address),
             *(f"{count:,}" for count in counts),
         )
     return table
+
+
+def _sickness(node: pb.NodeStatus) -> str:
+    if node.health in ("", "healthy"):
+        return ""
+    return f" [red]{escape(node.health)}[/]" + (f" ({escape(node.health_reason)})" if node.health_reason else "")
 
 
 def _link_table(links: list[tuple[str, pb.TransportStatus]]) -> Table:

@@ -468,10 +468,16 @@ class NodeStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
+    HEALTH_REASON_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"live", "suspect", "draining" """
     heartbeat_age_s: _builtins.float
     indexed_blocks: _builtins.int
+    health: _builtins.str
+    """"healthy", "suspected", "draining", "isolated", "probation" """
+    health_reason: _builtins.str
+    """why it is not healthy"""
     @_builtins.property
     def info(self) -> Global___NodeInfo: ...
     @_builtins.property
@@ -487,10 +493,12 @@ class NodeStatus(_message.Message):
         load: Global___Load | None = ...,
         transports: _abc.Iterable[Global___TransportStatus] | None = ...,
         indexed_blocks: _builtins.int = ...,
+        health: _builtins.str = ...,
+        health_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age_s", b"heartbeat_age_s", "indexed_blocks", b"indexed_blocks", "info", b"info", "load", b"load", "state", b"state", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "health_reason", b"health_reason", "heartbeat_age_s", b"heartbeat_age_s", "indexed_blocks", b"indexed_blocks", "info", b"info", "load", b"load", "state", b"state", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,6 +520,8 @@ class StatusResponse(_message.Message):
     PREDICTION_ERROR_MS_FIELD_NUMBER: _builtins.int
     BLOCK_QUERIES_FIELD_NUMBER: _builtins.int
     BLOCK_HITS_FIELD_NUMBER: _builtins.int
+    ROLE_SWITCHES_FIELD_NUMBER: _builtins.int
+    LAST_SWITCH_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     ready: _builtins.bool
     requests_total: _builtins.int
@@ -525,6 +535,10 @@ class StatusResponse(_message.Message):
     """prompt blocks asked for"""
     block_hits: _builtins.int
     """of them found in the cache"""
+    role_switches: _builtins.int
+    """nodes that have changed between prefill and decode"""
+    last_switch_ms: _builtins.float
+    """control work of the last one, once it was empty"""
     @_builtins.property
     def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -544,10 +558,12 @@ class StatusResponse(_message.Message):
         prediction_error_ms: _builtins.float = ...,
         block_queries: _builtins.int = ...,
         block_hits: _builtins.int = ...,
+        role_switches: _builtins.int = ...,
+        last_switch_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_queries", b"block_queries", "cached_tokens", b"cached_tokens", "model", b"model", "nodes", b"nodes", "prediction_error_ms", b"prediction_error_ms", "prompt_tokens", b"prompt_tokens", "ready", b"ready", "requests_failed", b"requests_failed", "requests_running", b"requests_running", "requests_total", b"requests_total", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_queries", b"block_queries", "cached_tokens", b"cached_tokens", "last_switch_ms", b"last_switch_ms", "model", b"model", "nodes", b"nodes", "prediction_error_ms", b"prediction_error_ms", "prompt_tokens", b"prompt_tokens", "ready", b"ready", "requests_failed", b"requests_failed", "requests_running", b"requests_running", "requests_total", b"requests_total", "role_switches", b"role_switches", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,82 @@
+"""A sick node in a running cluster: found by what its requests and probes show, taken out, and taken back."""
+
+import pytest
+
+from conductor.health import Health
+from conductor.registry import NodeState
+from mooncake.config import load_config
+from mooncake.errors import ChecksumMismatch
+from mooncake.rpc import cluster_pb2
+
+FAST = {
+    "health.confirm_s": 0.2,
+    "health.clear_s": 0.3,
+    "health.probation_s": 0.5,
+    "health.probe_interval_s": 0.05,
+}
+
+
+@pytest.fixture
+async def cluster(fake_cluster_of):
+    return await fake_cluster_of(
+        load_config(
+            overrides=[
+                "conductor.grpc_port=0",
+                "conductor.heartbeat_interval_s=0.05",
+                "conductor.retries=3",
+                *(f"{key}={value}" for key, value in FAST.items()),
+            ]
+        ),
+        prefill=3,
+        decode=3,
+    )
+
+
+async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster) -> None:
+    bad = cluster.prefill[0]
+    bad.script.error = ChecksumMismatch("bytes differ")
+    expected = cluster.answer([5, 6, 7, 8, 9], 4)
+
+    def health() -> Health:
+        return cluster.core.ward.watch.state(bad.node_id)
+
+    for _ in range(20):
+        tokens, _ = await cluster.generate(cluster.request(max_tokens=4))
+        assert tokens == expected, "a request that met the bad node was answered by another one"
+    await cluster.eventually(lambda: health() in (Health.ISOLATED, Health.PROBATION))
+    assert "checksum errors" in cluster.core.registry.get(bad.node_id).why
+    status = {node.info.node_id: node for node in cluster.servicer.status().nodes}
+    assert status[bad.node_id].health in ("isolated", "probation")
+
+    bad.script.error = None  # its memory was changed; probes find it well
+    await cluster.eventually(lambda: health() is Health.HEALTHY, within_s=20)
+    assert cluster.core.registry.get(bad.node_id).standing is NodeState.LIVE
+
+
+async def test_a_slow_node_is_held_against_its_own_past_and_not_against_what_it_has_become(cluster) -> None:
+    ward, costs = cluster.core.ward, cluster.core.costs
+
+    def report(node_id: str, ms: float) -> None:
+        samples = cluster_pb2.CostSamples(
+            prefill=[cluster_pb2.PrefillSample(new_tokens=64, prefix_tokens=64 * k, ms=ms + k) for k in range(4)]
+        )
+        ward.reported(node_id, samples, {})
+        for sample in samples.prefill:
+            costs.observe_prefill(node_id, sample.new_tokens, sample.prefix_tokens, sample.ms)
+
+    for _ in range(20):
+        for node in cluster.prefill:
+            report(node.node_id, 20.0)
+    for _ in range(60):  # for long enough that the cost model expects it
+        report("p1", 200.0)
+        report("p0", 20.0)
+        report("p2", 20.0)
+    assert costs.prefill("p1").ms(64, 0) > 100.0
+    assert [ward.watch.is_slow(name) for name in ("p0", "p1", "p2")] == [False, True, False]
+    await cluster.eventually(lambda: ward.watch.state("p1") is not Health.HEALTHY)
+
+
+async def test_a_node_that_does_not_answer_probes_is_suspected(cluster) -> None:
+    await cluster.decode[1].relay.kill()  # it heartbeats, and nobody reaches it
+    await cluster.eventually(lambda: cluster.core.ward.watch.state("d1") is not Health.HEALTHY, within_s=20)
+    assert "probes" in cluster.core.registry.get("d1").why
