@@ -15,7 +15,7 @@ import numpy as np
 from conductor.cost import ALL_NODES, Changed, CostModel
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.view import NONE, DecodeSide, Ints, PrefillSide, StoreSide, View
+from conductor.view import NONE, Bools, DecodeSide, Ints, PrefillSide, StoreSide, View
 from mooncake.types import Role
 
 COSTS_REFRESH_S = (
@@ -82,6 +82,7 @@ class Fleet:
         self._ssd_byte_ms = 1e-3 / ssd_mb_per_s
         self._accounts: dict[str, Account] = {}
         self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # where the last request of each was placed
+        self._has_foreign_tokens: dict[str, None] = {}
         self._view: View | None = None
         self._built_from = (-1, -1)
         self._refreshed_at = 0.0
@@ -162,6 +163,10 @@ class Fleet:
         account.foreign_decodes = max(0, load.running + load.waiting - account.decodes)
         account.foreign_context = max(0, load.context_tokens - account.decode_tokens)
         account.unseen_blocks = 0
+        if account.foreign_tokens:
+            self._has_foreign_tokens[node_id] = None
+        else:
+            self._has_foreign_tokens.pop(node_id, None)
         self._sync(node_id)
 
     def forget(self, node_id: str) -> None:
@@ -170,6 +175,7 @@ class Fleet:
         if account is None:
             return
         account.foreign_tokens = account.foreign_decodes = account.foreign_context = account.unseen_blocks = 0
+        self._has_foreign_tokens.pop(node_id, None)
         if account.is_empty:
             del self._accounts[node_id]
 
@@ -204,11 +210,13 @@ class Fleet:
                 home=home,
                 costs=np.zeros((3, num_prefill)),
                 known=np.zeros(num_prefill, dtype=bool),
+                measured=np.zeros(num_prefill, dtype=bool),
                 **{name: np.zeros(num_prefill) for name in _PREFILL_FLOATS},
             ),
             decode=DecodeSide(
                 nodes=decode,
                 slots=self._slots(decode),
+                measured=np.zeros(num_decode, dtype=bool),
                 **{name: np.zeros(num_decode) for name in _DECODE_FLOATS},
             ),
             stores=StoreSide(
@@ -232,60 +240,78 @@ class Fleet:
             least_send_latency=np.zeros(num_prefill),
             least_send_byte=np.zeros(num_prefill),
         )
+        for info in (*prefill, *decode, *stores):
+            self._sync(info.node_id)
+        self._set_prefill_cost(view, ALL_NODES)
+        self._set_decode_cost(view, ALL_NODES)
         for info in prefill:
-            self._set_prefill_cost(view, info.node_id)
+            if self.costs.has_measured("prefill", info.node_id):
+                self._set_prefill_cost(view, info.node_id)
         for info in decode:
-            self._set_decode_cost(view, info.node_id)
+            if self.costs.has_measured("decode", info.node_id):
+                self._set_decode_cost(view, info.node_id)
         self._set_all_transfers(view)
         for node_id, peer in self.costs.measured_pairs():
             self._set_transfer(view, node_id, peer)
-        self._set_derived_transfers(view)
-        for info in (*prefill, *decode, *stores):
-            self._sync(info.node_id)
         return view
 
     def _refresh(self, view: View, changed: list[Changed]) -> None:
         """Carry new coefficients into the view."""
         for kind, node_id, peer in changed:
             if kind == "prefill":
-                for name in self._meant("prefill", node_id, view.prefill_at):
-                    self._set_prefill_cost(view, name)
+                self._set_prefill_cost(view, node_id)
             elif kind == "decode":
-                for name in self._meant("decode", node_id, view.decode_at):
-                    self._set_decode_cost(view, name)
+                self._set_decode_cost(view, node_id)
             elif node_id == ALL_NODES:
                 self._set_all_transfers(view)
             else:
                 self._set_transfer(view, node_id, peer)
-        if any(change.kind == "transfer" for change in changed):
-            self._set_derived_transfers(view)
-
-    def _meant(self, kind: str, node_id: str, known: dict[str, int]) -> list[str]:
-        """Whose cost changes with that of ``node_id``: with that of all, those who have shown nothing themselves."""
-        if node_id != ALL_NODES:
-            return [node_id] if node_id in known else []
-        return [name for name in known if not self.costs.has_measured(kind, name)]
 
     def _set_prefill_cost(self, view: View, node_id: str) -> None:
-        side, at, cost = view.prefill, view.prefill_at[node_id], self.costs.prefill(node_id)
-        chunk = self._chunk_tokens
+        """Of one node, or with ALL_NODES of those that have shown nothing themselves."""
+        side, chunk = view.prefill, self._chunk_tokens
+        at = self._meant(node_id, view.prefill_at, side.measured)
+        if not len(at):
+            return
+        side.measured[at] = node_id != ALL_NODES and self.costs.has_measured("prefill", node_id)
+        cost = self.costs.prefill(node_id)
         spread, step = (cost.step_ms / chunk, cost.step_ms / 2) if chunk else (0.0, cost.step_ms)
-        side.costs[:, at] = step, cost.token_ms + spread, cost.pair_ms / 2
+        for row, value in enumerate((step, cost.token_ms + spread, cost.pair_ms / 2)):
+            side.costs[row, at] = value
         side.known[at] = cost.is_known
-        self._sync(node_id)
+        for name in self._has_foreign_tokens:  # they are counted by the cost of a token
+            self._sync(name)
 
     def _set_decode_cost(self, view: View, node_id: str) -> None:
-        side, at, cost = view.decode, view.decode_at[node_id], self.costs.decode(node_id)
+        """As ``_set_prefill_cost``."""
+        side = view.decode
+        at = self._meant(node_id, view.decode_at, side.measured)
+        if not len(at):
+            return
+        side.measured[at] = node_id != ALL_NODES and self.costs.has_measured("decode", node_id)
+        cost = self.costs.decode(node_id)
         side.step_ms[at], side.sequence_ms[at], side.context_ms[at] = cost.step_ms, cost.sequence_ms, cost.context_ms
-        self._sync(node_id)
+        of_sequences = cost.sequence_ms * (side.sequences[at] + 1)
+        side.next_step_ms[at] = cost.step_ms + of_sequences + cost.context_ms * side.context_tokens[at]
+
+    def _meant(self, node_id: str, known: dict[str, int], measured: Bools) -> Ints:
+        """Positions whose cost changes with that of ``node_id``."""
+        if node_id == ALL_NODES:
+            return np.flatnonzero(~measured)
+        return np.array([known[node_id]] if node_id in known else [], dtype=np.int64)
 
     def _set_all_transfers(self, view: View) -> None:
         """Pairs that have moved nothing yet are taken to be as all pairs are."""
         usual = self.costs.transfer_of_all()
-        view.fetch_latency[~view.fetch_measured] = usual.latency_ms
-        view.fetch_byte[~view.fetch_measured] = usual.byte_ms
-        view.send_latency[~view.send_measured] = usual.latency_ms
-        view.send_byte[~view.send_measured] = usual.byte_ms
+        for latency, byte, measured in (
+            (view.fetch_latency, view.fetch_byte, view.fetch_measured),
+            (view.send_latency, view.send_byte, view.send_measured),
+        ):
+            np.copyto(latency, usual.latency_ms, where=~measured)
+            np.copyto(byte, usual.byte_ms, where=~measured)
+        if view.decode.nodes:
+            view.send_latency.min(axis=1, out=view.least_send_latency)
+            view.send_byte.min(axis=1, out=view.least_send_byte)
 
     def _set_transfer(self, view: View, node_id: str, peer: str) -> None:
         p = view.prefill_at.get(node_id)
@@ -295,14 +321,10 @@ class Fleet:
         if (d := view.decode_at.get(peer)) is not None:
             view.send_latency[p, d], view.send_byte[p, d] = cost.latency_ms, cost.byte_ms
             view.send_measured[p, d] = True
+            view.least_send_latency[p], view.least_send_byte[p] = view.send_latency[p].min(), view.send_byte[p].min()
         elif (s := view.store_at.get(peer)) is not None:
             view.fetch_latency[s, p], view.fetch_byte[s, p] = cost.latency_ms, cost.byte_ms
             view.fetch_measured[s, p] = True
-
-    def _set_derived_transfers(self, view: View) -> None:
-        if view.decode.nodes:
-            view.send_latency.min(axis=1, out=view.least_send_latency)
-            view.send_byte.min(axis=1, out=view.least_send_byte)
 
     def _slots(self, nodes: tuple[NodeInfo, ...]) -> Ints:
         return np.array([self.index.slot(info.node_id) for info in nodes], dtype=np.int64)

@@ -161,6 +161,5 @@ class NativeSearch:
 
 
 def _address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """Of an array that its caller keeps."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    """Of an array that its caller keeps, and may write."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.size else 0

@@ -58,6 +58,7 @@ class PrefillSide:
     home: Ints  # the store on the same host, NONE: there is none
     costs: Floats  # [3, P]: ms a prompt, a token, and half of ms a pair of tokens; chunks are spread over the tokens
     known: Bools
+    measured: Bools  # has shown its own costs; the others' are what all nodes together have shown
     queued_requests: Floats
     queued_tokens: Floats
     queued_ms: Floats
@@ -73,6 +74,7 @@ class DecodeSide:
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints
+    measured: Bools  # as of prefill nodes
     step_ms: Floats
     sequence_ms: Floats
     context_ms: Floats

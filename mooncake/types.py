@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -239,8 +239,7 @@ class Tier(IntEnum):
     SSD = 1
 
 
-@dataclass(frozen=True, slots=True)
-class BlockEvent:
+class BlockEvent(NamedTuple):
     """A block became readable in a cache, or left it. ``parent`` is empty for a first block.
 
     ``tier`` is the fastest one that holds it now: stored again in another tier means that it has moved there.

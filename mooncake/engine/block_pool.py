@@ -69,11 +69,12 @@ class BlockPool:
             block_ids = [self._by_key[key] for key in keys[:count]]
         except KeyError:
             raise InternalError("a prefix was taken that is not in the pool") from None
+        references, cached = self._references, self._cached
         for block_id in block_ids:
-            if self._references[block_id] == 0:
-                del self._cached[block_id]
+            if references[block_id] == 0:
+                del cached[block_id]
                 self._num_in_use += 1
-            self._references[block_id] += 1
+            references[block_id] += 1
         return block_ids
 
     def allocate(self, count: int) -> list[int]:
@@ -82,11 +83,11 @@ class BlockPool:
             raise OutOfBlocks(
                 f"{count} blocks are needed, {self.num_available} of {self.num_blocks} are free or can be evicted"
             )
-        while len(self._free) < count:
-            self._evict_one()
-        block_ids = [self._free.pop() for _ in range(count)]
+        free, references = self._free, self._references
+        self._evict(count - len(free))
+        block_ids = [free.pop() for _ in range(count)]
         for block_id in block_ids:
-            self._references[block_id] = 1
+            references[block_id] = 1
         self._num_in_use += count
         return block_ids
 
@@ -104,7 +105,8 @@ class BlockPool:
         self._keys[block_id] = key
         self._parents[block_id] = parent
         self._by_key[key] = block_id
-        self._note(True, key, parent)
+        if self._keep_events:
+            self._events.append(BlockEvent(True, key, parent))
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less to each block of a table, given in the table's order.
@@ -112,11 +114,28 @@ class BlockPool:
         The last block goes first into the line, so that tails are evicted before what they build on.
         """
         self._check_in_use(block_ids)
+        references, keys, parents, cached, known = (
+            self._references,
+            self._keys,
+            self._parents,
+            self._cached,
+            self._by_key,
+        )
         for block_id in reversed(block_ids):
-            self._references[block_id] -= 1
-            if self._references[block_id] == 0:
-                self._num_in_use -= 1
-                self._retire(block_id)
+            references[block_id] -= 1
+            if references[block_id]:
+                continue
+            self._num_in_use -= 1
+            if keys[block_id] is None:
+                self._free.append(block_id)
+                continue
+            # To the end of the line, and its cached ancestors behind it. Ancestors are cached at this time only when
+            # the table held copies of them; so the walk is no longer than the table.
+            cached[block_id] = None
+            ancestor = known.get(parents[block_id])
+            while ancestor is not None and ancestor in cached:
+                cached.move_to_end(ancestor)
+                ancestor = known.get(parents[ancestor])
 
     def fork(self, block_ids: Sequence[int]) -> None:
         """One more reference to each block: another table shares them. Whoever writes asks ``needs_copy`` first."""
@@ -141,8 +160,7 @@ class BlockPool:
 
     def drop_cached(self) -> None:
         """Forget every block that nobody holds."""
-        while self._cached:
-            self._evict_one()
+        self._evict(len(self._cached))
 
     def take_events(self) -> list[BlockEvent]:
         """What became readable or left since the last call, in order."""
@@ -170,39 +188,24 @@ class BlockPool:
             if parent in order and order[parent] < place:
                 raise InternalError("a prefix would be evicted before what builds on it")
 
-    def _retire(self, block_id: int) -> None:
-        """Nobody refers to the block any more: to the end of the line, and its cached ancestors behind it.
-
-        Ancestors are cached at this time only when the table held copies of them; so the walk is no longer than the
-        table whose release led here.
-        """
-        if self._keys[block_id] is None:
+    def _evict(self, count: int) -> None:
+        """Of the head of the line, so many; none when it is not above 0."""
+        for _ in range(count):
+            block_id, _ = self._cached.popitem(last=False)
+            self._forget_key(block_id)
             self._free.append(block_id)
-            return
-        self._cached[block_id] = None
-        ancestor = self._by_key.get(self._parents[block_id])
-        while ancestor is not None and ancestor in self._cached:
-            self._cached.move_to_end(ancestor)
-            ancestor = self._by_key.get(self._parents[ancestor])
-
-    def _evict_one(self) -> None:
-        block_id, _ = self._cached.popitem(last=False)
-        self._forget_key(block_id)
-        self._free.append(block_id)
 
     def _forget_key(self, block_id: int) -> None:
         key = self._keys[block_id]
         assert key is not None
         del self._by_key[key]
-        self._note(False, key, self._parents[block_id])
+        if self._keep_events:
+            self._events.append(BlockEvent(False, key, self._parents[block_id]))
         self._keys[block_id] = None
         self._parents[block_id] = b""
 
-    def _note(self, stored: bool, key: BlockKey, parent: bytes) -> None:
-        if self._keep_events:
-            self._events.append(BlockEvent(stored, key, parent))
-
     def _check_in_use(self, block_ids: Iterable[int]) -> None:
+        references = self._references
         for block_id in block_ids:
-            if self._references[block_id] <= 0:
+            if references[block_id] <= 0:
                 raise InternalError(f"block {block_id} was given back or shared by someone who does not hold it")

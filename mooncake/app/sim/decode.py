@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 
@@ -164,9 +164,10 @@ class DecodeMachine:
             del self.running[flight]
             self.context -= flight.num_tokens + flight.output_tokens
             self.reserved_tokens -= self._need(flight)
+        tails_ms = [self._tail_ms(flight) for flight in ended]  # while the steps of their lives are remembered
         self._admit()
-        for flight in ended:
-            self._on_end(flight, self._tail_ms(flight))
+        for flight, tail_ms in zip(ended, tails_ms, strict=True):
+            self._on_end(flight, tail_ms)
 
     def _span_ms(self, steps: int) -> float:
         return steps * (self._first_ms + self._growth_ms * (steps - 1) / 2)
@@ -183,39 +184,37 @@ class DecodeMachine:
 
     def _tail_ms(self, flight: Flight) -> float:
         """Mean of the longest tenth of the flight's gaps. Its first gap began with the token that prefill gave."""
-        gaps = flight.end_step - flight.start_step
+        begin, end_step = flight.start_step, flight.end_step
+        gaps = end_step - begin
         if gaps <= 0:
             return math.nan
         wanted = -(-gaps // 10)
-        at = bisect_right(self._run_steps, flight.start_step) - 1
+        at, stop = bisect_right(self._run_steps, begin) - 1, bisect_left(self._run_steps, end_step)
+        ends = self._run_steps[at + 1 : stop]
+        ends.append(end_step)
         parts: list[tuple[float, float, int]] = []  # (longest, growth, steps) of each run, in the flight's life
-        begin = flight.start_step
-        span = 0.0
-        while begin < flight.end_step:
-            first, growth = self._runs[at]
-            run_step = self._run_steps[at]
-            end = self._run_steps[at + 1] if at + 1 < len(self._runs) else flight.end_step
-            end = min(end, flight.end_step)
+        offset = begin - self._run_steps[at]  # of its first step in its first run
+        span, waits = 0.0, True
+        for (first, growth), end in zip(self._runs[at:stop], ends, strict=True):
             count = end - begin
-            shortest, longest = first + growth * (begin - run_step), first + growth * (end - 1 - run_step)
+            shortest, longest = first + growth * offset, first + growth * (offset + count - 1)
             span += count * (shortest + longest) / 2
-            if begin == flight.start_step:
-                first_step_ms = shortest
+            if waits:  # the first step waited for the hand-off and for the step before it
+                first_step_ms, waits, offset = shortest, False, 0
                 count -= 1
             if count:
                 parts.append((longest, growth, count))
-            begin, at = end, at + 1
-        # The first step waited for the hand-off and for the step before it.
+            begin = end
         waited = max(0.0, (self._agenda.now - flight.first_token_s) * 1e3 - span)
         parts.append((first_step_ms + waited, 0.0, 1))
         parts.sort(reverse=True)
         total, left = 0.0, wanted
         for longest, growth, count in parts:
-            take = min(left, count)
-            total += take * (longest - growth * (take - 1) / 2)
-            left -= take
-            if not left:
+            if count >= left:
+                total += left * (longest - growth * (left - 1) / 2)
                 break
+            total += count * (longest - growth * (count - 1) / 2)
+            left -= count
         return total / wanted
 
     def _drop_old_runs(self) -> None:

@@ -5,8 +5,8 @@ Events of the same moment happen in the order in which they were planned, so a r
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 
 class Agenda:
@@ -24,8 +24,9 @@ class Agenda:
 
     def at(self, time_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Plan ``action``; a time that has passed means now."""
-        self._number += 1
-        heapq.heappush(self._heap, (max(time_s, self.now), self._number, action, arguments))
+        self._number = number = self._number + 1
+        now = self.now
+        heappush(self._heap, (time_s if time_s > now else now, number, action, arguments))
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         self.at(self.now + delay_s, action, *arguments)
@@ -34,13 +35,13 @@ class Agenda:
         """Let the next event happen. False when there is none."""
         if not self._heap:
             return False
-        self.now, _, action, arguments = heapq.heappop(self._heap)
+        self.now, _, action, arguments = heappop(self._heap)
         action(*arguments)
         return True
 
     def run(self, max_events: int | None = None) -> int:
         """Let events happen until there is none, or ``max_events`` did. Returns how many."""
-        heap, pop, count = self._heap, heapq.heappop, 0
+        heap, pop, count = self._heap, heappop, 0
         while heap and (max_events is None or count < max_events):
             self.now, _, action, arguments = pop(heap)
             action(*arguments)

@@ -126,18 +126,20 @@ class Simulation:
         results.arrival_s = (results.arrival_s - results.arrival_s.min() + jitter) / options.speed
         if options.max_output is not None:
             results.output_tokens = np.minimum(results.output_tokens, options.max_output)
-        return [int(index) for index in np.argsort(results.arrival_s, kind="stable")]
+        order: list[int] = np.argsort(results.arrival_s, kind="stable").tolist()
+        return order
 
     def _plan_arrival(self) -> None:
         if self._next < len(self._order):
-            self.agenda.at(float(self.results.arrival_s[self._order[self._next]]), self._arrive)
+            self.agenda.at(self.results.arrival_s.item(self._order[self._next]), self._arrive)
         self._on_progress(self._next)
 
     def _arrive(self) -> None:
         index = self._order[self._next]
         self._next += 1
         keys = self._block_keys(self.trace[index])
-        flight = Flight(index, int(self.results.input_tokens[index]), int(self.results.output_tokens[index]), keys)
+        results = self.results
+        flight = Flight(index, results.input_tokens.item(index), results.output_tokens.item(index), keys)
         self._flying[flight] = None
         self.brain.stats.requests += 1
         self._place(flight)
@@ -262,8 +264,9 @@ class Simulation:
             return
         now, results, index = self.agenda.now, self.results, flight.index
         flight.first_token_s = now
-        results.ttft_s[index] = now - results.arrival_s[index] + self.cluster.request_ms / 1e3
-        results.queue_s[index] = flight.started_s - results.arrival_s[index]
+        arrival_s = results.arrival_s.item(index)
+        results.ttft_s[index] = now - arrival_s + self.cluster.request_ms / 1e3
+        results.queue_s[index] = flight.started_s - arrival_s
         results.predicted_ttft_s[index] = flight.predicted_ttft_s
         results.cached_tokens[index] = flight.cached_tokens
         results.fetched_tokens[index] = min(flight.fetched_tokens, flight.cached_tokens)
@@ -280,21 +283,22 @@ class Simulation:
 
     def _finished(self, flight: Flight, tail_ms: float) -> None:
         now, results, index = self.agenda.now, self.results, flight.index
-        gaps = int(results.output_tokens[index]) - 1
+        gaps = results.output_tokens.item(index) - 1
         if gaps:
             results.tail_tbt_ms[index] = tail_ms
             results.mean_tbt_ms[index] = (now - flight.first_token_s) * 1e3 / gaps
         self._end(flight, Fate.DONE, math.nan)
 
     def _end(self, flight: Flight, fate: Fate, retry_s: float) -> None:
-        results, index = self.results, flight.index
-        if results.fate[index] != Fate.OPEN:
+        results, index, now = self.results, flight.index, self.agenda.now
+        if results.fate.item(index) != Fate.OPEN:
             raise AssertionError(f"request {index} ended twice")
-        self.brain.ended(flight, int(results.output_tokens[index]) if fate is Fate.DONE else 0, self.agenda.now)
+        self.brain.ended(flight, results.output_tokens.item(index) if fate is Fate.DONE else 0, now)
         del self._flying[flight]
-        results.fate[index] = fate
-        results.end_s[index] = self.agenda.now
-        results.retry_after_s[index] = retry_s
+        results.fate[index] = fate.value
+        results.end_s[index] = now
+        if retry_s == retry_s:
+            results.retry_after_s[index] = retry_s
         results.attempts[index] = flight.attempts
 
     def _clean_up(self, flight: Flight) -> None:
