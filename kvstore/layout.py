@@ -85,6 +85,13 @@ class ShardedLayout:
         first = tensor_rank * self.num_kv_heads // degree
         return range(first, max((tensor_rank + 1) * self.num_kv_heads // degree, first + 1))
 
+    def shard_name(self, rank: int) -> str:
+        """Which part of the model this rank has; "" for the whole. Ranks that store the same have the same name."""
+        layers, heads = self.layers(rank), self.heads(rank)
+        if len(layers) == self.num_layers and len(heads) == self.num_kv_heads:
+            return ""
+        return f"layers {layers.start}-{layers.stop}, heads {heads.start}-{heads.stop}"
+
     def block(self, rank: int) -> KVLayout:
         """The bytes of this rank's blocks."""
         return KVLayout(len(self.layers(rank)), len(self.heads(rank)), self.block_tokens, self.head_dim, self.dtype)

@@ -52,6 +52,14 @@ class Conversion:
     num_ranges: int
 
 
+class WrongBytes(ChecksumMismatch):
+    """Of the block in ``slot`` of a segment."""
+
+    def __init__(self, node_id: str, slot: int, layer: int) -> None:
+        super().__init__(f"{node_id}: layer {layer} of slot {slot} differs from what was sealed")
+        self.slot = slot
+
+
 class LayoutReader:
     """Reads blocks through a transfer engine and converts them on the way. Not thread-safe; ``close`` it."""
 
@@ -62,14 +70,15 @@ class LayoutReader:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="layout")  # two threads fill a machine's memory bus
 
     def read_blocks(
-        self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]], deadline: float
+        self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None], deadline: float
     ) -> Conversion:
-        """Fill ``targets`` (bytes of consecutive blocks of the plan's target rank) from the blocks of the shards.
+        """Fill ``targets`` (bytes of consecutive blocks of the plan's target rank; None: not wanted) from the blocks of
+        the shards.
 
         Tokens that no source block holds leave their bytes as they are. Mapped blocks are verified before they are
         copied: whoever holds a lease on them looks at its clock after this returns.
 
-        Raises what ``TransferEngine.read`` does, ChecksumMismatch, and InvalidRequest when a shard is missing or a
+        Raises what ``TransferEngine.read`` does, WrongBytes, and InvalidRequest when a shard is missing or a
         target has the wrong size.
         """
         jobs = _jobs(plan, shards, targets)
@@ -212,10 +221,14 @@ def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], d
         _place(plan, job, plan.source.block(job.box.rank), block, job.box.source_first)
 
 
-def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8]]) -> list[_Job]:
+def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None]) -> list[_Job]:
     """Raises InvalidRequest."""
     size = plan.target.block(plan.target_rank).block_bytes
-    if any(target.nbytes != size or target.dtype != np.uint8 or not target.flags.c_contiguous for target in targets):
+    if any(
+        each.nbytes != size or each.dtype != np.uint8 or not each.flags.c_contiguous
+        for each in targets
+        if each is not None
+    ):
         raise InvalidRequest(f"a target block is {size} contiguous bytes")
     if missing := set(plan.ranks) - set(shards):
         raise InvalidRequest(f"no shard of source ranks {sorted(missing)}")
@@ -223,11 +236,12 @@ def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray
     for period in range(-(-len(targets) // plan.target_period)):
         for box in plan.boxes:
             shard = shards[box.rank]
-            target = period * plan.target_period + box.target_block
+            index = period * plan.target_period + box.target_block
             source = period * plan.source_period + box.source_block
-            if target < len(targets) and source < len(shard.slots):
+            target = targets[index] if index < len(targets) else None
+            if target is not None and source < len(shard.slots):
                 sums = shard.checksums[source] if shard.checksums else None
-                jobs.append(_Job(box, shard, shard.slots[source], sums, targets[target]))
+                jobs.append(_Job(box, shard, shard.slots[source], sums, target))
     return jobs
 
 
@@ -247,9 +261,7 @@ def _verify(job: _Job, pieces: Sequence[memoryview]) -> None:
                 rest.appendleft(piece[left:])
             left -= min(left, piece.nbytes)
         if digest.intdigest() != int(job.checksums[layer]):
-            raise ChecksumMismatch(
-                f"{job.shard.address.node_id}: layer {layer} of slot {job.slot} differs from what was sealed"
-            )
+            raise WrongBytes(job.shard.address.node_id, job.slot, layer)
 
 
 def _place(plan: Plan, job: _Job, source: KVLayout, memory: npt.NDArray[np.uint8], first: tuple[int, int, int]) -> None:

@@ -57,6 +57,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     balance_smoothing_s: float = 60.0  # of the load that roles follow
     balance_dwell_s: float = 60.0  # between two switches
     balance_node_dwell_s: float = 600.0  # between two of one node
+    max_tail_tokens: int = 64  # a prompt of which a switchable decode node lacks no more may stay there; 0: never
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
 
 
@@ -145,6 +146,15 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[int, ...] = ()  # that the process may run on; (): all
 
 
+class PoolLayoutSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How another deployment of the same model lays out the KV it leaves in the pool, which prefill nodes read too."""
+
+    tensor_parallel: int = 0  # its degree; 0: there is no such deployment
+    pipeline_parallel: int = 1  # layers dealt out evenly
+    block_tokens: int = 0  # divides block.tokens; 0: the same
+    dtype: str = ""  # "float32" | "bfloat16" | "int8"; "": as here
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelSection = ModelSection()
     block: BlockSection = BlockSection()
@@ -152,6 +162,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     health: HealthSection = HealthSection()
     directory: DirectorySection = DirectorySection()
     store: StoreSection = StoreSection()
+    pool_layout: PoolLayoutSection = PoolLayoutSection()
     prefill: EngineSection = EngineSection()
     decode: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
@@ -260,6 +271,7 @@ _NOT_NEGATIVE = (
     "conductor.retries",
     "conductor.ttft_limit_ms",
     "conductor.tbt_limit_ms",
+    "conductor.max_tail_tokens",
     "conductor.balance_dwell_s",
     "conductor.balance_node_dwell_s",
     "prefill.chunk_tokens",
@@ -271,6 +283,8 @@ _NOT_NEGATIVE = (
     "prefill.speculative_tokens",
     "decode.speculative_tokens",
     "transfer.max_mb_per_s",
+    "pool_layout.tensor_parallel",
+    "pool_layout.block_tokens",
     "store.write_through_sights",
     "store.demote_sights",
     "store.tenant_dram_gb",
@@ -280,6 +294,7 @@ _AT_LEAST_ONE = (
     "health.slow_ratio",
     "health.checksum_errors",
     "health.missed_probes",
+    "pool_layout.pipeline_parallel",
     "conductor.max_requests",
     "conductor.max_waiting",
     "prefill.max_sequences",

@@ -31,12 +31,17 @@ LONG_CHAIN = 4  # blocks from which one native call is worth it
 log = logging.getLogger(__name__)
 
 
-def kv_fingerprint(weights_digest: str, layout: KVLayout) -> str:
-    """Identity of the KV bytes that a model produces (hex, 32 characters): weights, dtype, layout and block size."""
+def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:
+    """Identity of the KV bytes that a model produces (hex, 32 characters): ``content`` says which numbers they are (the
+    weights' digest and precision), the rest how they lie (dtype, layout, block size, and the part of the model that a
+    ``shard`` has). Whoever knows the content can name the same KV in any layout.
+    """
     text = (
-        f"{weights_digest}|L{layout.num_layers}|H{layout.num_kv_heads}|B{layout.block_tokens}"
+        f"{content}|L{layout.num_layers}|H{layout.num_kv_heads}|B{layout.block_tokens}"
         f"|D{layout.head_dim}|{layout.dtype}"
     )
+    if shard:
+        text += f"|{shard}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -37,6 +37,7 @@ from mooncake.rpc.convert import (
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
+from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
 from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
@@ -63,6 +64,7 @@ class Workshop:
     handoffs: Outbox  # urgent: someone waits for these bytes
     stores: Outbox  # in the background
     stores_by_address: dict[str, StoreClient]
+    foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
 
     def store(self, address: str) -> StoreClient:
         if address not in self.stores_by_address:
@@ -90,6 +92,7 @@ class PrefillJob:
         self._store = shop.store(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._has_started = asyncio.Event()
+        self._foreign: ForeignPrefix | None = None  # what is loaded comes from there
         self._handoff: Sink | None = None
         self._handoff_blocks: list[int] = []  # prompt block indices that the decode node wants
         self._committed = False
@@ -107,6 +110,7 @@ class PrefillJob:
         """
         await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
+        own_blocks = 0 if self._foreign is not None else stored_blocks
         sequence = self._shop.host.sequence(
             self._id,
             self._tokens,
@@ -119,7 +123,7 @@ class PrefillJob:
             priority=self._request.priority,
             adapter=self._request.adapter,
         )
-        self._open_outlets(stored_blocks)
+        self._open_outlets(own_blocks)
         tokens: dict[int, SampledToken] = {}
         computed_s = 0.0
         async for output in self._outputs(sequence):
@@ -183,7 +187,8 @@ class PrefillJob:
     # The prefix
 
     async def _count_stored(self) -> int:
-        """How many leading blocks the pool holds, when that is more than this node holds itself."""
+        """How many leading blocks the pool holds, in our layout or in another, when that is more than this node holds
+        itself."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._layout.block_tokens)
         keys = self._keys[:usable]
         if self._store is None or not keys or self._request.skip_pool_prefix:
@@ -191,18 +196,27 @@ class PrefillJob:
         if self._shop.host.engine.block_pool.match(keys) == usable:
             return 0
         try:
-            stored = await self._store.exists(keys, timeout_s=CONTROL_TIMEOUT_S)
+            there = await self._store.exists(keys, timeout_s=CONTROL_TIMEOUT_S)
+            stored = next((i for i, found in enumerate(there) if not found), len(keys))
+            if self._shop.foreign is None or stored == usable:
+                return stored
+            request = self._request
+            foreign = ForeignPrefix(self._shop.foreign, self._store, self._tokens, request.cache_salt, request.adapter)
+            converted = min(usable, await foreign.count(CONTROL_TIMEOUT_S))
         except MooncakeError as error:
             log.info("the pool cannot be asked, going on without: %s", error.message)
             self._store = None
             return 0
-        return next((i for i, there in enumerate(stored) if not there), len(keys))
+        if converted > stored:
+            self._foreign = foreign
+        return max(stored, converted)
 
     def _make_load(self, blocks: list[BlockToLoad]) -> PrefixLoad:
         """On the engine's thread, when the sequence is admitted."""
         deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
         keys = self._keys[: blocks[-1].index + 1]
-        load = PrefixLoad(self._id, blocks, lambda: self._lease(keys), self._release, self._layout, deadline)
+        lease = self._lease_foreign if self._foreign is not None else self._lease
+        load = PrefixLoad(self._id, blocks, lambda: lease(keys), self._release, self._layout, deadline)
         self._shop.loader.submit(load)
         return load
 
@@ -217,16 +231,22 @@ class PrefillJob:
             raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
         return LeasedPrefix(
             lease.segment,
-            lease.lease_id,
+            [lease.lease_id],
             lease.expires_s,
             [block.slot for block in lease.blocks],
             [block.checksums for block in lease.blocks],
         )
 
-    def _release(self, lease: LeasedPrefix, corrupt: list[BlockKey]) -> None:
+    def _lease_foreign(self, keys: list[BlockKey]) -> ForeignLease:
+        """On the loader's thread: what as many blocks are made of."""
+        assert self._foreign is not None
+        call = self._foreign.lease(len(keys), CONTROL_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(CONTROL_TIMEOUT_S + 1)
+
+    def _release(self, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
         """On the loader's thread; nobody waits for it."""
         assert self._store is not None
-        call = self._store.release_ids([lease.lease_id], corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
+        call = self._store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)
 
     # The outlets

@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import checksum
+from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
+from prefill_node.foreign import ForeignLease
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class LeasedPrefix:
     """Stored blocks that may be read until ``expires_s`` (monotonic). Lists run over the prefix's blocks."""
 
     address: SegmentAddress
-    lease_id: int
+    lease_ids: list[int]
     expires_s: float
     slots: list[int]
     checksums: list[npt.NDArray[np.uint64]]
@@ -49,8 +51,8 @@ class PrefixLoad:
         self,
         request_id: str,
         blocks: list[BlockToLoad],
-        lease: Callable[[], LeasedPrefix],
-        release: Callable[[LeasedPrefix, list[BlockKey]], None],
+        lease: Callable[[], LeasedPrefix | ForeignLease],
+        release: Callable[[LeasedPrefix | ForeignLease, list[BlockKey]], None],
         layout: KVLayout,
         deadline: float,
     ) -> None:
@@ -99,7 +101,7 @@ class PrefixLoad:
             while self._is_reading:
                 self._changed.wait()
 
-    def run(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8]) -> None:
+    def run(self, transfer: TransferEngine, reader: LayoutReader, memory: npt.NDArray[np.uint8]) -> None:
         """Read every layer of every block. Called on the loader's thread."""
         with self._changed:
             if self._error is not None:
@@ -107,9 +109,12 @@ class PrefixLoad:
             self._is_reading = True
         started_s = time.monotonic()
         corrupt: list[BlockKey] = []
-        lease: LeasedPrefix | None = None
+        lease: LeasedPrefix | ForeignLease | None = None
         try:
             lease = self._lease()
+            if isinstance(lease, ForeignLease):
+                self._convert(lease, reader, memory, corrupt)
+                return
             for layer in range(self._layout.num_layers):
                 if self.has_failed:
                     return
@@ -153,8 +158,29 @@ class PrefixLoad:
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
         self.loaded_bytes += len(ranges) * size
+        self._is_loaded_up_to(layer + 1)
+
+    def _convert(
+        self, lease: ForeignLease, reader: LayoutReader, memory: npt.NDArray[np.uint8], corrupt: list[BlockKey]
+    ) -> None:
+        """All layers at once: the pieces of another layout may hold several."""
+        targets: list[npt.NDArray[np.uint8] | None] = [None] * lease.num_blocks
+        for block in self._blocks:
+            targets[block.index] = memory[block.block_id]
+        try:
+            done = reader.read_blocks(lease.plan, lease.shards, targets, min(self._deadline, lease.expires_s))
+        except WrongBytes as error:
+            corrupt.append(lease.key_of(error.slot))
+            raise
+        if time.monotonic() > lease.expires_s:
+            raise LeaseExpired("the lease ran out while the stored prefix was read")
+        self.transport = "converted"
+        self.loaded_bytes += done.nbytes
+        self._is_loaded_up_to(self._layout.num_layers)
+
+    def _is_loaded_up_to(self, layers: int) -> None:
         with self._changed:
-            self._ready = layer + 1
+            self._ready = layers
             self._changed.notify_all()
 
     def _fail(self, error: KVLoadFailed) -> None:
@@ -170,6 +196,7 @@ class Loader:
 
     def __init__(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8]) -> None:
         self._transfer = transfer
+        self._reader = LayoutReader(transfer)
         self._memory = memory
         self._loads: queue.SimpleQueue[PrefixLoad | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
@@ -184,4 +211,5 @@ class Loader:
 
     def _run(self) -> None:
         while (load := self._loads.get()) is not None:
-            load.run(self._transfer, self._memory)
+            load.run(self._transfer, self._reader, self._memory)
+        self._reader.close()

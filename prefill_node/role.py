@@ -10,6 +10,7 @@ from mooncake.config import Config
 from mooncake.engine.host import EngineHost
 from mooncake.rpc import prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
+from prefill_node.foreign import ForeignLayout
 from prefill_node.job import Workshop
 from prefill_node.loader import Loader
 from prefill_node.outbox import Outbox, Sink
@@ -44,6 +45,7 @@ class PrefillRole:
             self._handoffs,
             self._stores,
             {},
+            ForeignLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
         )
         self._servicer = PrefillServicer(shop)
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")

@@ -130,7 +130,8 @@ class EngineHost:
         self.plan = plan
         self.incarnation = secrets.randbits(63) | 1
         self._precision = config.model.precision()
-        self.fingerprint = kv_fingerprint(self._precision.identity(checkpoint.digest), plan.layout)
+        self.content = self._precision.identity(checkpoint.digest)
+        self.fingerprint = kv_fingerprint(self.content, plan.layout)
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section

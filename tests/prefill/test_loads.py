@@ -22,7 +22,7 @@ PROMPT = np.random.default_rng(5).integers(100, 49000, 200, dtype=np.uint32)
 STORED_BLOCKS = 3  # of 64 tokens, full
 
 
-def config_of(node_id: str) -> Config:
+def config_of(node_id: str, *settings: str) -> Config:
     return load_config(
         None,
         [
@@ -31,6 +31,7 @@ def config_of(node_id: str) -> Config:
             "prefill.kv_gb=0.1",
             "prefill.threads=1",
             "store.dram_gb=0.1",
+            *settings,
         ],
     )
 
@@ -46,9 +47,9 @@ async def store_node() -> AsyncIterator[StoreNode]:
         await node.stop()
 
 
-async def prefill_on_a_fresh_node(store: StoreNode, name: str) -> tuple[int, common_pb2.PrefillReport]:
+async def prefill_on_a_fresh_node(store: StoreNode, name: str, *settings: str) -> tuple[int, common_pb2.PrefillReport]:
     """The first token and the report of a node whose own cache is empty."""
-    node, channels = PrefillNode(config_of(name)), Channels()
+    node, channels = PrefillNode(config_of(name, *settings)), Channels()
     await node.start()
     try:
         request = prefill_pb2.PrefillRequest(

@@ -1,0 +1,112 @@
+"""Prefixes that another deployment of the same model left in the pool, in another layout: named, counted, leased.
+
+The KV is the same, its bytes lie otherwise: cut over tensor-parallel ranks or pipeline stages, in blocks of another
+size, as another type. Each rank's blocks have keys of their own, which anybody can compute who knows the layout; a plan
+says how ours are made of them. Only plans that read whole layers are taken, because nothing less can be verified. It
+must not know when a prefix is loaded, nor how bytes travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvstore.client import Lease, StoreClient
+from kvstore.layout import ShardedLayout
+from kvstore.layout_plan import Plan, plan
+from kvstore.layout_reader import Shard
+from mooncake.config import PoolLayoutSection
+from mooncake.errors import ConfigError, KVLoadFailed
+from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
+from mooncake.types import BlockKey, KVLayout, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLayout:
+    """How the others lay out the KV called ``content`` (see ``kv_fingerprint``), and how it becomes ours."""
+
+    content: str
+    plan: Plan
+
+    @classmethod
+    def configured(cls, section: PoolLayoutSection, content: str, layout: KVLayout) -> ForeignLayout | None:
+        """None when the configuration names no other layout. Raises ConfigError for one that cannot be read."""
+        if not section.tensor_parallel:
+            return None
+        theirs = KVLayout(
+            layout.num_layers,
+            layout.num_kv_heads,
+            section.block_tokens or layout.block_tokens,
+            layout.head_dim,
+            section.dtype or layout.dtype,
+        )
+        source = ShardedLayout.of(theirs, section.tensor_parallel, section.pipeline_parallel)
+        how = plan(source, ShardedLayout.of(layout), 0)
+        if not all(box.has_whole_layers for box in how.boxes):
+            raise ConfigError(
+                f"pool_layout.block_tokens = {theirs.block_tokens} must divide block.tokens = {layout.block_tokens}: "
+                "parts of a stored layer have no checksum"
+            )
+        return cls(content, how)
+
+    def keys(self, rank: int, tokens: TokenIds, salt: str, adapter: str) -> list[BlockKey]:
+        """Of one rank's blocks."""
+        source = self.plan.source
+        name = kv_fingerprint(self.content, source.block(rank), source.shard_name(rank))
+        return extend_chain(chain_seed(name, salt, adapter), tokens, source.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLease:
+    """The right to read what ``num_blocks`` of our blocks are made of, until ``expires_s`` (monotonic)."""
+
+    plan: Plan
+    num_blocks: int
+    expires_s: float
+    shards: dict[int, Shard]  # by rank, all of one store
+    keys: dict[int, list[BlockKey]]
+    leases: tuple[Lease, ...]
+
+    @property
+    def lease_ids(self) -> list[int]:
+        return [lease.lease_id for lease in self.leases]
+
+    def key_of(self, slot: int) -> BlockKey:
+        """The stored block in one of the leased slots."""
+        return next(
+            self.keys[rank][shard.slots.index(slot)] for rank, shard in self.shards.items() if slot in shard.slots
+        )
+
+
+class ForeignPrefix:
+    """One prompt's prefix in the others' layout. On the event loop."""
+
+    def __init__(self, layout: ForeignLayout, store: StoreClient, tokens: TokenIds, salt: str, adapter: str) -> None:
+        self._plan = layout.plan
+        self._store = store
+        self._keys = {rank: layout.keys(rank, tokens, salt, adapter) for rank in layout.plan.ranks}
+
+    async def count(self, timeout_s: float) -> int:
+        """How many leading blocks of ours are there as a whole. Raises what ``StoreClient.exists`` does."""
+        answers = await asyncio.gather(
+            *(self._store.exists(keys, timeout_s=timeout_s) for keys in self._keys.values() if keys)
+        )
+        run = min((next((i for i, there in enumerate(found) if not there), len(found)) for found in answers), default=0)
+        return run * self._plan.source.block_tokens // self._plan.target.block_tokens
+
+    async def lease(self, num_blocks: int, timeout_s: float) -> ForeignLease:
+        """Raises KVLoadFailed when something has gone since it was counted."""
+        needed = num_blocks * self._plan.target.block_tokens // self._plan.source.block_tokens
+        leases = await asyncio.gather(
+            *(self._store.acquire(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values())
+        )
+        if any(len(lease.blocks) < needed for lease in leases):
+            await self._store.release(list(leases))
+            raise KVLoadFailed(f"not all of {needed} stored blocks of each rank are still there")
+        shards = {
+            rank: Shard(lease.segment, [block.slot for block in lease.blocks], [b.checksums for b in lease.blocks])
+            for rank, lease in zip(self._keys, leases, strict=True)
+        }
+        return ForeignLease(
+            self._plan, num_blocks, min(lease.expires_s for lease in leases), shards, self._keys, tuple(leases)
+        )

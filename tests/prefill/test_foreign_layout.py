@@ -1,0 +1,95 @@
+"""A prefix that three tensor-parallel ranks left in the pool serves a node that has the whole model, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.checksum import range_checksums
+from kvstore.client import StoreClient
+from kvstore.layout import rows
+from kvstore.node import StoreNode
+from kvstore.transfer.engine import TransferEngine
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import PoolLayoutSection
+from mooncake.errors import ConfigError
+from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
+from mooncake.rpc.server import Channels
+from prefill_node.foreign import ForeignLayout
+from tests.prefill.test_loads import PROMPT, STORED_BLOCKS, prefill_on_a_fresh_node, store_node, store_stats
+
+CHECKPOINT = open_checkpoint("smollm2")
+OURS = CHECKPOINT.kv_layout(64, "float32")
+THREE = PoolLayoutSection(tensor_parallel=3)
+OUR_KEYS = extend_chain(chain_seed(kv_fingerprint(CHECKPOINT.digest, OURS)), PROMPT, 64)
+
+
+async def our_blocks(store: StoreNode) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The prompt's stored blocks in our layout."""
+    transfer, channels = TransferEngine("test", ("shm",)), Channels()
+    client = StoreClient(store.control_address, transfer, channels)
+    lease = await client.acquire(OUR_KEYS)
+    slots = store.segment.array.reshape(-1, store.segment.block_bytes)
+    found = np.stack([slots[block.slot][: OURS.block_bytes] for block in lease.blocks])
+    await client.release([lease])
+    await channels.close()
+    transfer.close()
+    return found
+
+
+async def leave_as_three_ranks(store: StoreNode, blocks: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
+    transfer, channels = TransferEngine("ranks", ("shm",)), Channels()
+    client = StoreClient(store.control_address, transfer, channels)
+    theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
+    assert theirs is not None
+    for rank in range(3):
+        heads = theirs.plan.source.heads(rank)
+        keys = theirs.keys(rank, PROMPT, "", "")
+        parts = [
+            np.ascontiguousarray(rows(OURS, block)[:, :, heads.start : heads.stop]).reshape(-1) for block in blocks
+        ]
+        names = list(zip(keys, [b"", *keys], strict=False))
+        sums = [range_checksums(part, OURS.num_layers) for part in parts]
+        assert await client.put_blocks(names, parts, sums) == len(blocks)
+    await channels.close()
+    transfer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_what_three_ranks_stored_is_read_converted_and_verified() -> None:
+    async with store_node() as store:
+        token, _ = await prefill_on_a_fresh_node(store, "prefill-alone")
+        wanted = await our_blocks(store)
+    assert len(wanted) == STORED_BLOCKS
+
+    async with store_node() as store:
+        await leave_as_three_ranks(store, wanted)
+        same, report = await prefill_on_a_fresh_node(store, "prefill-whole", "pool_layout.tensor_parallel=3")
+        assert same == token
+        assert report.pool_cached_tokens == STORED_BLOCKS * 64
+        assert np.array_equal(await our_blocks(store), wanted)  # stored anew, in our layout
+
+    async with store_node() as store:
+        await leave_as_three_ranks(store, wanted)
+        slots = store.segment.array.reshape(-1, store.segment.block_bytes)
+        used = next(slot for slot in slots if slot.any())
+        used[OURS.block_bytes // 3 - 100] ^= 1
+        same, report = await prefill_on_a_fresh_node(store, "prefill-doubting", "pool_layout.tensor_parallel=3")
+        assert same == token, "a wrong byte reached an answer"
+        assert report.pool_cached_tokens == 0
+        assert dict((await store_stats(store)).counters)["checksum_mismatches"] == 1
+
+
+def test_every_part_of_a_model_has_names_of_its_own_and_only_what_can_be_verified_is_read() -> None:
+    theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
+    assert theirs is not None and ForeignLayout.configured(PoolLayoutSection(), CHECKPOINT.digest, OURS) is None
+    names = {key for rank in range(3) for key in theirs.keys(rank, PROMPT, "", "")}
+    assert len(names) == 3 * STORED_BLOCKS and names.isdisjoint(OUR_KEYS)
+    assert names.isdisjoint(theirs.keys(0, PROMPT, "", "an adapter")) and names.isdisjoint(
+        theirs.keys(0, PROMPT, "a tenant", "")
+    )
+    whole = ForeignLayout.configured(PoolLayoutSection(tensor_parallel=1), CHECKPOINT.digest, OURS)
+    assert whole is not None and whole.keys(0, PROMPT, "", "") == OUR_KEYS  # the same layout is the same KV
+    with pytest.raises(ConfigError, match="must divide"):
+        ForeignLayout.configured(PoolLayoutSection(tensor_parallel=1, block_tokens=128), CHECKPOINT.digest, OURS)
