@@ -28,6 +28,7 @@ from conductor.policies import POLICIES, Policy
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
+from conductor.tails import on_decode_node
 from conductor.view import RequestFacts, Shape
 from mooncake.config import Config
 from mooncake.errors import (
@@ -320,7 +321,10 @@ class Dispatcher:
             self.on_arrival(facts, placement, now)
         if self._is_coupled:
             placement = placement._replace(pools=(), fetched_tokens=0)
-        ticket = self._scheduler.book(facts, placement, now)
+        stays = placement.prefill.role is Role.DECODE  # its decode steps count as well
+        booked = placement._replace(decode=placement.prefill) if stays else placement
+        ticket = self._scheduler.book(facts, booked, now)
+        self.stats.tails += stays
         self.door.booked(ticket, facts, placement, request.sampling.max_tokens)
         epoch = next(self._epochs)
         journey.lifecycle.move(RequestState.PLACED)
@@ -357,11 +361,21 @@ class Dispatcher:
         """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all of their role."""
         if journey.avoid:
             with contextlib.suppress(NodeUnavailable):
-                return self._scheduler.place(facts._replace(excluded=self._avoidable(journey) | journey.dead), now)
+                excluded = self._avoidable(journey) | journey.dead
+                return self._best(facts._replace(excluded=excluded), journey, now)
         try:
-            return self._scheduler.place(facts._replace(excluded=journey.dead), now)
+            return self._best(facts._replace(excluded=journey.dead), journey, now)
         except NodeUnavailable as error:
             raise journey.error or error from None  # why the last attempt failed tells more
+
+    def _best(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
+        """The scheduler's pair, or the decode node that has nearly the whole prompt."""
+        question = self._scheduler.ask(facts, now)
+        placement = self._scheduler.answer(question)
+        if not facts.needs_decode or len(journey.emitted) > 1 or not self._limits.max_tail_tokens:
+            return placement
+        costs = self._fleet.costs
+        return on_decode_node(question, placement, costs, self._limits.max_tail_tokens) or placement
 
     def _avoidable(self, journey: _Journey) -> frozenset[int]:
         """Nodes to avoid whose role others have too."""

@@ -22,6 +22,7 @@ class DispatchStats:
     handoffs: Counter[str] = field(default_factory=Counter)  # by final state
     prompt_tokens: int = 0  # of requests whose prefill has reported
     cached_tokens: int = 0  # of those, reused
+    tails: int = 0  # prompts that were computed where they are decoded
     block_queries: int = 0  # full prompt blocks asked for
     block_hits: int = 0  # of them found in a cache
     output_tokens: int = 0

@@ -14,6 +14,7 @@ from mooncake.rpc import cluster_pb2, cluster_pb2_grpc
 
 SETTINGS = [
     "cluster.switchable=true",
+    "conductor.max_tail_tokens=0",  # who computes is told by name below
     "cluster.prefill=2",
     "cluster.decode=1",
     "conductor.http_port=0",

@@ -1,0 +1,53 @@
+"""Short uncached tails: when the decode node that holds a conversation may as well compute what is new of it.
+
+Pure. A decode node that can switch roles serves both, so a prompt of which it holds all but a few tokens needs no other
+node: nothing is fetched and nothing handed off. The price is that whoever decodes there waits for the tail too.
+"""
+
+from __future__ import annotations
+
+from conductor.cost import CostModel
+from conductor.predict import Breakdown
+from conductor.scheduler import Placement
+from conductor.view import Question
+
+
+def on_decode_node(question: Question, placement: Placement, costs: CostModel, max_tokens: int) -> Placement | None:
+    """The placement of the whole request on one decode node, when that is predicted to be faster than ``placement``
+    and at most ``max_tokens`` of the prompt are to be computed there; else None."""
+    side, facts = question.view.decode, question.facts
+    parts = placement.breakdown
+    best, best_ms = None, placement.predicted_ttft_ms + parts.handoff_ms + parts.step_ms
+    for d, info in enumerate(side.nodes):
+        run = int(question.decode_runs[d])
+        cached = min(run * question.shape.block_tokens, question.usable_tokens)
+        new = facts.num_tokens - cached
+        cost = costs.prefill(info.node_id)
+        is_allowed = question.decode_ok is None or bool(question.decode_ok[d])
+        wanted = -(-(new + facts.expected_tokens) // question.shape.block_tokens)
+        if not (info.can_switch and is_allowed and run and cost.is_known) or new > max_tokens:
+            continue
+        if side.free_blocks.item(d) < wanted:
+            continue
+        context_ms = side.context_ms.item(d) * facts.num_tokens
+        step_ms = side.next_step_ms.item(d) + context_ms
+        waits_ms = step_ms / 2 if side.sequences.item(d) else 0.0  # for the step under way
+        prefill_ms = cost.ms(new, cached)
+        total_ms = waits_ms + prefill_ms * (1 + side.sequences.item(d)) + step_ms
+        if total_ms < best_ms:
+            breakdown = Breakdown(queue_ms=waits_ms, prefill_ms=prefill_ms, step_ms=step_ms)
+            best, best_ms = (
+                placement._replace(
+                    prefill=info,
+                    decode=None,
+                    local_tokens=cached,
+                    fetched_tokens=0,
+                    new_tokens=new,
+                    sent_blocks=0,
+                    is_known=True,
+                    breakdown=breakdown,
+                    skips_pool=True,
+                ),
+                total_ms,
+            )
+    return best
