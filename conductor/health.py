@@ -54,7 +54,7 @@ class HealthMove(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
     slow_ratio: float = 1.5  # times slower than usual, at least
-    slow_errors: float = 6.0  # and so many of its usual deviations
+    slow_errors: float = 4.0  # and so many of its usual deviations
     missed_probes: int = 3
     checksum_errors: int = 2  # within ``memory_s``
     memory_s: float = 60.0
@@ -129,6 +129,11 @@ class HealthWatch:
         pace = self._paces.get(node_id)
         return pace is not None and self._is_slow(pace)
 
+    def may_be_slow(self, node_id: str) -> bool:
+        """Half-way there: what is measured now says nothing of what is usual."""
+        pace = self._paces.get(node_id)
+        return pace is not None and 2.0 * pace.slowness > self._slow_from(pace)
+
     def measured(self, node_id: str, ms: float, predicted_ms: float) -> None:
         """One step. What is slow lately is not learned as usual, so that sickness does not become normal."""
         pace = self._paces.get(node_id)
@@ -202,7 +207,10 @@ class HealthWatch:
                 return Sign.CLEAR if now - record.since >= limits.probation_s else None
 
     def _is_slow(self, pace: _Pace) -> bool:
-        return pace.slowness > max(math.log(self.limits.slow_ratio), self.limits.slow_errors * pace.deviation)
+        return pace.slowness > self._slow_from(pace)
+
+    def _slow_from(self, pace: _Pace) -> float:
+        return max(math.log(self.limits.slow_ratio), self.limits.slow_errors * pace.deviation)
 
     def _all_slow(self, group: str) -> bool:
         """Half of its kind are: the cause is not the node."""

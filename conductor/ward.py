@@ -96,7 +96,7 @@ class Ward:
         usual = self._usual.get(node_id)
         if usual is None:
             return
-        if not self.watch.is_slow(node_id):
+        if not self.watch.may_be_slow(node_id):
             usual.prefill, usual.decode = self._costs.prefill(node_id), self._costs.decode(node_id)
         for prefill in samples.prefill if usual.prefill.is_known else ():
             self.watch.measured(node_id, prefill.ms, usual.prefill.ms(prefill.new_tokens, prefill.prefix_tokens))
