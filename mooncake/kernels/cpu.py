@@ -70,6 +70,7 @@ class _PackedLinear(ctypes.Structure):
         ("outputs", _LONG),
         ("kind", ctypes.c_int32),
         ("is_gated", ctypes.c_int32),
+        ("hadamard", ctypes.c_int32),
     ]
 
 
@@ -118,8 +119,9 @@ class PanelLinear:
         outputs, inputs = weight.shape
         width = int(library.mc_panel_width())
         source, scales, kind = weight.contiguous(), None, _WEIGHT_KINDS.get(weight.dtype, -1)
+        block = reference.hadamard_size(inputs) if coding == "w8a8" else 1
         if coding:
-            source, scales = reference.quantise_rows(weight)
+            source, scales = reference.quantise_rows(weight if block == 1 else reference.hadamard(weight) / block)
             kind = _CODED_KINDS[coding]
         order = torch.arange(outputs)
         if is_gated:  # as source_row of linear.h
@@ -131,7 +133,7 @@ class PanelLinear:
         num_bytes = (outputs + padding[1]) * (inputs + -inputs % 4) * source.element_size()
         self._panels = memory.take(num_bytes)
         pointers = [None if part is None else part.data_ptr() for part in self._kept]
-        self._layer = _PackedLinear(self._panels.data_ptr(), *pointers, inputs, outputs, kind, is_gated)
+        self._layer = _PackedLinear(self._panels.data_ptr(), *pointers, inputs, outputs, kind, is_gated, block)
         self.address = ctypes.addressof(self._layer)
         self.num_bytes = num_bytes + sum(part.nbytes for part in self._kept if part is not None)
         library.mc_pack(self.address, source.data_ptr(), self._panels.data_ptr(), torch.get_num_threads())

@@ -376,15 +376,24 @@ class GpuKernels:
 
 
 class Int8Linear:
-    """W8A8 on a GPU: int8 weights with a scale an output, activations coded a token at a time; sums are int32."""
+    """W8A8 on a GPU: int8 weights with a scale an output, activations coded a token at a time; sums are int32.
+
+    The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.codes, self.scales = reference.quantise_rows(weight)
+        self._block = reference.hadamard_size(weight.shape[1])
+        self._mixing = reference.hadamard(torch.eye(self._block)).to(weight)
+        self.codes, self.scales = reference.quantise_rows(reference.hadamard(weight) / self._block)
         self.bias, self._dtype = bias, weight.dtype
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the weights, ``[T, in]``, for int64 ``indices`` ``[T]``."""
-        return (self.codes[indices] * self.scales[indices][:, None]).to(self._dtype)
+        return (reference.hadamard(self.codes[indices]) * self.scales[indices][:, None]).to(self._dtype)
+
+    def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Activations as they are coded, ``[T, in]``."""
+        return hidden if self._block == 1 else (hidden.unflatten(1, (-1, self._block)) @ self._mixing).flatten(1)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape
@@ -392,6 +401,7 @@ class Int8Linear:
         output = torch.empty((tokens, outputs), dtype=hidden.dtype, device=hidden.device)
         if not tokens:
             return output
+        hidden = self.mixed(hidden)
         codes = torch.empty((tokens, inputs), dtype=torch.int8, device=hidden.device)
         scales = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         elementwise.quantise_rows[(tokens,)](

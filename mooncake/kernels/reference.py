@@ -15,6 +15,8 @@ its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothin
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mooncake.precision import Coding as Coding
@@ -52,11 +54,19 @@ class CodedLinear(Linear):
         super().__init__(self.codes * self.scales[:, None], None if bias is None else bias.float())
 
 
-class W8A8Linear(CodedLinear):
-    """Activations are coded too, a token at a time; sums of products of codes are exact."""
+class W8A8Linear(Linear):
+    """Activations are coded too, a token at a time; sums of products of codes are exact.
+
+    Both sides go through the same Hadamard transform first, which leaves the product as it is and spreads the few large
+    channels that would take all of a row's codes (QuaRot, Ashkboos et al. 2024).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.codes, self.scales = quantise_rows(hadamard(weight) / hadamard_size(weight.shape[1]))
+        super().__init__(hadamard(self.codes) * self.scales[:, None], None if bias is None else bias.float())
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantise_rows(hidden)
+        codes, scales = quantise_rows(hadamard(hidden))
         exact = (codes.double() @ self.codes.double().T).float()
         output = exact * (self.scales * scales[:, None])
         return (output if self.bias is None else output + self.bias).to(hidden.dtype)
@@ -68,6 +78,25 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = wide.abs().amax(-1) / MAX_CODE
     codes = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round_()
     return codes.to(torch.int8), scales
+
+
+def hadamard_size(length: int) -> int:
+    """How many elements of rows of this length are mixed with each other: 64, 32, 16, or 1 when none of these divides."""
+    size = math.gcd(length, 64)
+    return size if size >= 16 else 1
+
+
+def hadamard(rows: torch.Tensor) -> torch.Tensor:
+    """Float32: each block of ``hadamard_size(n)`` elements of rows ``[..., n]`` times Sylvester's matrix of ±1.
+
+    Applied twice it is a multiplication by that size.
+    """
+    mixed, step = rows.float(), 1
+    while step < hadamard_size(rows.shape[-1]):
+        first, second = mixed.unflatten(-1, (-1, 2, step)).unbind(-2)
+        mixed = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        step *= 2
+    return mixed
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:

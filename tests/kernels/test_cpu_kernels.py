@@ -263,6 +263,18 @@ def test_linear_is_the_reference(
     torch.testing.assert_close(ours.rows(wanted), defined.rows(wanted).float(), rtol=0, atol=0)
 
 
+def test_w8a8_bears_channels_that_are_much_larger_than_the_rest(cpu: CpuKernels) -> None:
+    """A scale for the whole row would leave the other channels a few codes; mixed with each other, all keep most."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 576), torch.randn(192, 576) * 576**-0.5
+    hidden[:, 100] *= 50
+    exact = hidden @ weight.T
+    plain_codes, plain_scales = reference.quantise_rows(hidden)
+    plain = (plain_codes * plain_scales[:, None]) @ weight.T
+    error = (cpu.panel_linear(weight, None, "w8a8")(hidden) - exact).square().mean()
+    assert error < (plain - exact).square().mean() / 4
+
+
 def test_onednn_is_the_reference(cpu: CpuKernels) -> None:
     torch.manual_seed(0)
     weight, hidden = (torch.randn(70, 33) * 33**-0.5).bfloat16(), torch.randn(13, 33)

@@ -251,8 +251,10 @@ def test_int8_products_are_exact_in_the_codes(tokens: int) -> None:
     hidden = torch.randn(tokens, 160, generator=generator).to(DEVICE)
     weight, bias = torch.randn(70, 160, generator=generator).to(DEVICE), torch.randn(70, generator=generator).to(DEVICE)
     layer = Int8Linear(weight, bias)
-    step = hidden.abs().amax(1, keepdim=True) / 127
-    ratio = hidden / step
+    mixed = layer.mixed(hidden)
+    torch.testing.assert_close(mixed, reference.hadamard(hidden), atol=1e-4, rtol=1e-5)
+    step = mixed.abs().amax(1, keepdim=True) / 127
+    ratio = mixed / step
     codes = torch.where(ratio < 0, (ratio - 0.5).ceil(), (ratio + 0.5).floor())
     expected = (codes.double() @ layer.codes.double().T) * step.double() * layer.scales.double() + bias.double()
     torch.testing.assert_close(layer(hidden).double(), expected, atol=1e-2, rtol=1e-3)

@@ -16,6 +16,7 @@
 
 #include <array>
 
+#include "hadamard.h"
 #include "pool.h"
 #include "steps.h"
 #include "vectors.h"
@@ -23,7 +24,7 @@
 namespace mooncake {
 
 // How weights are held, and what activations become. CODES: int8 weights with a scale an output, activations float32.
-// BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8).
+// BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8); see hadamard.h.
 enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3 };
 
 constexpr int PANEL_VECS = 2;
@@ -43,6 +44,7 @@ struct PackedLinear {
     int64_t inputs, outputs;
     int32_t kind;
     int32_t is_gated;     // each panel has W gates and then their W ups: `outputs` counts both
+    int32_t hadamard;     // inputs in a block of the transform before coding; 1 for none
 
     int64_t padded() const { return (inputs + 3) / 4 * 4; }
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
@@ -77,14 +79,10 @@ template <class T> void pack(const PackedLinear& layer, const T* rows, T* panels
 template <class T> void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
     constexpr int G = 4 / sizeof(T);
     const T* from = (const T*)layer.panel(at / PANEL) + at % PANEL * G;
-    const float scale = layer.scales ? layer.scales[at] : 1.0f;
-    for (int64_t k = 0; k < layer.inputs; k++) {
-        const T weight = from[k / G * PANEL * G + k % G];
-        if constexpr (std::is_same<T, bf16>::value)
-            out[k] = to_float(weight);
-        else
-            out[k] = float(weight) * scale;
-    }
+    for (int64_t k = 0; k < layer.inputs; k++) out[k] = to_float(from[k / G * PANEL * G + k % G]);
+    hadamard(out, layer.inputs, layer.hadamard);  // its own inverse, but for the factor that packing took out
+    if (layer.scales)
+        for (int64_t k = 0; k < layer.inputs; k++) out[k] *= layer.scales[at];
 }
 
 inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
@@ -139,12 +137,16 @@ inline float code_row(const float* row, int64_t K, int64_t padded, int rows, uin
     for (; k < K; k++) most = std::max(most, __builtin_fabsf(row[k]));
     const float scale = most / 127.0f, divisor = scale > 0 ? scale : 1.0f;
     for (k = 0; k < padded; k += W) {
-        int32_t codes[W];
+        uint8_t codes[W];
         vf piece{};
-        std::memcpy(&piece, row + k, std::max<int64_t>(0, std::min<int64_t>(W, K - k)) * sizeof(float));
+        if (k + W <= K)
+            piece = load(row + k);
+        else
+            std::memcpy(&piece, row + k, std::max<int64_t>(0, K - k) * sizeof(float));
         store(codes, __builtin_convertvector(round_whole(piece / divisor), vi) + 128);
-        for (int i = 0; i < W && k + i < padded; i += 4)
-            for (int j = 0; j < 4; j++) out[(k + i) * rows + j] = uint8_t(codes[i + j]);
+#pragma GCC unroll 4
+        for (int i = 0; i < W; i += 4)
+            if (k + i < padded) std::memcpy(out + (k + i) * rows, codes + i, 4);
     }
     return scale;
 }
@@ -300,9 +302,15 @@ inline Activations prepare(const PackedLinear& layer, const float* from, int64_t
         const int height = out.strips.height(strip);
         const float* rows_at = from + first * stride;
         int64_t rows_stride = stride;
-        if (norm) {
+        if (norm || layer.hadamard > 1) {
             float* to = normed.start(height * K);
-            for (int r = 0; r < height; r++) normalise(rows_at + r * stride, norm, to + r * K, int(K), eps);
+            for (int r = 0; r < height; r++) {
+                if (norm)
+                    normalise(rows_at + r * stride, norm, to + r * K, int(K), eps);
+                else
+                    std::memcpy(to + r * K, rows_at + r * stride, K * sizeof(float));
+                hadamard(to + r * K, K, layer.hadamard);
+            }
             rows_at = to;
             rows_stride = K;
         }

@@ -56,7 +56,18 @@ inline void store(bf16* to, vf v) {  // round to nearest, ties to even; NaN stay
     std::memcpy(to, &half, sizeof half);
 }
 
+// Codes 0 .. 255, or -128 .. 127 by their bits.
+inline void store(uint8_t* to, vi v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    const vc narrow = __builtin_convertvector(v, vc);
+    std::memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float f;
