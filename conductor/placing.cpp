@@ -10,6 +10,7 @@ namespace {
 constexpr double kInfinity = INFINITY;
 constexpr double kSessionMs = 1e-6;  // what staying with the session's nodes is worth: it breaks ties
 constexpr double kCopyRent = 0.15;   // of computing a token: what one more copy of it costs
+constexpr double kNotYet = -1.0;     // in place of milliseconds
 constexpr int kMaxSources = 3;
 
 struct View {
@@ -120,17 +121,27 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
     const double usable = r.num_tokens - 1.0;
     double longest = num_sources ? r.runs[v.store_slots[sources[0]]] : 0.0;
     for (int64_t p = 0; p < P; ++p) longest = std::max(longest, own_run(v, r, p));
-    int64_t best_p = 0, best_d = -1;
-    for (int64_t p = 0; p < P; ++p) {
-        ttft[p] = kInfinity;
-        if (r.prefill_ok && !r.prefill_ok[p]) continue;
+    const auto queue_ms = [&](int64_t p) { return std::max(v.ready_at_ms[p] - r.now_ms, v.tail_ms[p]); };
+    const auto look_closely = [&](int64_t p) {
         const double local = std::min(r.runs[v.prefill_slots[p]] * v.block_tokens, usable);
         const Way way = fastest_way(v, r, p, local, sources, num_sources);
-        ttft[p] = std::max(v.ready_at_ms[p] - r.now_ms, v.tail_ms[p]) + way.total() + v.prefill_tie_ms[p];
+        ttft[p] = queue_ms(p) + way.total() + v.prefill_tie_ms[p];
         if (p == r.last_prefill) ttft[p] -= kSessionMs;
         ttft[p] += kCopyRent * v.costs[P + p] * ((longest - own_run(v, r, p)) * v.block_tokens);
         computing[p] = way.prefill_ms;
-        if (ttft[p] < ttft[best_p]) best_p = p;
+    };
+    // Most nodes are out of the question with the longest prefix that there is, fetched in no time: ttft is this bound
+    // of theirs, below by more than rounding, until somebody looks closely.
+    const double most = std::min(longest * v.block_tokens, usable);
+    int64_t best_p = -1, best_d = -1;
+    for (int64_t p = 0; p < P; ++p) {
+        ttft[p] = kInfinity;
+        if (r.prefill_ok && !r.prefill_ok[p]) continue;
+        ttft[p] = queue_ms(p) + prefill_ms(v, p, r.num_tokens, most) - kSessionMs;
+        computing[p] = kNotYet;
+        if (best_p >= 0 && p != r.last_prefill && ttft[p] >= ttft[best_p]) continue;
+        look_closely(p);
+        if (best_p < 0 || ttft[p] < ttft[best_p]) best_p = p;
     }
     if (r.needs_decode) {
         const double total_blocks = std::ceil(r.num_tokens / v.block_tokens);
@@ -163,6 +174,7 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
         for (int64_t p = 0; p < P; ++p) {
             // No pair of p is faster than with its fastest link, the fewest bytes and the idlest decode node.
             if (p == first || ttft[p] + least_work >= best) continue;
+            if (computing[p] == kNotYet) look_closely(p);
             const double sending = least_bytes > 0.0 ? v.least_send_latency[p] + v.least_send_byte[p] * least_bytes : 0.0;
             if (ttft[p] + handoff_ms(sending, computing[p], v.num_layers) + least_work < best) try_row(p);
         }
@@ -170,7 +182,7 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
     const double local = std::min(r.runs[v.prefill_slots[best_p]] * v.block_tokens, usable);
     const Way way = fastest_way(v, r, best_p, local, sources, num_sources);
     *result = Result{best_p, best_d, way.source, int64_t(local), int64_t(way.cached), 0,
-                     std::max(v.ready_at_ms[best_p] - r.now_ms, v.tail_ms[best_p]), way.fetch_ms, way.prefill_ms, 0.0, 0.0};
+                     queue_ms(best_p), way.fetch_ms, way.prefill_ms, 0.0, 0.0};
     if (best_d >= 0) {
         const double blocks = std::ceil(r.num_tokens / v.block_tokens) - r.runs[v.decode_slots[best_d]];
         const int64_t at = best_p * D + best_d;
