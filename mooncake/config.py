@@ -57,6 +57,8 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     balance_smoothing_s: float = 60.0  # of the load that roles follow
     balance_dwell_s: float = 60.0  # between two switches
     balance_node_dwell_s: float = 600.0  # between two of one node
+    replicate: bool = True  # copy prefixes that many ask for to more hosts, before everybody fetches them from one
+    replica_ttl_s: float = 120.0  # a copy that nobody asks for in that time is given up
     max_tail_tokens: int = 64  # a prompt of which a switchable decode node lacks no more may stay there; 0: never
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
 
@@ -87,7 +89,7 @@ class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dram_gb: float = 1.0
     lease_s: float = 10.0  # a read lease
     reserve_timeout_s: float = 30.0  # a reservation that is neither sealed nor aborted by then is taken back
-    eviction: str = "lru"  # a policy of kvstore.eviction, for DRAM and SSD
+    eviction: str = "workload-aware"  # a policy of kvstore.eviction, for DRAM and SSD
     ssd_path: str = ""  # a directory for the SSD tier; "": none
     ssd_gb: float = 16.0
     write_through_sights: int = 2  # a block seen so often is copied to the SSD at once; 0: never
@@ -250,6 +252,7 @@ _POSITIVE = (
     "conductor.node_timeout_s",
     "conductor.request_timeout_s",
     "conductor.balance_smoothing_s",
+    "conductor.replica_ttl_s",
     "health.probe_interval_s",
     "health.probe_timeout_s",
     "health.confirm_s",

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake.app.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
+from mooncake.app.cache_lab_report import PUBLISHED, cells, markdown
 from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.app.extras import require
 from mooncake.errors import ConfigError
@@ -77,6 +78,37 @@ def cache_lab(paths: Sequence[Path], options: LabOptions) -> None:
             file = options.plots / f"hit_rate_{path.name.partition('.')[0]}.png"
             write_hit_rates(file, path.name, curves, endless[path].block_rate)
             err.print(f"plot: {escape(str(file))}", soft_wrap=True)
+
+
+TITLES = {
+    Rules.POOL: "as the pool evicts",
+    Rules.TAIL_FIRST: "beside an analysis that touches a prompt's last block first",
+    Rules.HEAD_FIRST: "beside the counts that came with the trace, first block first",
+}
+
+
+def write_report(file: Path, paths: Sequence[Path], options: LabOptions) -> None:
+    """Every policy as the pool uses it, and everything published of these traces beside what comes out here, as
+    Markdown."""
+    parts = [
+        "# What each eviction policy finds again\n\nShare of prompt blocks (512 tokens) found in a cache. In brackets "
+        "the difference from the published number; **≠** where it is more than 0.005, with the reason below.\n"
+    ]
+    for path in paths:
+        stem = path.name.partition(".")[0]
+        for rules in Rules:
+            sizes, rows = (options.capacities, options.policies)
+            if rules is not Rules.POOL:
+                if (stem, rules) not in PUBLISHED:
+                    continue
+                sizes, table = PUBLISHED[stem, rules]
+                rows = tuple(table)
+            tasks = [Task(path, name, size) for size in sizes for name in rows]
+            done = _run(tasks, replace(options, rules=rules))
+            rates = {(task.policy, task.capacity): entry.rates for task, entry in done.items()}
+            parts.append(markdown(f"{stem}, {TITLES[rules]}", cells(stem, rules, rates)))
+    file.write_text("\n".join(parts))
+    err.print(f"report: {escape(str(file))}", soft_wrap=True)
 
 
 def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:

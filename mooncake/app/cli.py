@@ -367,17 +367,25 @@ def cache_lab(
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="All rules, beside what was published, as Markdown.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Hit rate against capacity for every eviction policy, on recorded traces."""
     from mooncake.app.cache_lab import CAPACITIES, LAB_POLICIES, Rules
-    from mooncake.app.cache_lab_command import LabOptions
+    from mooncake.app.cache_lab_command import LabOptions, write_report
     from mooncake.app.cache_lab_command import cache_lab as compare
 
     if rules not in tuple(Rules):
         raise ConfigError(f"--rules must be one of {', '.join(Rules)}, got {rules!r}")
     sizes = tuple(capacity or CAPACITIES)
-    compare(traces, LabOptions(tuple(policy or LAB_POLICIES), sizes, Rules(rules), jobs, limit, plots, as_json))
+    options = LabOptions(tuple(policy or LAB_POLICIES), sizes, Rules(rules), jobs, limit, plots, as_json)
+    if report is not None:
+        write_report(report, traces, options)
+    else:
+        compare(traces, options)
 
 
 @config_app.command("show")

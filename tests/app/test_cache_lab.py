@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mooncake.app.cache_lab import LAB_POLICIES, Lab, Rules
+from mooncake.app.cache_lab import LAB_POLICIES, Lab, Rates, Rules
+from mooncake.app.cache_lab_report import Cell
 from mooncake.app.cli import app
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest, expected_hits, load_trace
@@ -80,6 +81,9 @@ def test_the_command_prints_a_table_draws_and_writes_json(tmp_path: Path) -> Non
     for name in LAB_POLICIES:
         assert name in done.stdout
     assert (tmp_path / "hit_rate_small.png").read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "report.md"
+    assert CliRunner().invoke(app, ["cache-lab", str(path), *sizes, "--report", str(page)]).exit_code == 0
+    assert page.read_text().count("\n| ") == 1 + len(LAB_POLICIES)  # nobody published anything of this trace
     alone = CliRunner().invoke(app, ["cache-lab", str(path), *sizes, "--json"])
     spread = CliRunner().invoke(app, ["cache-lab", str(path), *sizes, "--json", "--jobs", "2"])
     results = []
@@ -95,6 +99,16 @@ def test_wrong_flags_are_one_sentence() -> None:
     for flags in (["--policy", "mru"], ["--rules", "mine"]):
         done = CliRunner().invoke(app, ["cache-lab", "nowhere.jsonl", *flags])
         assert isinstance(done.exception, ConfigError)
+
+
+def test_a_difference_from_what_was_published_is_shown_and_marked_when_it_is_large() -> None:
+    rates = Rates(0.0653, 0.0, 0.0, 0.0)
+    near, far, nobodys = (Cell("lru", 3_000, rates, published) for published in (0.0650, 0.0753, None))
+    assert [str(cell) for cell in (near, far, nobodys)] == [
+        "0.0653 (+0.0003)",
+        "0.0653 (-0.0100 **≠**)",
+        "0.0653",
+    ]
 
 
 @pytest.mark.parametrize(
