@@ -28,6 +28,7 @@ from conductor.view import NONE, Bools, Floats, Question
 
 NUM_SAMPLES = 16  # futures looked at
 CONFIDENCE = 0.9  # share of the futures in which it must fit
+TBT_ROOM = 0.8  # of the limit, for a step when a request joins: its longest gaps come later, or before its first step
 COMFORT = 0.7  # below this share of the limits, for certain, no future is sampled
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 MAX_REFUSED = 1024  # refusals that are looked at again
@@ -231,10 +232,11 @@ def lookahead(admission: Admission, coming: Coming) -> float:
     most = facts.num_tokens + coming.max_tokens + float((flights.context[rows] + flights.limit[rows]).sum())
     everybody = len(rows) + 1
     worst = step_ms + sequence_ms * everybody + context_ms * most
-    limit_ms = admission.limits.tbt_ms
+    limit_ms = TBT_ROOM * admission.limits.tbt_ms
     if worst <= COMFORT * limit_ms and most <= COMFORT * total_tokens:
         return max(worst / limit_ms, most / total_tokens)
-    step_s = max(step_ms + sequence_ms * everybody + context_ms * side.context_tokens.item(d), 0.01) / 1e3
+    batch, context = flights.on(_decode_id(coming), coming.now)  # who decodes now, not who is booked: the pace of now
+    step_s = max(step_ms + sequence_ms * max(batch, 1.0) + context_ms * context, 0.01) / 1e3
     lengths = admission.lengths
     left, held, decodes = flights.futures(rows, coming.now, coming.joins_at, step_s, lengths, admission.rng)
     own = lengths.sample(coming.kind, coming.max_tokens, NUM_SAMPLES, admission.rng)

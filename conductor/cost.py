@@ -88,15 +88,27 @@ class Changed(NamedTuple):
 class LinearFit:
     """Recursive least squares with forgetting, relative errors, Huber's weights and non-negative coefficients.
 
-    ``scales`` bring the features near 1, so that the normal equations stay well conditioned. ``error`` is the running
-    mean of |ln(measured / predicted)|, each prediction made before its sample was seen.
+    Errors are divided by ms to the power ``relative``: at 1 a short sample tells as much as a long one. ``scales``
+    bring the features near 1, so that the normal equations stay well conditioned. ``error`` is the running mean of
+    |ln(measured / predicted)|, each prediction made before its sample was seen.
     """
 
-    __slots__ = ("_coefficients", "_moment", "_scales", "_shaped", "_target", "_weight", "error", "num_samples")
+    __slots__ = (
+        "_coefficients",
+        "_moment",
+        "_relative",
+        "_scales",
+        "_shaped",
+        "_target",
+        "_weight",
+        "error",
+        "num_samples",
+    )
 
-    def __init__(self, scales: Coefficients) -> None:
+    def __init__(self, scales: Coefficients, relative: float = 1.0) -> None:
         size = len(scales)
         self._scales = scales
+        self._relative = relative
         self._moment = [[0.0] * size for _ in range(size)]
         self._target = [0.0] * size
         self._weight = 0.0  # samples that still count
@@ -115,12 +127,13 @@ class LinearFit:
         weight = self._judge(features, ms)
         # What was true before counts for less when it is far from what is measured now.
         forgetting = max(FORGETTING - 0.25 * max(self.error - LOST, 0.0), 0.5)
-        # dividing by ms makes errors relative: short steps count as much
-        x = [value / scale / ms for value, scale in zip(features, self._scales, strict=True)]
+        unit = ms**self._relative
+        x = [value / scale / unit for value, scale in zip(features, self._scales, strict=True)]
+        y = ms / unit
         target = self._target
         for i, (row, value) in enumerate(zip(self._moment, x, strict=True)):
             weighted = weight * value
-            target[i] = forgetting * target[i] + weighted
+            target[i] = forgetting * target[i] + weighted * y
             for j, other in enumerate(x):
                 row[j] = forgetting * row[j] + weighted * other
         self._weight = forgetting * self._weight + weight
@@ -132,11 +145,13 @@ class LinearFit:
         if prior is not None and prior is not self and prior._weight:
             slower = self._times_slower(prior)
             share = PRIOR_SAMPLES / prior._weight
+            of_moment = share * slower ** (-2.0 * self._relative)
+            of_target = of_moment * slower
             moment = [
-                [a + share / slower**2 * b for a, b in zip(row, other, strict=True)]
+                [a + of_moment * b for a, b in zip(row, other, strict=True)]
                 for row, other in zip(moment, prior._moment, strict=True)
             ]
-            target = [a + share / slower * b for a, b in zip(target, prior._target, strict=True)]
+            target = [a + of_target * b for a, b in zip(target, prior._target, strict=True)]
         if not any(target):
             return None
         found = _non_negative(moment, target)
@@ -222,7 +237,9 @@ class CostModel:
     under ALL_NODES. ``take_changed`` names whose answers have changed since it was asked last."""
 
     def __init__(self, start: StartCosts | None = None) -> None:
-        self._prefill = _Fits(_PREFILL_SCALES)
+        # Prompts wait for one another: a ms that is wrong by the long ones matters as well. Squares of errors over ms
+        # are what errors of many independent parts ask for.
+        self._prefill = _Fits(_PREFILL_SCALES, relative=0.7)
         self._decode = _Fits(_DECODE_SCALES)
         self._transfer = _Fits(_TRANSFER_SCALES)
         if start is not None:
@@ -298,9 +315,10 @@ class CostModel:
 class _Fits:
     """One fit a name, and one over all of them that stands in for names without samples."""
 
-    def __init__(self, scales: Coefficients) -> None:
+    def __init__(self, scales: Coefficients, relative: float = 1.0) -> None:
         self._scales = scales
-        self._all = LinearFit(scales)
+        self._relative = relative
+        self._all = LinearFit(scales, relative)
         self._fits: dict[str, LinearFit] = {}
         self._cached: dict[str, Coefficients | None] = {}
         self.changed: dict[str, None] = {}  # a set that keeps its order
@@ -315,7 +333,7 @@ class _Fits:
         if fit is None:
             if len(self._fits) >= MAX_FITS:
                 return
-            fit = self._fits[name] = LinearFit(self._scales)
+            fit = self._fits[name] = LinearFit(self._scales, self._relative)
         fit.observe(features, ms)
         self._cached.pop(name, None)
         self.changed[name] = None

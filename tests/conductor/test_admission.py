@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import Cluster
 
-from conductor.admission import ADMISSIONS, Admission, Limits, Mode, _peak_tokens
+from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, _peak_tokens
 from conductor.fleet import Ticket
 from conductor.lengths import Kind, OutputLengths
 from conductor.registry import NodeLoad
@@ -114,7 +114,7 @@ def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
 
 def test_the_look_ahead_knows_that_short_answers_end_soon() -> None:
     """Short answers are there; who needs a second of prefill joins when they are gone."""
-    door = Door("lookahead", tbt_ms=18.0)
+    door = Door("lookahead", tbt_ms=18.0 / TBT_ROOM)
     for _ in range(200):
         door.admission.lengths.observe(CHAT, 20)
     while door.ask()[0]:
