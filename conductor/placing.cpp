@@ -130,14 +130,14 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
         ttft[p] += kCopyRent * v.costs[P + p] * ((longest - own_run(v, r, p)) * v.block_tokens);
         computing[p] = way.prefill_ms;
     };
-    // Most nodes are out of the question with the longest prefix that there is, fetched in no time: ttft is this bound
-    // of theirs, below by more than rounding, until somebody looks closely.
+    // Most nodes are out of the question with the longest prefix that there is, fetched in no time: until somebody looks
+    // closely, ttft is this bound. It is added up as the rest is, so rounding does not bring a node below its bound.
     const double most = std::min(longest * v.block_tokens, usable);
     int64_t best_p = -1, best_d = -1;
     for (int64_t p = 0; p < P; ++p) {
         ttft[p] = kInfinity;
         if (r.prefill_ok && !r.prefill_ok[p]) continue;
-        ttft[p] = queue_ms(p) + prefill_ms(v, p, r.num_tokens, most) - kSessionMs;
+        ttft[p] = queue_ms(p) + prefill_ms(v, p, r.num_tokens, most);
         computing[p] = kNotYet;
         if (best_p >= 0 && p != r.last_prefill && ttft[p] >= ttft[best_p]) continue;
         look_closely(p);
@@ -174,8 +174,11 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
         for (int64_t p = 0; p < P; ++p) {
             // No pair of p is faster than with its fastest link, the fewest bytes and the idlest decode node.
             if (p == first || ttft[p] + least_work >= best) continue;
-            if (computing[p] == kNotYet) look_closely(p);
             const double sending = least_bytes > 0.0 ? v.least_send_latency[p] + v.least_send_byte[p] * least_bytes : 0.0;
+            if (computing[p] == kNotYet) {
+                if (ttft[p] + sending / v.num_layers + least_work >= best) continue;
+                look_closely(p);
+            }
             if (ttft[p] + handoff_ms(sending, computing[p], v.num_layers) + least_work < best) try_row(p);
         }
     }
