@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from hypothesis import given
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
+from kvstore.ssd_io import NativeIO, PlainIO, SsdIO, VerifiedRead
 from kvstore.ssd_log import SsdLog
 from kvstore.ssd_record import PAGE, BlockHeader, Drop, NotARecord, block_size, pack_block, pack_drops, parse
 from kvstore.ssd_tier import SsdTier
@@ -261,3 +263,32 @@ async def test_many_savers_and_readers_share_groups(tmp_path: Path) -> None:
 
 
 Eventually = Callable[..., None]
+
+
+@pytest.mark.parametrize("make", [PlainIO, NativeIO])
+def test_pages_are_moved_and_verified_alike_natively_and_in_python(tmp_path: Path, make: Callable[[], SsdIO]) -> None:
+    io, size = make(), 3 * MIB + PAGE
+    pages = memoryview(mmap.mmap(-1, 2 * size))
+    pages[:] = np.random.default_rng(4).bytes(2 * size)
+    blocks = [pages[:size], pages[size:]]
+    sums = [range_checksums(block[: size - 1000], 8) for block in blocks]
+    fd = os.open(tmp_path / "pages", os.O_CREAT | os.O_RDWR, 0o600)
+    io.write_and_sync(fd, PAGE, [blocks[0], pages[:PAGE], blocks[1]])  # a gap of a page between the two
+    assert os.pread(fd, 2 * size + 2 * PAGE, 0) == bytes(PAGE) + bytes(blocks[0]) + bytes(pages[:PAGE]) + bytes(
+        blocks[1]
+    )
+
+    into = [memoryview(mmap.mmap(-1, size)) for _ in range(4)]
+    second = PAGE + size + PAGE
+    jobs = [
+        VerifiedRead(fd, PAGE, into[0], size - 1000, sums[0]),
+        VerifiedRead(fd, second, into[1], size - 1000, sums[1]),
+        VerifiedRead(fd, second, into[2], size - 1000, sums[0]),  # other bytes than were sealed
+        VerifiedRead(fd, second + PAGE, into[3], size - 1000, sums[1]),  # beyond the end
+    ]
+    right, also_right, wrong, failed = io.read(jobs)
+    assert (right, also_right, wrong) == (True, True, False) and isinstance(failed, OSError)
+    assert into[:2] == blocks
+    os.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        io.write_and_sync(fd, 0, [blocks[0]])
