@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from conductor.copier import Copier
 from conductor.cost import CostModel
 from conductor.dispatch import Dispatcher, ModelFacts
 from conductor.fleet import Fleet
@@ -59,7 +60,11 @@ class Core:
         self.roles: RoleShift | None = None
         if section.balance:
             self.roles = RoleShift(section, self.fleet, model.shape.block_tokens, self.set_role, self._unwant)
-            self.dispatcher.on_arrival = self.roles.arrived
+            self.dispatcher.on_arrival.append(self.roles.arrived)
+        self.copier: Copier | None = None
+        if section.replicate:
+            self.copier = Copier(section, self.fleet, self.registry, self.channels)
+            self.dispatcher.on_arrival.append(self.copier.arrived)
         self.num_switches = 0
         self.switched_last = ""  # node id
         self._ticker: asyncio.Task[None] | None = None
@@ -78,6 +83,8 @@ class Core:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self.ward.close()
+        if self.copier is not None:
+            await self.copier.close()
         await self.subscriber.close()
         await self.directory.close()
         await asyncio.gather(*self._dropping, return_exceptions=True)
@@ -160,6 +167,8 @@ class Core:
             self.ward.tick(now)
         if self.roles is not None:
             self.roles.tick(now)
+        if self.copier is not None:
+            self.copier.tick(now)
 
     def _has_live(self, role: Role) -> bool:
         return any(node.info.role is role and node.state is NodeState.LIVE for node in self.registry.nodes())
@@ -170,6 +179,8 @@ class Core:
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
         self.ward.forget(info.node_id)
+        if self.copier is not None:
+            self.copier.gone(info.node_id)
         self.dispatcher.node_gone(info, why)
         self.fleet.forget(info.node_id)
         if not keep_address:

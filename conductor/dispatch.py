@@ -29,7 +29,7 @@ from conductor.registry import NodeInfo
 from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.tails import on_decode_node
-from conductor.view import RequestFacts, Shape
+from conductor.view import Question, RequestFacts, Shape
 from mooncake.config import Config
 from mooncake.errors import (
     ChecksumMismatch,
@@ -132,7 +132,7 @@ class Dispatcher:
         self._attempts: dict[int, set[Attempt]] = {}  # by incarnation of node
         self._journeys: dict[str, _Journey] = {}  # by request id
         self.stats = DispatchStats()
-        self.on_arrival: Callable[[RequestFacts, Placement, float], None] = lambda facts, placement, now: None
+        self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # told of every request, once
         self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # bytes went wrong between them
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
@@ -291,9 +291,8 @@ class Dispatcher:
         try:
             await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
         except Overloaded:  # it would have been work all the same
-            now = self._clock()
             with contextlib.suppress(NodeUnavailable, Overloaded):
-                self.on_arrival(facts, self._scheduler.place(facts, now), now)
+                self._best(facts, journey, self._clock())
             raise
 
     def _facts(self, journey: _Journey, tokens: TokenIds, now: float) -> RequestFacts:
@@ -317,8 +316,6 @@ class Dispatcher:
         request, now, tokens = journey.request, self._clock(), journey.tokens
         facts = self._facts(journey, tokens, now)
         placement = self._place(facts, journey, now)
-        if not journey.retries and not journey.num_emitted:
-            self.on_arrival(facts, placement, now)
         if self._is_coupled:
             placement = placement._replace(pools=(), fetched_tokens=0)
         stays = placement.prefill.role is Role.DECODE  # its decode steps count as well
@@ -372,6 +369,9 @@ class Dispatcher:
         """The scheduler's pair, or the decode node that has nearly the whole prompt."""
         question = self._scheduler.ask(facts, now)
         placement = self._scheduler.answer(question)
+        if not journey.retries and not journey.num_emitted:
+            for tell in self.on_arrival:
+                tell(question, placement, now)
         if not facts.needs_decode or len(journey.emitted) > 1 or not self._limits.max_tail_tokens:
             return placement
         costs = self._fleet.costs

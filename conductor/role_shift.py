@@ -13,7 +13,7 @@ from conductor.balance import BalanceLimits, Balancer, Switch, SwitchState
 from conductor.fleet import Fleet
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement
-from conductor.view import RequestFacts
+from conductor.view import Question
 from mooncake.config import ConductorSection
 from mooncake.errors import InvalidRequest
 from mooncake.types import Role
@@ -47,10 +47,10 @@ class RoleShift:
         self._switch: Switch | None = None
         self._look_at = 0.0
 
-    def arrived(self, facts: RequestFacts, placement: Placement, now: float) -> None:
+    def arrived(self, question: Question, placement: Placement, now: float) -> None:
         """A request has come, whether it was let in or not."""
-        work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
-        self.balancer.arrived(self._fleet.view(now), work_ms, facts.num_tokens, facts.expected_tokens)
+        facts, work_ms = question.facts, placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
+        self.balancer.arrived(question.view, work_ms, facts.num_tokens, facts.expected_tokens)
 
     def registered(self, info: NodeInfo, now: float) -> None:
         """A node has joined or come back: perhaps the one that switches."""

@@ -13,6 +13,7 @@ from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.lane import LaneServer
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
+from kvstore.replicas import ReplicaServicer
 from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store, TierRules
@@ -21,7 +22,7 @@ from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
-from mooncake.rpc import cluster_pb2, common_pb2_grpc, store_pb2_grpc
+from mooncake.rpc import cluster_pb2, common_pb2_grpc, replica_pb2_grpc, store_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import RpcServer
 from mooncake.types import Role, SegmentAddress
@@ -117,6 +118,9 @@ class StoreNode:
         cleanup.push_async_callback(lane.stop)
         servicer.lane_port = await lane.start(config.node.host)
         host = config.node.host
+        replicas = ReplicaServicer(self.node_id, config, self._segment, self._store)
+        cleanup.push_async_callback(replicas.close)
+        server.add(replica_pb2_grpc.add_ReplicaServicer_to_server, replicas, "mooncake.v1.Replica")
         self.control_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sweeping = asyncio.create_task(self._sweep(), name="sweep")
         cleanup.push_async_callback(_end, sweeping)

@@ -1,0 +1,97 @@
+"""Carries out what ``Replicator`` decides: tells stores to fetch hot prefixes, and to drop copies that nobody asks for.
+
+I/O only, in the background; a copy that fails costs nothing but its second try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+
+import grpc
+
+from conductor.fleet import Fleet
+from conductor.registry import Registry
+from conductor.replication import Copy, Reclaim, ReplicationLimits, Replicator
+from conductor.scheduler import Placement
+from conductor.view import Question
+from mooncake.config import ConductorSection
+from mooncake.rpc import replica_pb2, store_pb2
+from mooncake.rpc.replica_pb2_grpc import ReplicaStub
+from mooncake.rpc.server import Channels
+from mooncake.rpc.store_pb2_grpc import StoreStub
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+REMOVE_TIMEOUT_S = 5.0
+
+
+class Copier:
+    """One owner, one event loop."""
+
+    def __init__(self, section: ConductorSection, fleet: Fleet, registry: Registry, channels: Channels) -> None:
+        limits = ReplicationLimits(ttl_s=section.replica_ttl_s)
+        self.replicator = Replicator(limits)
+        self.copied = 0  # prefixes
+        self.reclaimed = 0
+        self._timeout_s = limits.copy_timeout_s
+        self._fleet = fleet
+        self._registry = registry
+        self._channels = channels
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._look_at = 0.0
+
+    def arrived(self, question: Question, placement: Placement, now: float) -> None:
+        self.replicator.asked(question, placement.breakdown.prefill_ms, now)
+
+    def gone(self, node_id: str) -> None:
+        self.replicator.node_gone(node_id)
+
+    def tick(self, now: float) -> None:
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        for action in self.replicator.tick(self._fleet.view(now), self._fleet.index, now):
+            self._begin(self._copy(action) if isinstance(action, Copy) else self._reclaim(action))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _copy(self, copy: Copy) -> None:
+        source, target = self._registry.get(copy.source), self._registry.get(copy.target)
+        held = 0
+        if source is not None and target is not None:
+            request = replica_pb2.FetchRequest(source=source.info.control_address, keys=copy.keys)
+            stub = ReplicaStub(self._channels.get(target.info.control_address))
+            try:
+                held = (await stub.Fetch(request, timeout=self._timeout_s)).held
+            except grpc.RpcError as error:
+                log.info("a hot prefix was not copied to %s: %s", copy.target, error)
+        ok = held == len(copy.keys)
+        self.replicator.copied(copy, ok)
+        self.copied += ok
+        if ok:
+            log.info("a hot prefix of %d blocks is on %s too", held, copy.target)
+
+    async def _reclaim(self, reclaim: Reclaim) -> None:
+        await self._remove(reclaim.node_id, reclaim.keys)
+        self.reclaimed += 1
+
+    async def _remove(self, node_id: str, keys: Sequence[bytes]) -> None:
+        node = self._registry.get(node_id)
+        if node is None:
+            return
+        stub = StoreStub(self._channels.get(node.info.control_address))
+        try:
+            await stub.Remove(store_pb2.RemoveRequest(keys=keys[::-1]), timeout=REMOVE_TIMEOUT_S)  # leaves first
+        except grpc.RpcError as error:
+            log.info("a copy on %s is left to its eviction: %s", node_id, error)

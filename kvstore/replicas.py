@@ -1,0 +1,100 @@
+"""Copies of hot prefixes between stores: the one that shall have a prefix reads it from one that has it.
+
+In the background of everything else, few at a time, checked like any other put. It knows keys and addresses; which
+prefix is worth a copy, and when it is given up again, the conductor decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from kvstore.client import Lease, StoreClient
+from kvstore.index import BlockName
+from kvstore.segment import Segment
+from kvstore.store import Sealing, Store
+from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
+from mooncake.config import Config, transfer_secret
+from mooncake.errors import InvalidRequest, MooncakeError, OutOfBlocks
+from mooncake.rpc import replica_pb2 as pb
+from mooncake.rpc import replica_pb2_grpc
+from mooncake.rpc.server import Channels, remaining_s
+from mooncake.types import BlockKey
+
+MAX_BLOCKS = 32768  # of one prefix
+BLOCKS_A_TURN = 16  # leased, read and sealed together
+MAX_FETCHES = 2  # at once
+DEFAULT_TIMEOUT_S = 30.0
+
+
+class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
+    """Runs on the store's event loop. ``close`` ends what it opened."""
+
+    def __init__(self, node_id: str, config: Config, segment: Segment, store: Store) -> None:
+        transfer = config.transfer
+        self._transfer = TransferEngine(
+            f"{node_id}/copies", transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(config)
+        )
+        self._channels = Channels()
+        self._segment = segment
+        self._store = store
+        self._turns = asyncio.Semaphore(MAX_FETCHES)
+
+    async def close(self) -> None:
+        await self._channels.close()
+        self._transfer.close()
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:  # noqa: N802
+        if not 1 <= len(request.keys) <= MAX_BLOCKS:
+            raise InvalidRequest(f"a prefix has 1 to {MAX_BLOCKS} blocks, got {len(request.keys)}", "keys")
+        keys = [BlockKey(key) for key in request.keys]
+        deadline = time.monotonic() + remaining_s(context, DEFAULT_TIMEOUT_S)
+        source = StoreClient(request.source, self._transfer, self._channels)
+        copied = 0
+        try:
+            async with self._turns:
+                for first in range(0, len(keys), BLOCKS_A_TURN):
+                    turn = keys[first : first + BLOCKS_A_TURN]
+                    copied += await self._copy(source, turn, keys[first - 1] if first else b"", deadline)
+                    if not all(self._store.exists(turn)):
+                        break
+        finally:
+            await source.close()
+        held = next((at for at, there in enumerate(self._store.exists(keys)) if not there), len(keys))
+        return pb.FetchResponse(held=held, copied=copied)
+
+    async def _copy(self, source: StoreClient, keys: list[BlockKey], parent: bytes, deadline: float) -> int:
+        """What is missing here of a run of blocks; how many were copied."""
+        if all(self._store.exists(keys)):
+            return 0
+        lease = await source.acquire(keys, timeout_s=max(deadline - time.monotonic(), 0.0))
+        try:
+            return await self._copy_leased(lease, keys, parent, min(deadline, lease.expires_s))
+        finally:
+            await source.finish(lease)
+
+    async def _copy_leased(self, lease: Lease, keys: list[BlockKey], parent: bytes, deadline: float) -> int:
+        if not lease.blocks:
+            return 0
+        parents = [parent, *keys]
+        names = [BlockName(key, parents[at]) for at, key in enumerate(keys[: len(lease.blocks)])]
+        block = lease.blocks[0]  # one model's blocks are alike
+        try:
+            offers = await self._store.reserve(names, self._transfer.writer_id, block.length, len(block.checksums))
+        except OutOfBlocks:
+            return 0
+        wanted = [(leased, offer.grant) for leased, offer in zip(lease.blocks, offers, strict=True) if offer.grant]
+        ranges = [
+            ReadRange(leased.slot, 0, self._segment.range(grant.slot, 0, leased.length)) for leased, grant in wanted
+        ]
+        try:
+            await self._transfer.read_async(lease.segment, ranges, deadline, Priority.BACKGROUND)
+        except BaseException:
+            self._store.abort(grant for _, grant in wanted)
+            raise
+        with contextlib.suppress(MooncakeError):
+            sealed = await self._store.seal([Sealing(grant, leased.checksums) for leased, grant in wanted])
+            return sum(one.is_sealed for one in sealed)
+        return 0

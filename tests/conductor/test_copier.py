@@ -1,0 +1,108 @@
+"""A crowd on one prefix: real stores, a real conductor. A second copy appears, and goes when the crowd has gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from conductor.core import Core
+from conductor.dispatch import ModelFacts
+from conductor.registry import NodeInfo
+from conductor.view import RequestFacts, Shape
+from kvstore.checksum import range_checksums
+from kvstore.client import StoreClient
+from kvstore.metadata.memory import MemoryDirectory
+from kvstore.node import StoreNode
+from mooncake.config import load_config
+from mooncake.types import BlockKey, Role
+
+BLOCK_BYTES = 1024
+FACTS = ModelFacts(kv_fingerprint="kv", shape=Shape(block_tokens=4, block_bytes=BLOCK_BYTES, num_layers=2), eos_ids=())
+KEYS = [BlockKey(bytes([k]) * 32) for k in range(8)]
+SETTINGS = [
+    "conductor.node_timeout_s=600",  # the stores are registered for them, and do not heartbeat
+    "health.watch=false",
+    "conductor.replica_ttl_s=0.5",
+    "store.dram_gb=0.001",
+]
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Pool:
+    """Two hosts, each with a store and a prefill node; the first store has the prefix."""
+
+    core: Core
+    stores: list[StoreNode]
+    clients: list[StoreClient]
+    blocks: list[bytes]
+
+    def crowd(self, requests: int) -> None:
+        for number in range(requests):
+            facts = RequestFacts(40, KEYS, needs_decode=False, number=number)
+            now = self.core.clock()
+            question = self.core.dispatcher._scheduler.ask(facts, now)
+            placement = self.core.dispatcher._scheduler.answer(question)
+            self.core.copier.arrived(question, placement, now)
+        self.core.tick()
+
+    async def holds(self, number: int) -> int:
+        return sum(await self.clients[number].exists(KEYS))
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Pool]:
+    config = load_config(overrides=SETTINGS)
+    stores = [StoreNode(config, BLOCK_BYTES, join_cluster=False) for _ in range(2)]
+    for store in stores:
+        await store.start()
+    clients = [await StoreClient.connect(store.control_address) for store in stores]
+    rng = np.random.default_rng(0)
+    blocks = [rng.bytes(BLOCK_BYTES) for _ in KEYS]
+    names = list(zip(KEYS, [b"", *KEYS], strict=False))
+    sums = [range_checksums(block, 2) for block in blocks]
+    assert await clients[0].put_blocks(names, blocks, sums) == len(KEYS)
+
+    core = Core(config, FACTS, MemoryDirectory())
+    await core.start()
+    for number, store in enumerate(stores):
+        segment = replace(store.segment_address, host_id=f"h{number}")
+        core.register(NodeInfo(f"s{number}", Role.STORE, 10 + number, store.control_address, segment))
+        core.register(NodeInfo(f"p{number}", Role.PREFILL, 20 + number, f"127.0.0.1:{number + 1}", segment, "kv", 4))
+        core.costs.observe_prefill(f"p{number}", 40, 0, 500.0)
+    await eventually(lambda: core.index.num_blocks("s0") == len(KEYS))
+    try:
+        yield Pool(core, stores, clients, blocks)
+    finally:
+        await core.stop()
+        for client, store in zip(clients, stores, strict=True):
+            await client.close()
+            await store.stop()
+
+
+async def test_a_crowd_s_prefix_gets_a_second_copy_which_is_given_up_when_nobody_asks(pool: Pool) -> None:
+    pool.crowd(2)
+    await asyncio.sleep(0)
+    assert await pool.holds(1) == 0, "two requests are no crowd"
+
+    pool.crowd(30)
+    await eventually(lambda: pool.core.index.num_blocks("s1") == len(KEYS))
+    assert [await pool.clients[1].get(key) for key in KEYS] == pool.blocks
+    assert pool.core.copier.copied >= 1
+
+    await eventually(lambda: pool.core.index.num_blocks("s1") == 0)
+    assert (await pool.holds(0), await pool.holds(1)) == (len(KEYS), 0)
+
+
+async def test_a_source_that_is_gone_costs_nothing(pool: Pool) -> None:
+    await pool.stores[0].stop()
+    pool.crowd(30)
+    await eventually(lambda: not pool.core.copier._tasks)
+    assert (pool.core.copier.copied, await pool.holds(1)) == (0, 0)
