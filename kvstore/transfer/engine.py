@@ -97,13 +97,13 @@ class TransferEngine:
         or the engine is closed) before anything has been started.
         """
         links = [self._link(request.address) for request in requests]
-        slices = [
+        works = [
             cut(request, self._paced_slice or link.slice_bytes) for request, link in zip(requests, links, strict=True)
         ]
         transfers = [
-            Transfer(parts, request.deadline, request.priority) for request, parts in zip(requests, slices, strict=True)
+            Transfer(parts, request, checksums) for request, (parts, checksums) in zip(requests, works, strict=True)
         ]
-        for transfer, parts, link in zip(transfers, slices, links, strict=True):
+        for transfer, (parts, _), link in zip(transfers, works, links, strict=True):
             if parts:
                 link.start(transfer, parts)
             else:
@@ -116,14 +116,15 @@ class TransferEngine:
         ranges: Sequence[WriteRange],
         deadline: float,
         priority: Priority = Priority.NORMAL,
+        checksum_bytes: int = 0,
     ) -> TransferReport:
-        """Put all ranges into the segment at ``address``.
+        """Put all ranges into the segment at ``address``. ``checksum_bytes``: see ``Request``.
 
         Raises StaleEpoch (a block is not granted to its range's epoch, or the segment's owner has restarted),
         NodeUnavailable (no transport reaches the peer), DeadlineExceeded, or InvalidRequest (a range is outside the
         segment). After any of them each range may be written, half written or not at all.
         """
-        return self._run(Request(address, ranges, deadline, priority))
+        return self._run(Request(address, ranges, deadline, priority, checksum_bytes))
 
     def read(
         self,
@@ -131,9 +132,11 @@ class TransferEngine:
         ranges: Sequence[ReadRange],
         deadline: float,
         priority: Priority = Priority.NORMAL,
+        checksum_bytes: int = 0,
     ) -> TransferReport:
-        """Fill all ranges from the segment at ``address``. Raises like ``write``; nothing read is verified."""
-        return self._run(Request(address, ranges, deadline, priority))
+        """Fill all ranges from the segment at ``address``. Raises like ``write``. Nothing that is read is verified:
+        compare the report's checksums, which ``checksum_bytes`` asks for (see ``Request``)."""
+        return self._run(Request(address, ranges, deadline, priority, checksum_bytes))
 
     async def write_async(
         self,
@@ -141,9 +144,10 @@ class TransferEngine:
         ranges: Sequence[WriteRange],
         deadline: float,
         priority: Priority = Priority.NORMAL,
+        checksum_bytes: int = 0,
     ) -> TransferReport:
         """``write`` in other threads. Cancelling ends the transfer at the next slice, and waits for that."""
-        [transfer] = self.submit([Request(address, ranges, deadline, priority)])
+        [transfer] = self.submit([Request(address, ranges, deadline, priority, checksum_bytes)])
         return await transfer.wait_async()
 
     async def read_async(
@@ -152,9 +156,10 @@ class TransferEngine:
         ranges: Sequence[ReadRange],
         deadline: float,
         priority: Priority = Priority.NORMAL,
+        checksum_bytes: int = 0,
     ) -> TransferReport:
         """``read`` in other threads. Cancelling ends the transfer at the next slice, and waits for that."""
-        [transfer] = self.submit([Request(address, ranges, deadline, priority)])
+        [transfer] = self.submit([Request(address, ranges, deadline, priority, checksum_bytes)])
         return await transfer.wait_async()
 
     def view(self, address: SegmentAddress, deadline: float) -> SegmentView | None:
@@ -207,12 +212,12 @@ class TransferEngine:
 
     def _run(self, request: Request) -> TransferReport:
         link = self._link(request.address)
-        slices = cut(request, self._paced_slice or link.slice_bytes)
+        slices, checksums = cut(request, self._paced_slice or link.slice_bytes)
         if not slices:
             return TransferReport("", 0, 0.0)
-        if len(slices) == 1 and (report := link.run_alone(slices[0])) is not None:
-            return report
-        transfer = Transfer(slices, request.deadline, request.priority)
+        transfer = Transfer(slices, request, checksums)
+        if len(slices) == 1 and link.run_alone(transfer, slices[0]):
+            return transfer.report()
         link.run(transfer, slices)
         return transfer.result()
 

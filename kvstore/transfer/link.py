@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.protocol import SLICE_BYTES
-from kvstore.transfer.requests import Transfer, TransferReport
+from kvstore.transfer.requests import Transfer
 from kvstore.transfer.schedule import Pace, Patience, Queue, Watch, backoff_s, slice_bytes, takes
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
@@ -136,16 +136,16 @@ class Link:
         largest = min(each.transport.max_slice_bytes for each in self._routes)
         return slice_bytes(request_bytes, len(route.lanes), route.gb_per_s * 1e9, largest)
 
-    def run_alone(self, part: Slice) -> TransferReport | None:
-        """Move one slice past the queue, in this thread, when a path is free and nothing waits.
+    def run_alone(self, transfer: Transfer, part: Slice) -> bool:
+        """Move the only slice of ``transfer`` past the queue, in this thread, when a path is free and nothing waits.
 
-        None when that is not so, or the path broke: ``run`` will see to it. Raises what ended it otherwise.
+        False when that is not so, or the path broke: ``run`` will see to it. Raises what ended it otherwise.
         """
         self._look_after()
         with self._lock:
             lane = self._free_lane()
             if lane is None or lane.path is None:
-                return None
+                return False
             path, lane.is_driven, started = lane.path, True, time.monotonic()
             lane.pace.began(part.nbytes, started)
             lane.route.began(started)
@@ -164,7 +164,13 @@ class Link:
             raise work.error
         if isinstance(failure, DeadlineExceeded):
             raise failure
-        return work.report(lane.route.transport.name, started) if work.is_done else None
+        if work.is_done:
+            transfer.transport, transfer.moved_bytes, transfer.ended = (
+                lane.route.transport.name,
+                part.nbytes,
+                work.ended,
+            )
+        return work.is_done
 
     def run(self, transfer: Transfer, slices: Sequence[Slice]) -> None:
         """Move it, in this thread as far as possible, and return when it has ended."""
@@ -642,7 +648,9 @@ class _Work:
     def take(self) -> Slice | None:
         return self._link.take(self._lane, self._until)
 
-    def done(self, part: Slice) -> None:
+    def done(self, part: Slice, hashed: bool = False) -> None:
+        if not hashed and part.checksum_bytes:
+            part.hash()
         self._link.done(self._lane, part)
 
     def refuse(self, part: Slice, error: MooncakeError) -> None:
@@ -655,29 +663,31 @@ class _Work:
 class _Alone:
     """One slice that passes the queue."""
 
-    __slots__ = ("_part", "error", "is_done", "nbytes")
+    __slots__ = ("_part", "ended", "error")
 
     def __init__(self, part: Slice) -> None:
         self._part: Slice | None = part
-        self.nbytes = part.nbytes
         self.error: MooncakeError | None = None
-        self.is_done = False
+        self.ended = 0.0  # 0: not well
+
+    @property
+    def is_done(self) -> bool:
+        return self.ended > 0
 
     def take(self) -> Slice | None:
         part, self._part = self._part, None
         return part
 
-    def done(self, part: Slice) -> None:
-        self.is_done = True
+    def done(self, part: Slice, hashed: bool = False) -> None:
+        if not hashed and part.checksum_bytes:
+            part.hash()
+        self.ended = time.monotonic()
 
     def refuse(self, part: Slice, error: MooncakeError) -> None:
         self.error = error
 
     def give_back(self, parts: Iterable[Slice]) -> None:
         pass
-
-    def report(self, transport: str, started: float) -> TransferReport:
-        return TransferReport(transport, self.nbytes, time.monotonic() - started)
 
 
 def _route(transport: Transport, address: SegmentAddress) -> _Route:

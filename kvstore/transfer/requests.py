@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 from typing_extensions import Buffer
 
+from kvstore.checksum import Checksums
 from kvstore.segment import check_range
-from kvstore.transfer.protocol import MAX_RANGES, Operation, WireRange
+from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation, WireRange
 from kvstore.transfer.transport import Piece, Priority, Slice
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import SegmentAddress
@@ -43,12 +45,17 @@ class ReadRange:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Ranges of one segment, all to be read or all to be written, before ``deadline`` (on ``time.monotonic``)."""
+    """Ranges of one segment, all to be read or all to be written, before ``deadline`` (on ``time.monotonic``).
+
+    With ``checksum_bytes`` (up to MAX_FRAME_BYTES) the report has a checksum of each so many bytes of each range, and
+    of what is left of it, taken from the local memory while the bytes pass: for a read they are of what has arrived.
+    """
 
     address: SegmentAddress
     ranges: Sequence[WriteRange] | Sequence[ReadRange]
     deadline: float
     priority: Priority = Priority.NORMAL
+    checksum_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class TransferReport:
     transport: str
     nbytes: int
     seconds: float
+    checksums: tuple[Checksums, ...] = ()  # of each range, when they were asked for
 
 
 class TransferStatus(StrEnum):
@@ -75,6 +83,7 @@ class Transfer:
         "_cancel",
         "_event",
         "_lock",
+        "checksums",
         "deadline",
         "ended",
         "error",
@@ -87,9 +96,10 @@ class Transfer:
         "transport",
     )
 
-    def __init__(self, slices: Sequence[Slice], deadline: float, priority: Priority) -> None:
-        self.deadline = deadline
-        self.priority = priority
+    def __init__(self, slices: Sequence[Slice], request: Request, checksums: tuple[Checksums, ...]) -> None:
+        self.deadline = request.deadline
+        self.priority = request.priority
+        self.checksums = checksums
         self.nbytes = sum(part.nbytes for part in slices)
         # What follows belongs to the link.
         self.num_waiting = len(slices)
@@ -128,7 +138,11 @@ class Transfer:
         self.wait()
         if self.error is not None:
             raise self.error
-        return TransferReport(self.transport, self.moved_bytes, self.ended - self.started)
+        return self.report()
+
+    def report(self) -> TransferReport:
+        """Once it has ended well."""
+        return TransferReport(self.transport, self.moved_bytes, self.ended - self.started, self.checksums)
 
     async def wait_async(self) -> TransferReport:
         """``result`` for an event loop. When the task is cancelled the transfer is, too; the task then still waits
@@ -173,32 +187,32 @@ class Transfer:
         self._cancel = cancel
 
 
-def cut(request: Request, slice_bytes: Callable[[int], int]) -> list[Slice]:
-    """The slices of a request, as long as ``slice_bytes`` says for one of so many bytes.
+def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice], tuple[Checksums, ...]]:
+    """The slices of a request, about as long as ``slice_bytes`` says for one of so many bytes, and the memory for its
+    checksums.
 
     Raises InvalidRequest for a range outside the segment, memory that is not contiguous (or, for a read, not
     writable), and reads mixed with writes.
     """
+    unit = request.checksum_bytes
+    if not 0 <= unit <= MAX_FRAME_BYTES:
+        raise InvalidRequest(f"checksums of {unit} bytes each; {MAX_FRAME_BYTES} at most")
     if not request.ranges:
-        return []
-    if len(request.ranges) == 1 and (alone := _alone(request, request.ranges[0], slice_bytes)) is not None:
-        return [alone]
+        return [], ()
+    address = request.address
     writes = isinstance(request.ranges[0], WriteRange)
     rows = list(map(_write_row if writes else _read_row, request.ranges))
-    size = slice_bytes(sum(local.nbytes for _, _, local, _ in rows))
-    return _cut(request, Operation.WRITE if writes else Operation.READ, rows, size)
-
-
-def _alone(request: Request, item: WriteRange | ReadRange, slice_bytes: Callable[[int], int]) -> Slice | None:
-    """The usual small request: one range, no longer than a slice."""
-    writes = isinstance(item, WriteRange)
-    block, offset, local, epoch = _write_row(item) if writes else _read_row(item)
-    size = local.nbytes
-    if size > slice_bytes(size):
-        return None
-    check_range(block, offset, size, request.address.block_bytes, request.address.num_blocks)
-    piece = Piece(WireRange(block, offset, size, epoch), local)
-    return Slice(Operation.WRITE if writes else Operation.READ, (piece,), size, request.deadline)
+    for block, offset, local, _ in rows:
+        check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
+    sums = tuple(np.zeros(-(-local.nbytes // unit), np.uint64) for _, _, local, _ in rows) if unit else ()
+    nbytes = sum(local.nbytes for _, _, local, _ in rows)
+    operation = Operation.WRITE if writes else Operation.READ
+    size = slice_bytes(nbytes)
+    if nbytes <= size and len(rows) == 1:  # the usual small request
+        [(block, offset, local, epoch)] = rows
+        piece = Piece(WireRange(block, offset, nbytes, epoch), local)
+        return [Slice(operation, (piece,), nbytes, request.deadline, unit, sums)], sums
+    return _cut(request, operation, rows, sums, size), sums
 
 
 _Row = tuple[int, int, memoryview, int]  # block, offset, memory, epoch
@@ -219,25 +233,41 @@ def _read_row(item: WriteRange | ReadRange) -> _Row:
     return item.block, item.offset, local, 0
 
 
-def _cut(request: Request, operation: Operation, rows: Iterable[_Row], slice_bytes: int) -> list[Slice]:
-    """Fill slices to ``slice_bytes``, splitting a range where a slice is full."""
-    address, deadline = request.address, request.deadline
+def _cut(
+    request: Request, operation: Operation, rows: Sequence[_Row], sums: Sequence[Checksums], slice_bytes: int
+) -> list[Slice]:
+    """Fill slices to ``slice_bytes``, splitting a range where a slice is full; but never what has one checksum."""
+    unit = request.checksum_bytes or 1
     slices: list[Slice] = []
     pieces: list[Piece] = []
-    room = slice_bytes
-    for block, offset, local, epoch in rows:
-        check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
+    piece_sums: list[Checksums] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal pieces, piece_sums, filled
+        slices.append(
+            Slice(operation, tuple(pieces), filled, request.deadline, request.checksum_bytes, tuple(piece_sums))
+        )
+        pieces, piece_sums, filled = [], [], 0
+
+    for number, (block, offset, local, epoch) in enumerate(rows):
         start = 0
         while start < local.nbytes:
-            length = min(room, local.nbytes - start)
+            left, room = local.nbytes - start, slice_bytes - filled
+            length = left if left <= room else room // unit * unit
+            if length == 0 and pieces:
+                close()
+                continue
+            length = length or min(left, unit)
             pieces.append(Piece(WireRange(block, offset + start, length, epoch), local[start : start + length]))
+            if sums:
+                piece_sums.append(sums[number][start // unit : -(-(start + length) // unit)])
             start += length
-            room -= length
-            if room == 0 or len(pieces) == MAX_RANGES:
-                slices.append(Slice(operation, tuple(pieces), slice_bytes - room, deadline))
-                pieces, room = [], slice_bytes
+            filled += length
+            if filled >= slice_bytes or len(pieces) == MAX_RANGES:
+                close()
     if pieces:
-        slices.append(Slice(operation, tuple(pieces), slice_bytes - room, deadline))
+        close()
     return slices
 
 

@@ -21,10 +21,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, host_id, map_shared
 from kvstore.transfer import protocol
+from kvstore.transfer.native import HEAD_BYTES, NativeConnection, NativeOwner, load
 from kvstore.transfer.protocol import Frame, Hello, Operation, ProtocolViolation, Status, WireRange
 from kvstore.transfer.sockets import Wire, tune
 from kvstore.transfer.transport import Attachment, Caller, Exporter, PathFailed
@@ -37,11 +38,10 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
 HELLO_TIMEOUT_S = 5.0
 CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all connections
-SENDFILE_BYTES = 64 << 10  # ranges of so much go out without a copy
 FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
-_HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES  # a frame has a range at least
 _NOWHERE: frozenset[int] = frozenset()
 _ZEROS = memoryview(bytes(1 << 16))
+_LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
 
@@ -72,16 +72,34 @@ class _Counts:
         self.refused += other.refused
         self.violations += other.violations
 
+    def add_native(self, connection: NativeConnection) -> None:
+        bytes_in, bytes_out, refused = connection.counts
+        self.bytes_in += bytes_in
+        self.bytes_out += bytes_out
+        self.refused += refused
+
 
 @dataclass(eq=False, slots=True)
 class _Connection:
     wire: Wire
     is_local: bool  # over the unix socket: holds a mapping, sends nothing
     peer: str = ""  # set once it has said hello
-    landing: frozenset[int] = _NOWHERE  # blocks that the frame being received writes into
+    landing_here: frozenset[int] = _NOWHERE  # blocks that the frame being received in Python writes into
     counts: _Counts = field(default_factory=_Counts)
     attachment: Attachment | None = None  # it speaks another way, and is silent here
-    head: memoryview = field(default_factory=lambda: memoryview(bytearray(_HEAD_BYTES)))  # of the frame at hand
+    native: NativeConnection | None = None  # reads and writes are answered without Python
+    head: memoryview = field(default_factory=lambda: memoryview(bytearray(HEAD_BYTES)))  # of the frame at hand
+
+    @property
+    def landing(self) -> frozenset[int]:
+        """Blocks that the frame being received writes into."""
+        return self.landing_here if self.native is None else self.native.landing
+
+    def total(self) -> _Counts:
+        total = replace(self.counts)
+        if self.native is not None:
+            total.add_native(self.native)
+        return total
 
 
 class SegmentServer:
@@ -100,23 +118,27 @@ class SegmentServer:
         on_peer_gone: Callable[[str], object] | None = None,
         secret: str = "",
         credit_bytes: int = CREDIT_BYTES,
+        is_native: bool = True,
     ) -> None:
-        """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides."""
+        """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides. Without
+        ``is_native``, or a compiler, Python answers them."""
         self.on_peer_gone = on_peer_gone
         self._secret = secret.encode()
         self._credit_bytes = credit_bytes
+        self._credit_each = 0  # of each connection
         self._segment = segment
         self._node_id = node_id
         self._transports = transports
         self._host = host
         self._grants = _Grants(segment.num_blocks)
+        library = load() if is_native and "tcp" in transports else None
+        self._native = NativeOwner(library, segment, self._grants.map) if library is not None else None
         self._changed = threading.Condition()  # guards everything below, and the grants
         self._connections: set[_Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._ended = _Counts()  # of connections that have ended
         self._listeners: list[socket.socket] = []
         self._exporters: list[Exporter] = []
-        self._revoking = 0  # threads that wait for what is landing
         self._unix_path = ""
         self._tcp_address = ""
         self._stopping = False
@@ -176,15 +198,15 @@ class SegmentServer:
         with self._changed:
             for block in blocks:
                 self._grants.table[block] = 0
-            self._revoking += 1
+            if self._native is not None:
+                self._native.fence()
             patience = time.monotonic() + _LANDING_GRACE_S
             while landing := [each for each in self._connections if each.landing & blocks]:
                 left = patience - time.monotonic()
                 if left <= 0:
                     for connection in landing:
                         connection.wire.shut()
-                self._changed.wait(max(left, 0.01))
-            self._revoking -= 1
+                self._changed.wait(_LANDING_POLL_S)
 
     def maps_memory(self, peer: str) -> bool:
         """Whether this peer has the segment mapped, so that a copy it began could still be going on."""
@@ -194,7 +216,7 @@ class SegmentServer:
     def stats(self) -> ServerStats:
         total = _Counts()
         with self._changed:
-            for counts in (self._ended, *(each.counts for each in self._connections)):
+            for counts in (self._ended, *(each.total() for each in self._connections)):
                 total.add(counts)
             open_now = len(self._connections)
         total.bytes_in += sum(exporter.bytes_in for exporter in self._exporters)
@@ -217,6 +239,7 @@ class SegmentServer:
             listener.close()
         for exporter in self._exporters:
             exporter.close()
+        self._native = None
         self._grants.close()
 
     def _make_exporters(self) -> list[Exporter]:
@@ -264,6 +287,7 @@ class SegmentServer:
                 full = len(self._connections) >= MAX_CONNECTIONS
                 if not (full or self._stopping):
                     self._connections.add(connection)
+                    self._share_credit()
             if full or self._stopping:
                 with contextlib.suppress(OSError):
                     sock.send(self._welcome(Status.BUSY))
@@ -277,6 +301,9 @@ class SegmentServer:
             if not connection.is_local:
                 tune(connection.wire.sock)
             self._greet(connection)
+            if self._native is not None and not connection.is_local:
+                connection.native = NativeConnection(connection.wire.sock)
+                connection.head = connection.native.head
             while connection.peer:
                 self._serve_frame(connection)
         except ProtocolViolation as error:
@@ -324,7 +351,10 @@ class SegmentServer:
 
     def _serve_frame(self, connection: _Connection) -> None:
         wire, head = connection.wire, connection.head
-        wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
+        if self._native is not None and connection.native is not None and connection.attachment is None:
+            self._native.serve(connection.native)  # up to a frame that is not its
+        else:
+            wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
         if connection.is_local:
             raise ProtocolViolation("a frame over the unix socket")
         if connection.attachment is not None:
@@ -365,13 +395,7 @@ class SegmentServer:
             for start in range(0, size, len(_ZEROS)):
                 wire.send([_ZEROS[: size - start]], deadline)
             return
-        head = self._reply(Status.OK, 0, size, frame.frame_id)
-        if size < SENDFILE_BYTES * len(ranges):
-            wire.send([head, *map(self._view, ranges)], deadline)
-        else:
-            wire.send([head], deadline, more=True)
-            for block, offset, length, _ in ranges:
-                wire.send_file(self._segment.fd, block * self._segment.block_bytes + offset, length, deadline)
+        wire.send([self._reply(Status.OK, 0, size, frame.frame_id), *map(self._view, ranges)], deadline)
         connection.counts.bytes_out += size
 
     def _serve_attach(self, connection: _Connection, frame: Frame, deadline: float) -> None:
@@ -391,9 +415,14 @@ class SegmentServer:
         connection.wire.send([self._reply(status, 0, len(answer), frame.frame_id), answer], deadline)
 
     def _reply(self, status: Status, refused: int, payload_bytes: int, frame_id: int) -> bytes:
-        """With the share of our credit that each connection has now."""
+        return protocol.pack_reply(status, refused, payload_bytes, frame_id, self._credit_each)
+
+    def _share_credit(self) -> None:
+        """Connections have come or gone; under the lock."""
         credit = max(protocol.SLICE_BYTES, self._credit_bytes // max(1, len(self._connections)))
-        return protocol.pack_reply(status, refused, payload_bytes, frame_id, min(credit, protocol.MAX_CREDIT_BYTES))
+        self._credit_each = min(credit, protocol.MAX_CREDIT_BYTES)
+        if self._native is not None:
+            self._native.set_credit(self._credit_each)
 
     def _begin_landing(self, connection: _Connection, ranges: list[WireRange]) -> tuple[Status, int]:
         """Check a write as a whole, under the lock that ``revoke`` takes, and note where it is about to land."""
@@ -404,14 +433,12 @@ class SegmentServer:
             for index, item in enumerate(ranges):
                 if item.epoch == 0 or self._grants.table[item.block] != item.epoch:
                     return Status.STALE_EPOCH, index
-            connection.landing = frozenset([item.block for item in ranges])
+            connection.landing_here = frozenset([item.block for item in ranges])
         return Status.OK, 0
 
     def _end_landing(self, connection: _Connection) -> None:
         with self._changed:
-            connection.landing = _NOWHERE
-            if self._revoking:
-                self._changed.notify_all()
+            connection.landing_here = _NOWHERE
 
     def _view(self, item: WireRange) -> memoryview:
         start = item.block * self._segment.block_bytes + item.offset
@@ -425,7 +452,8 @@ class SegmentServer:
         with self._changed:
             connection.wire.close()
             self._connections.discard(connection)
-            self._ended.add(connection.counts)
+            self._ended.add(connection.total())
+            self._share_credit()
             self._changed.notify_all()
             alive = any(each.peer == connection.peer for each in self._connections)
             gone = bool(connection.peer) and not alive and not self._stopping
@@ -442,17 +470,17 @@ class _Grants:
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            self._map = map_shared(fd, size)
+            self.map = map_shared(fd, size)
             self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(fd)
-        self.table = memoryview(self._map).cast("Q")  # aligned 8-byte stores: a reader never sees half of one
+        self.table = memoryview(self.map).cast("Q")  # aligned 8-byte stores: a reader never sees half of one
 
     def close(self) -> None:
         os.close(self.read_only_fd)
         self.table.release()
         with contextlib.suppress(BufferError):
-            self._map.close()
+            self.map.close()
 
 
 def _tcp_listener(host: str) -> socket.socket:

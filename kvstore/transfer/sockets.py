@@ -8,7 +8,6 @@ TICK_S: whoever wakes from one looks at its deadline, and only the last tick bef
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import time
@@ -102,22 +101,6 @@ class Wire:
             except BlockingIOError:
                 continue
             waiting = _after(waiting, sent)
-
-    def send_file(self, fd: int, offset: int, size: int, deadline: float) -> None:
-        """Send ``size`` bytes of an open file, without a copy. Raises like ``send``."""
-        while size:
-            self._arm(socket.SO_SNDTIMEO, deadline)
-            try:
-                sent = os.sendfile(self.sock.fileno(), fd, offset, size)
-            except BlockingIOError:
-                continue
-            if sent == 0:
-                raise OSError("the file is shorter than it was")
-            offset, size = offset + sent, size - sent
-
-    def arm_sending(self, deadline: float) -> None:
-        """For calls of the kernel that this class does not know. Raises DeadlineExceeded."""
-        self._arm(socket.SO_SNDTIMEO, deadline)
 
     @property
     def moved_bytes(self) -> int:

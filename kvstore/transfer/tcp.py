@@ -1,16 +1,17 @@
 """TCP: connections to a peer, each carrying slices one behind the other.
 
-An owner with several addresses (one for each of its network cards) gets its connections spread over them. Large
-writes are spliced instead of copied where the system can. Decides nothing about what goes first.
+An owner with several addresses (one for each of its network cards) gets its connections spread over them. Decides
+nothing about what goes first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 from collections import deque
 
-from kvstore.transfer import protocol, splice
+from kvstore.transfer import native, protocol
 from kvstore.transfer.greeting import greet
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
 from kvstore.transfer.sockets import Wire, time_left, tune
@@ -21,8 +22,6 @@ from mooncake.types import SegmentAddress
 
 WINDOW = 4  # slices on their way on one connection,
 WINDOW_BYTES = 2 * protocol.MAX_FRAME_BYTES  # and so many bytes
-SPLICE_BYTES = 256 << 10  # a write slice of so much is worth splicing,
-SPLICE_PIECE_BYTES = 32 << 10  # unless looking up the pages of its pieces costs more than a copy
 
 
 class TcpTransport:
@@ -32,8 +31,10 @@ class TcpTransport:
     unavailable = ""
     max_slice_bytes = protocol.MAX_FRAME_BYTES
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, is_native: bool = True) -> None:
+        """Without ``is_native``, or a compiler, Python moves the bytes."""
         self._streams = streams
+        self._library = native.load() if is_native else None
 
     def paths_to(self, address: SegmentAddress) -> int:
         return max(self._streams, len(_addresses(address))) if address.tcp_address else 0
@@ -41,7 +42,8 @@ class TcpTransport:
     def open(self, address: SegmentAddress, caller: Caller, index: int, deadline: float) -> TcpPath:
         """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
         places = _addresses(address)
-        return TcpPath(_connect(address, places[index % len(places)], caller, deadline), address.node_id)
+        wire = _connect(address, places[index % len(places)], caller, deadline, self._library)
+        return TcpPath(wire, address.node_id)
 
     def register(self, memory: memoryview) -> None:
         """Nothing to do: the kernel takes any memory."""
@@ -58,8 +60,6 @@ class TcpPath:
         self._wire = wire
         self._node_id = node_id
         self._next_id = 0
-        self._splicer: splice.Splicer | None = None
-        self._can_splice = True
 
     @property
     def progress(self) -> int:
@@ -95,8 +95,6 @@ class TcpPath:
 
     def close(self) -> None:
         self._wire.close()
-        if self._splicer is not None:
-            self._splicer.close()
 
     def _give_back(self, work: Work, on_way: deque[tuple[int, Slice]]) -> None:
         self._wire.shut()
@@ -107,9 +105,8 @@ class TcpPath:
         head = protocol.pack_frame(part.operation, ranges, part.nbytes, frame_id)
         if part.operation is Operation.READ:
             self._wire.send([head], part.deadline)
-        elif self._is_spliced(part) and (splicer := self._open_splicer()) is not None:
-            self._wire.send([head], part.deadline, more=True)
-            splicer.send(self._wire, [piece.local for piece in part.pieces], part.deadline)
+        elif isinstance(self._wire, native.NativeWire) and native.suits(part):
+            self._wire.send_slice(head, part)
         else:
             self._wire.send([head, *(piece.local for piece in part.pieces)], part.deadline)
 
@@ -117,14 +114,19 @@ class TcpPath:
         """Take one reply. A refusal is the slice's, not the connection's: the stream of frames stays in step."""
         head = bytearray(protocol.REPLY_BYTES)
         is_read = part.operation is Operation.READ
-        payload = [piece.local for piece in part.pieces] if is_read else []
-        self._wire.receive_into([memoryview(head), *payload], part.deadline)
+        hashed = isinstance(self._wire, native.NativeWire) and native.suits(part)
+        if not is_read:
+            self._wire.receive_into([memoryview(head)], part.deadline)
+        elif isinstance(self._wire, native.NativeWire) and hashed:
+            self._wire.receive_slice(head, part)
+        else:
+            self._wire.receive_into([memoryview(head), *(piece.local for piece in part.pieces)], part.deadline)
         reply = protocol.unpack_reply(head)
         if reply.frame_id != frame_id or reply.payload_bytes != (part.nbytes if is_read else 0):
             raise ProtocolViolation("a reply that answers another frame")
         self.window_bytes = min(reply.credit_bytes, WINDOW_BYTES)
         if reply.status is Status.OK:
-            work.done(part)
+            work.done(part, hashed)
         else:
             work.refuse(part, self._refusal(reply, part))
 
@@ -135,17 +137,6 @@ class TcpPath:
         if reply.status is Status.STALE_EPOCH:
             return stale_epoch(self._node_id, wire.block, wire.epoch)
         return InvalidRequest(f"{self._node_id} refused block {wire.block}: {reply.status.name.lower()}")
-
-    def _is_spliced(self, part: Slice) -> bool:
-        return self._can_splice and part.nbytes >= max(SPLICE_BYTES, SPLICE_PIECE_BYTES * len(part.pieces))
-
-    def _open_splicer(self) -> splice.Splicer | None:
-        if self._splicer is None:
-            try:
-                self._splicer = splice.Splicer()
-            except OSError:  # no more pipes, or another system: copy
-                self._can_splice = False
-        return self._splicer
 
 
 def stale_epoch(node_id: str, block: int, epoch: int) -> StaleEpoch:
@@ -183,7 +174,9 @@ def _addresses(address: SegmentAddress) -> list[str]:
     return address.tcp_address.split(",") if address.tcp_address else []
 
 
-def _connect(address: SegmentAddress, place: str, caller: Caller, deadline: float) -> Wire:
+def _connect(
+    address: SegmentAddress, place: str, caller: Caller, deadline: float, library: ctypes.CDLL | None = None
+) -> Wire:
     """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
     try:
         sock = socket.create_connection(split_address(place), timeout=time_left(deadline))
@@ -193,7 +186,7 @@ def _connect(address: SegmentAddress, place: str, caller: Caller, deadline: floa
         raise PathFailed(f"cannot connect to {address.node_id} at {place}: {error}") from None
     try:
         tune(sock)
-        wire = Wire(sock)
+        wire = Wire(sock) if library is None else native.NativeWire(sock, library)
         greet(wire, address, caller, deadline)
         return wire
     except (OSError, ProtocolViolation) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+from kvstore.checksum import Checksums, part_checksums
 from kvstore.transfer.protocol import Operation, WireRange
 from mooncake.errors import MooncakeError
 from mooncake.types import SegmentAddress
@@ -44,6 +45,13 @@ class Slice:
     pieces: tuple[Piece, ...]
     nbytes: int
     deadline: float  # time.monotonic()
+    checksum_bytes: int = 0  # 0: no checksums are wanted
+    sums: tuple[Checksums, ...] = ()  # or else these are to be filled, one for each piece, and in it for each so many
+
+    def hash(self) -> None:
+        """Fill the checksums of all pieces from their local memory."""
+        for piece, sums in zip(self.pieces, self.sums, strict=True):
+            sums[:] = part_checksums(piece.local, self.checksum_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,9 @@ class Work(Protocol):
         to appear; may sleep to keep a rate limit. A path that has nothing on its way and gets None returns."""
         ...
 
-    def done(self, part: Slice) -> None:
+    def done(self, part: Slice, hashed: bool = False) -> None:
         """A write is visible to whoever reads the segment next; a read is in its local memory, and nothing will touch
-        that memory any more."""
+        that memory any more. ``hashed``: the path has filled the checksums that are wanted, too."""
         ...
 
     def refuse(self, part: Slice, error: MooncakeError) -> None:

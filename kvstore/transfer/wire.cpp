@@ -1,0 +1,392 @@
+// The data plane's bytes without Python: parts of memory to and from a stream socket with their xxh3-64 computed while
+// they are in cache, and the owner's answers to reads and writes. kvstore/transfer/protocol.py, sockets.py and server.py
+// are the definition; whatever is not a plain read or write goes back to them.
+
+#include <errno.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kClosed = -1, kViolation = -2;  // other results: 0, or an errno
+constexpr int64_t kTickUs = 1000000;          // sockets.TICK_S
+constexpr uint64_t kPieceBytes = 128 << 10;   // hashed and moved at a time: it stays in a core's L2
+constexpr int kMaxVectors = 1024;
+
+double now_s() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return at.tv_sec + at.tv_nsec * 1e-9;
+}
+
+// xxh3-64 of more than 240 bytes, with the default secret and no seed (the specification of xxHash, XXH3 long input).
+
+constexpr uint64_t kMinHashed = 241, kBlock = 1024, kStripe = 64, kLanes = 8;
+constexpr uint64_t kPrime32[3] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
+constexpr uint64_t kPrime64[5] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+                                  0x27D4EB2F165667C5};
+alignas(64) constexpr uint8_t kSecret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4,
+    0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e,
+    0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43,
+    0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
+    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19,
+    0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7,
+    0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78,
+    0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16,
+    0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f,
+    0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+
+using Lanes = uint64_t __attribute__((vector_size(64)));
+constexpr Lanes kStart = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
+                          kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
+
+inline Lanes load(const uint8_t *at) {
+    Lanes lanes;
+    memcpy(&lanes, at, sizeof lanes);
+    return lanes;
+}
+
+inline Lanes times_halves(Lanes key) {  // low 32 bits x high 32 bits
+#ifdef __AVX512F__
+    return (Lanes)_mm512_mul_epu32((__m512i)key, (__m512i)(key >> 32));
+#else
+    return (key & 0xffffffff) * (key >> 32);
+#endif
+}
+
+inline Lanes absorb(Lanes lanes, const uint8_t *stripe, const uint8_t *secret) {
+    const Lanes data = load(stripe);
+    const Lanes swapped = __builtin_shuffle(data, (Lanes){1, 0, 3, 2, 5, 4, 7, 6});
+    return lanes + swapped + times_halves(data ^ load(secret));
+}
+
+Lanes absorb_blocks(Lanes lanes, const uint8_t *at, const uint8_t *end) {
+    for (; at < end; at += kBlock) {
+#pragma GCC unroll 16
+        for (uint64_t n = 0; n < kBlock / kStripe; ++n) {
+            __builtin_prefetch(at + n * kStripe + 512);
+            lanes = absorb(lanes, at + n * kStripe, kSecret + 8 * n);
+        }
+        lanes = (lanes ^ (lanes >> 47) ^ load(kSecret + sizeof kSecret - kStripe)) * kPrime32[0];
+    }
+    return lanes;
+}
+
+// `lanes` have taken all of `data` up to the last, perhaps whole, block.
+uint64_t finish(Lanes lanes, const uint8_t *data, uint64_t size) {
+    const uint64_t start = (size - 1) / kBlock * kBlock;
+    for (uint64_t n = 0; n < (size - 1 - start) / kStripe; ++n)
+        lanes = absorb(lanes, data + start + n * kStripe, kSecret + 8 * n);
+    lanes = absorb(lanes, data + size - kStripe, kSecret + sizeof kSecret - kStripe - 7);
+    lanes ^= load(kSecret + 11);
+    uint64_t hash = size * kPrime64[0];
+    for (uint64_t i = 0; i < kLanes; i += 2) {
+        const auto product = (unsigned __int128)lanes[i] * lanes[i + 1];
+        hash += (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    hash = (hash ^ (hash >> 37)) * 0x165667919E3779F9;
+    return hash ^ (hash >> 32);
+}
+
+struct Part {
+    uint8_t *data;
+    uint64_t size;
+    uint64_t *sums;  // null, or one xxh3-64 for each `sum_bytes` of it and what is left
+};
+
+// Parts on their way over one socket. A call that a signal interrupts goes on where it was when it is repeated.
+struct Flow {
+    int64_t fd;
+    int64_t tick_us;  // the socket's timeout for this direction; 0: not known
+    uint64_t part, offset;
+    uint64_t hashed_part, hashed_offset;  // whole blocks of the range that is being hashed, and all before it
+    uint64_t lanes[kLanes];
+};
+
+void hash_until(Flow &flow, const Part *parts, uint64_t sum_bytes, uint64_t part, uint64_t offset) {
+    while (flow.hashed_part < part || (flow.hashed_part == part && flow.hashed_offset < offset)) {
+        const Part &at = parts[flow.hashed_part];
+        const uint64_t known = flow.hashed_part < part ? at.size : offset;
+        if (at.sums == nullptr) {
+            if (flow.hashed_part == part) return;
+            ++flow.hashed_part;
+            continue;
+        }
+        const uint64_t start = flow.hashed_offset / sum_bytes * sum_bytes, size = std::min(sum_bytes, at.size - start);
+        const uint64_t last = start + (size - 1) / kBlock * kBlock;
+        const uint64_t until = std::min(last, start + (known - start) / kBlock * kBlock);
+        Lanes lanes = kStart;
+        if (flow.hashed_offset > start) memcpy(&lanes, flow.lanes, sizeof lanes);
+        lanes = absorb_blocks(lanes, at.data + flow.hashed_offset, at.data + until);
+        memcpy(flow.lanes, &lanes, sizeof lanes);
+        flow.hashed_offset = until;
+        if (known < start + size) return;
+        at.sums[start / sum_bytes] = finish(lanes, at.data + start, size);
+        flow.hashed_offset = start + size;
+        if (flow.hashed_offset == at.size) ++flow.hashed_part, flow.hashed_offset = 0;
+    }
+}
+
+// The kernel keeps the time: a call returns after a tick, and only the last ticks before the deadline are shortened.
+int arm(Flow &flow, int option, double deadline_s) {
+    const double left_s = deadline_s - now_s();
+    if (left_s <= 0) return ETIMEDOUT;
+    int64_t tick_us = kTickUs;
+    if (left_s < 1) {
+        const int64_t left_us = std::max<int64_t>(1000, left_s * 1e6);
+        if (flow.tick_us > 0 && flow.tick_us <= left_us && flow.tick_us >= left_us / 8) return 0;
+        tick_us = std::max<int64_t>(1000, left_us / 2);
+    }
+    if (flow.tick_us == tick_us) return 0;
+    const timeval value = {tick_us / 1000000, tick_us % 1000000};
+    if (setsockopt(flow.fd, SOL_SOCKET, option, &value, sizeof value) != 0) return errno;
+    flow.tick_us = tick_us;
+    return 0;
+}
+
+// The parts that the next call of the kernel moves: all that is left, or a piece that is hashed while it is in cache.
+int gather(const Flow &flow, const Part *parts, uint64_t num_parts, bool in_pieces, iovec *vectors, uint64_t &bytes) {
+    int count = 0;
+    bytes = 0;
+    uint64_t offset = flow.offset;
+    for (uint64_t part = flow.part; part < num_parts && count < kMaxVectors; ++part, offset = 0) {
+        uint64_t size = parts[part].size - offset;
+        if (in_pieces) size = std::min(size, kPieceBytes - bytes);
+        vectors[count++] = {parts[part].data + offset, size};
+        bytes += size;
+        if (in_pieces && bytes == kPieceBytes) break;
+    }
+    return count;
+}
+
+void advance(Flow &flow, const Part *parts, uint64_t bytes) {
+    while (bytes > 0) {
+        const uint64_t step = std::min(bytes, parts[flow.part].size - flow.offset);
+        flow.offset += step;
+        bytes -= step;
+        if (flow.offset == parts[flow.part].size) ++flow.part, flow.offset = 0;
+    }
+}
+
+template <bool kSends>
+int move(Flow &flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
+    iovec vectors[kMaxVectors];
+    while (flow.part < num_parts) {
+        if (int error = arm(flow, kSends ? SO_SNDTIMEO : SO_RCVTIMEO, deadline_s)) return error;
+        uint64_t bytes;
+        msghdr message = {};
+        message.msg_iov = vectors;
+        message.msg_iovlen = gather(flow, parts, num_parts, sum_bytes > 0, vectors, bytes);
+        Flow ahead = flow;
+        advance(ahead, parts, bytes);
+        ssize_t moved;
+        if (kSends) {
+            hash_until(flow, parts, sum_bytes, ahead.part, ahead.offset);
+            moved = sendmsg(flow.fd, &message, MSG_NOSIGNAL | (ahead.part < num_parts ? MSG_MORE : 0));
+        } else {
+            moved = recvmsg(flow.fd, &message, MSG_WAITALL);
+            if (moved == 0) return kClosed;
+        }
+        if (moved < 0) {
+            if (errno == EAGAIN) continue;
+            return errno;
+        }
+        advance(flow, parts, moved);
+        if (!kSends) hash_until(flow, parts, sum_bytes, flow.part, flow.offset);
+    }
+    return 0;
+}
+
+// What kvstore/transfer/protocol.py packs: little-endian, without gaps.
+
+constexpr uint16_t kWrite = 1, kRead = 2;
+constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2;
+constexpr uint32_t kMaxRanges = 512, kMaxFrameBytes = 4 << 20;
+constexpr double kFrameTimeoutS = 30;
+
+struct __attribute__((packed)) Head {
+    uint16_t operation, num_ranges;
+    uint32_t payload_bytes;
+    uint64_t frame_id;
+};
+struct __attribute__((packed)) Range {
+    uint32_t block, offset, length;
+    uint64_t epoch;
+};
+struct __attribute__((packed)) Reply {
+    uint16_t status, refused;
+    uint32_t payload_bytes;
+    uint64_t frame_id;
+    uint32_t credit_bytes;
+};
+
+struct Owner {
+    uint8_t *segment;
+    std::atomic<uint64_t> *grants;
+    uint64_t block_bytes, num_blocks;
+    std::atomic<uint64_t> credit_bytes;  // of each connection
+};
+
+// One thread writes it; others read the counts and what is landing.
+struct Connection {
+    Head head;
+    Range first;
+    uint32_t padding;
+    int64_t fd;
+    std::atomic<uint64_t> bytes_in, bytes_out, refused;
+    std::atomic<uint64_t> num_landing;  // ranges of the frame that is being received,
+    std::atomic<uint32_t> landing[kMaxRanges];  // and their blocks
+};
+
+// Where the frame is about to land is made known before the grants are read, and `revoke` changes the grants before it
+// reads what is landing: one of the two sees the other.
+uint16_t begin_landing(const Owner &owner, Connection &connection, const Range *ranges, uint16_t &refused) {
+    const uint16_t count = connection.head.num_ranges;
+    for (uint16_t i = 0; i < count; ++i) connection.landing[i].store(ranges[i].block, std::memory_order_relaxed);
+    connection.num_landing.store(count);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    for (refused = 0; refused < count; ++refused) {
+        const Range &range = ranges[refused];
+        if (range.epoch == 0 || owner.grants[range.block].load() != range.epoch) {
+            connection.num_landing.store(0);
+            return kStaleEpoch;
+        }
+    }
+    refused = 0;
+    return kOk;
+}
+
+// Moves bytes that nobody wants or that mean nothing.
+template <bool kSends>
+int move_nothing(Flow &flow, uint64_t bytes, double deadline_s) {
+    static const uint8_t zeros[1 << 16] = {};
+    uint8_t scratch[1 << 16];
+    while (bytes > 0) {
+        const uint64_t size = std::min<uint64_t>(bytes, sizeof scratch);
+        const Part part = {kSends ? const_cast<uint8_t *>(zeros) : scratch, size, nullptr};
+        flow.part = flow.offset = 0;
+        if (int error = move<kSends>(flow, &part, 1, 0, deadline_s)) return error;
+        bytes -= size;
+    }
+    return 0;
+}
+
+template <bool kSends>
+int move_all(Flow &flow, const Part *parts, uint64_t num_parts, double deadline_s) {
+    flow.part = flow.offset = 0;
+    int error;
+    do error = move<kSends>(flow, parts, num_parts, 0, deadline_s);
+    while (error == EINTR);
+    return error;
+}
+
+// Waits for ever for the first byte, then until the deadline, which it sets, for the rest.
+int receive_head(Flow &flow, Connection &connection, double &deadline_s) {
+    uint8_t *at = reinterpret_cast<uint8_t *>(&connection.head);
+    constexpr uint64_t kSize = sizeof(Head) + sizeof(Range);
+    ssize_t received;
+    do received = recv(flow.fd, at, kSize, MSG_WAITALL);
+    while (received < 0 && (errno == EAGAIN || errno == EINTR));
+    if (received <= 0) return received == 0 ? kClosed : errno;
+    deadline_s = now_s() + kFrameTimeoutS;
+    const Part rest = {at + received, kSize - received, nullptr};
+    return rest.size ? move_all<false>(flow, &rest, 1, deadline_s) : 0;
+}
+
+int serve_frame(const Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
+    const Head head = connection.head;
+    Range ranges[kMaxRanges];
+    Part parts[1 + kMaxRanges];
+    ranges[0] = connection.first;
+    if (head.num_ranges > 1) {
+        const Part rest = {reinterpret_cast<uint8_t *>(ranges + 1), (head.num_ranges - 1) * sizeof(Range), nullptr};
+        if (int error = move_all<false>(in, &rest, 1, deadline_s)) return error;
+    }
+    uint64_t bytes = 0;
+    uint16_t status = kOk, refused = 0;
+    for (uint16_t i = 0; i < head.num_ranges; ++i) {
+        const Range &range = ranges[i];
+        if (range.length == 0) return kViolation;
+        bytes += range.length;
+        const bool is_inside =
+            range.block < owner.num_blocks && (uint64_t)range.offset + range.length <= owner.block_bytes;
+        if (!is_inside && status == kOk) status = kBadRange, refused = i;
+        if (is_inside)
+            parts[1 + i] = {owner.segment + range.block * owner.block_bytes + range.offset, range.length, nullptr};
+    }
+    if (bytes != head.payload_bytes) return kViolation;
+
+    const bool writes = head.operation == kWrite;
+    if (writes) {
+        if (status == kOk) status = begin_landing(owner, connection, ranges, refused);
+        int error;
+        if (status == kOk) {
+            error = move_all<false>(in, parts + 1, head.num_ranges, deadline_s);
+            connection.num_landing.store(0);
+            if (!error) connection.bytes_in += bytes;
+        } else {
+            error = move_nothing<false>(in, bytes, deadline_s);
+        }
+        if (error) return error;
+    }
+    if (status != kOk) ++connection.refused;
+    Reply reply = {status, refused, writes ? 0 : head.payload_bytes, head.frame_id,
+                   (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
+    parts[0] = {reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr};
+    const bool sends_range = !writes && status == kOk;
+    if (int error = move_all<true>(out, parts, sends_range ? 1 + head.num_ranges : 1, deadline_s)) return error;
+    if (writes) return 0;
+    if (sends_range) return connection.bytes_out += bytes, 0;
+    return move_nothing<true>(out, bytes, deadline_s);
+}
+
+}  // namespace
+
+extern "C" {
+
+int send_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
+    return move<true>(*flow, parts, num_parts, sum_bytes, deadline_s);
+}
+
+int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
+    return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
+}
+
+// Answers reads and writes until the connection ends, or until a frame begins that is neither: its head, with the first
+// range, then is in `connection`, and the result 0.
+int serve(const Owner *owner, Connection *connection) {
+    Flow in = {}, out = {};
+    in.fd = out.fd = connection->fd;
+    while (true) {
+        double deadline_s = 0;
+        if (int error = receive_head(in, *connection, deadline_s)) return error;
+        const Head &head = connection->head;
+        const bool is_ours = (head.operation == kWrite || head.operation == kRead) && head.num_ranges >= 1 &&
+                             head.num_ranges <= kMaxRanges && head.payload_bytes >= 1 &&
+                             head.payload_bytes <= kMaxFrameBytes;
+        if (!is_ours) return 0;
+        if (int error = serve_frame(*owner, *connection, in, out, deadline_s)) return error;
+    }
+}
+
+void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+void hash_parts(const Part *parts, uint64_t num_parts, uint64_t sum_bytes) {
+    Flow flow = {};
+    hash_until(flow, parts, sum_bytes, num_parts, 0);
+}
+}
