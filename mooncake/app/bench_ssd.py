@@ -1,8 +1,8 @@
 """``mooncake bench ssd``: the SSD tier beside fio on the same disk, in turns; both past the page cache (O_DIRECT).
 
 Ours saves blocks with checksums and headers until they are durable, and loads them in random order, verified; fio
-writes and reads the same amount in pieces of the same size, unverified. Without fio a bare loop of the same system
-calls stands in for it, and the ratios say so.
+writes and reads the same amount in pieces of the same size, unverified, and always from the same buffer, which stays in
+a cache. A bare loop of the same system calls over as much memory as ours shows what that is worth.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from mooncake.app.bench_report import Figure, Report, progress, tell
 from mooncake.errors import Cancelled, ConfigError, InternalError
 from mooncake.types import BlockKey
 
-OURS = "ours"
+OURS, FIO, LOOP = "ours", "fio", "loop"
 RANGES = 32  # checksums a block, as many as a model has layers
 SIZES_KIB = (256, 1024, 4096)
 NOTES = (
     "GB = 1e9 bytes of blocks; ours: group commit with fdatasync, an xxh3 a layer verified after each read; "
-    "writes of fio are sequential and end with fsync, reads of both are random and as deep",
+    "writes of fio are sequential and end with fsync, reads of both are random and as deep; loop: one thread, one "
+    "system call a block, from memory of its own",
 )
 
 
@@ -60,8 +61,10 @@ class _FioOutput(msgspec.Struct):
 def main(args: list[str]) -> None:
     """Raises ConfigError, InternalError when fio fails, Cancelled after Ctrl-C."""
     options = parse(args)
-    peer = "fio" if options.fio else "raw"
-    report = Report("ssd", {"megabytes": options.megabytes, "reps": options.reps, "peer": peer}, options.seed)
+    turns = {LOOP: _loop, OURS: _ours}
+    if options.fio:
+        turns = {FIO: _fio, **turns}
+    report = Report("ssd", {"megabytes": options.megabytes, "reps": options.reps}, options.seed)
     report.notes.extend(NOTES)
     try:
         with (
@@ -72,22 +75,23 @@ def main(args: list[str]) -> None:
                 rows: dict[tuple[str, str], list[float]] = {}
                 for rep in range(options.reps):
                     tell(shown, f"{kib} KiB, {rep + 1}/{options.reps}")
-                    for who, turn in ((peer, _fio if options.fio else _raw), (OURS, _ours)):
+                    for who, turn in turns.items():
                         write, read = turn(options, Path(place), kib << 10)
                         rows.setdefault((who, "write"), []).append(write)
                         rows.setdefault((who, "read"), []).append(read)
                 for (who, what), rates in rows.items():
                     report.add(Figure(who, what, "GB/s", tuple(rates), more_is_better=True, params={"KiB": kib}))
                 for what in ("read", "write"):
-                    ours, theirs = report.find(OURS, what, KiB=kib), report.find(peer, what, KiB=kib)
-                    report.compare(f"{what}_{kib}KiB_vs_{peer}", ours, theirs)
+                    for peer in [who for who in turns if who != OURS]:
+                        ours, theirs = report.find(OURS, what, KiB=kib), report.find(peer, what, KiB=kib)
+                        report.compare(f"{what}_{kib}KiB_vs_{peer}", ours, theirs)
     except KeyboardInterrupt:
         report.notes.append("stopped before the end")
         report.finish(options.json)
         raise Cancelled("stopped before the end of the benchmark") from None
     for what in ("read", "write"):
-        if (ratio := report.ratios.get(f"{what}_1024KiB_vs_{peer}")) is not None:
-            report.ratios[f"{what}_vs_{peer}"] = ratio
+        if (ratio := report.ratios.get(f"{what}_1024KiB_vs_{FIO}")) is not None:
+            report.ratios[f"{what}_vs_{FIO}"] = ratio
     report.finish(options.json)
 
 
@@ -102,7 +106,7 @@ def parse(args: list[str]) -> Options:
     )
     add("--megabytes", type=int, default=256, help="of one turn")
     add("--reps", type=int, default=5, help="turns of each")
-    add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="its program; '' for a bare loop instead")
+    add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="its program; '' to do without")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
     add("--quick", action="store_true", help="little of everything: does it work?")
@@ -177,23 +181,25 @@ def _rate(counts: dict[str, object]) -> float:
     return float(str(counts["io_bytes"])) / max(float(str(counts["runtime"])), 1) / 1e6
 
 
-def _raw(options: Options, place: Path, size: int) -> tuple[float, float]:
+def _loop(options: Options, place: Path, size: int) -> tuple[float, float]:
     """One thread, one system call a block."""
-    path, total = place / "raw.bin", options.megabytes << 20
-    page = memoryview(mmap.mmap(-1, size))
+    path, total = place / "loop.bin", options.megabytes << 20
+    memory = memoryview(mmap.mmap(-1, total))
+    np.frombuffer(memory, np.uint8)[:] = 1
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(fd, 0, total)
         offsets = range(0, total - size + 1, size)
         started = time.perf_counter()
         for offset in offsets:
-            os.pwrite(fd, page, offset)
+            os.pwrite(fd, memory[offset : offset + size], offset)
         os.fsync(fd)
         write_s = time.perf_counter() - started
         order = np.random.default_rng(options.seed).permutation(len(offsets))
         started = time.perf_counter()
         for index in order:
-            os.preadv(fd, [page], offsets[int(index)])
+            offset = offsets[int(index)]
+            os.preadv(fd, [memory[offset : offset + size]], offset)
         read_s = time.perf_counter() - started
     finally:
         os.close(fd)
