@@ -17,7 +17,7 @@ from mooncake.errors import InvalidRequest
 from mooncake.types import KVLayout
 
 BOX_BYTES = 1 << 20  # read at once into scratch memory: it stays in a core's L2 until it is converted
-DIRECT_BYTES = 64 << 10  # runs from here on are read straight to their place
+DIRECT_BYTES = 64 << 10  # runs from here on are read straight to their place, though they were one at the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,10 @@ class Box:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is read straight to its place."""
-        return bool(self.runs) and min(run.nbytes for run in self.runs) >= DIRECT_BYTES
+        """Whether it is read straight to its place: where scratch memory would save no range, or runs are long."""
+        if not self.runs:
+            return False
+        return len(self.runs) == len(self.reads) or min(run.nbytes for run in self.runs) >= DIRECT_BYTES
 
     def shape(self, layout: ShardedLayout) -> KVLayout:
         """The box as a block of its own."""
