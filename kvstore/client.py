@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import TypeVar
 import grpc
 from typing_extensions import Buffer
 
+from kvstore.board import BoardReader, Outcome
 from kvstore.checksum import (
     Checksums,
     checksums_from_wire,
@@ -119,7 +121,8 @@ class StoreClient:
     ) -> None:
         """``address`` is the store's gRPC address. The engine and the channels are shared, and closed by their owner;
         ``connect`` makes a client that has its own. What it stores counts against the quota of ``tenant``. With
-        ``copies_inline``, short copies within this host are made on the event loop; not for an engine that is paced."""
+        ``copies_inline``, blocks of a store of this host are read where they lie, and short copies are made on the
+        event loop; not for an engine that is paced, or that is to leave shared memory alone."""
         self.address = address
         self.tenant = tenant
         self._copies_inline = copies_inline
@@ -128,6 +131,8 @@ class StoreClient:
         self._stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
         self._lane: Lane | None = None
+        self._board: BoardReader | None = None
+        self._has_ssd = True
         self._ended: list[int] = []  # leases
         self._ending: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -148,7 +153,7 @@ class StoreClient:
         """A client with its own transfer engine, once the store answers. Raises NodeUnavailable when it does not."""
         transfer = TransferEngine(name, transports, streams, max_mb_per_s)
         channels = Channels()
-        client = cls(address, transfer, channels, tenant, copies_inline=max_mb_per_s == 0)
+        client = cls(address, transfer, channels, tenant, copies_inline=max_mb_per_s == 0 and "shm" in transports)
         client._owned.push_async_callback(channels.close)
         client._owned.callback(transfer.close)
         try:
@@ -165,6 +170,7 @@ class StoreClient:
             await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
         if self._lane is not None:
             self._lane.close()
+        self._close_board()
         await self._owned.aclose()
 
     async def __aenter__(self) -> StoreClient:
@@ -292,7 +298,38 @@ class StoreClient:
         Returns the lengths; None for what is not stored, and for what came back wrong, which has then been dropped.
         """
         deadline = time.monotonic() + timeout_s
-        lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=timeout_s)
+        lengths = await self._read_listed(keys, room)
+        missing = [index for index, length in enumerate(lengths) if length is None]
+        if missing:
+            wanted = [keys[index] for index in missing]
+            asked = await self._get_leased(wanted, lambda index, length: room(missing[index], length), deadline)
+            for index, length in zip(missing, asked, strict=True):
+                lengths[index] = length
+        return lengths
+
+    async def _read_listed(self, keys: Sequence[bytes], room: Callable[[int, int], memoryview]) -> list[int | None]:
+        """What the board lists, without a word to the store. None for the rest, also for what changed meanwhile."""
+        lengths: list[int | None] = [None] * len(keys)
+        for index, key in enumerate(keys):
+            board = self._board
+            length = board.length(key) if board is not None else None
+            if board is None or not length:
+                continue
+            into = room(index, length)
+            is_short = length <= INLINE_BYTES
+            outcome = board.read(key, into) if is_short else await _in_thread(functools.partial(board.read, key, into))
+            if outcome is Outcome.READ:
+                lengths[index] = length
+            elif outcome is Outcome.GONE:
+                self._close_board()
+            elif outcome is Outcome.CORRUPT:
+                await self._report_corrupt([key])
+        return lengths
+
+    async def _get_leased(
+        self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
+    ) -> list[int | None]:
+        lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=_left_s(deadline))
         lengths: list[int | None] = [None] * len(keys)
         corrupt: list[bytes] = []
         try:
@@ -314,8 +351,7 @@ class StoreClient:
         """End a lease without waiting for it, unless blocks were corrupt: nobody shall find those after this returns.
         When the store does not hear of it, the lease ends by itself."""
         if corrupt_keys:
-            with contextlib.suppress(MooncakeError):
-                await self.release([lease], corrupt_keys=corrupt_keys)
+            await self._report_corrupt(corrupt_keys, [lease])
         elif lease.lease_id:
             self._release_soon(lease)
 
@@ -424,8 +460,19 @@ class StoreClient:
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each key is stored now. Protects nothing: it may be gone by the time of the answer."""
-        response = await self._call(self._fast.Exists(pb.ExistsRequest(keys=keys), timeout=timeout_s))
-        return list(response.stored)
+        here = self._board.exists(keys) if self._board is not None else None
+        if here is None:  # no board, or nobody behind it
+            self._close_board()
+            here = [False] * len(keys)
+        elif not self._has_ssd:
+            return here
+        missing = [index for index, is_here in enumerate(here) if not is_here]
+        if missing:
+            request = pb.ExistsRequest(keys=[keys[index] for index in missing])
+            response = await self._call(self._fast.Exists(request, timeout=timeout_s))
+            for index, is_stored in zip(missing, response.stored, strict=True):
+                here[index] = is_stored
+        return here
 
     async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Make blocks unreadable. Those being read keep their room until then. Returns how many there were."""
@@ -450,6 +497,7 @@ class StoreClient:
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
         response = await self._call(self._stub.Stats(pb.StatsRequest(), timeout=timeout_s))
         await self._open_lane(response.lane_port)
+        await self._open_board(response)
         return StoreStats(
             total=response.blocks_total,
             free=response.blocks_free,
@@ -489,6 +537,22 @@ class StoreClient:
             return
         with contextlib.suppress(NodeUnavailable):  # then there is gRPC
             self._lane = await Lane.open(self.address, split_address(self.address)[0], port)
+
+    async def _open_board(self, stats: pb.StatsResponse) -> None:
+        """Where the store is on this host and copies need not be paced."""
+        self._has_ssd = stats.ssd_capacity_bytes > 0
+        if stats.board_path and self._board is None and self._copies_inline:
+            self._board = await asyncio.to_thread(BoardReader.open, stats.board_path)
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    async def _report_corrupt(self, keys: Sequence[bytes], leases: Sequence[Lease] = ()) -> None:
+        """So that nobody finds them after this returns."""
+        with contextlib.suppress(MooncakeError):
+            await self.release(leases, corrupt_keys=keys)
 
     async def _reserve(
         self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, deadline: float
@@ -602,6 +666,16 @@ class StoreClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"store {self.address}") from None
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Does not return before the work has ended, also when it is cancelled: it writes into memory of the caller's."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def _left_s(deadline: float) -> float:

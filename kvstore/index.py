@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from kvstore.checksum import Checksums
 from kvstore.eviction import Block, EvictionPolicy, make_policy
@@ -122,6 +123,22 @@ class Counts:
     leases: int
 
 
+class Listing(Protocol):
+    """Where what is readable is listed for those who look without asking. Called in step with every change."""
+
+    def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None: ...
+
+    def hide(self, slot: int) -> None:
+        """From now on the slot's bytes may change."""
+        ...
+
+
+class _Unlisted:
+    def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None: ...
+
+    def hide(self, slot: int) -> None: ...
+
+
 _NO_NAME = BlockName(BlockKey(b""))
 
 
@@ -178,7 +195,9 @@ class StoreIndex:
         tenant_bytes: int = 0,
         must_save: Callable[[BlockName], bool] = _never,
         is_elsewhere: Callable[[BlockName], bool] = _never,
+        listing: Listing | None = None,
     ) -> None:
+        self._listing = listing or _Unlisted()
         self.counters: Counter[str] = Counter()
         self._lease_s = lease_s
         self._reserve_timeout_s = reserve_timeout_s
@@ -267,6 +286,7 @@ class StoreIndex:
         self._events.append(BlockEvent(True, slot.name.key, slot.name.parent))
         self.counters["stored"] += 1
         self._enter_policy(slot, now)
+        self._listing.show(grant.slot, slot.epoch, slot.name.key, slot.length, checksums)
         if slot.parent:
             self._policy.unpin(slot.parent)  # from now on the policy knows that this block builds on it
         return True
@@ -332,6 +352,17 @@ class StoreIndex:
         content = tuple((Grant(index, self._slots[index].epoch), self._slots[index].name.key) for index in run)
         self._leases[lease_id] = _OpenLease(expires_s, content)
         return Lease(lease_id, expires_s, tuple(map(self._leased, run)))
+
+    def was_read(self, slots: Iterable[int], now: float) -> list[BlockKey]:
+        """These were found in the listing and read without a lease. Returns the blocks that are in them."""
+        keys: list[BlockKey] = []
+        for index in slots:
+            key = self._slots[index].name.key
+            if self._sealed.get(key) == index:
+                self._touch(index, now)
+                keys.append(key)
+        self.counters["hits"] += len(keys)
+        return keys
 
     def release(self, lease_id: int) -> None:
         """End a lease. One that has expired or never was is nothing to end."""
@@ -614,6 +645,7 @@ class StoreIndex:
         """The block is not readable here any more."""
         slot = self._slots[index]
         key = slot.name.key
+        self._listing.hide(index)
         del self._sealed[key]
         self.unpin([key])
         self._policy.remove(key, now)

@@ -9,11 +9,13 @@ import os
 import threading
 from pathlib import Path
 
+from kvstore.board import Board
+from kvstore.board_door import BoardDoor
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.lane import LaneServer
+from kvstore.replicas import ReplicaServicer
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
-from kvstore.replicas import ReplicaServicer
 from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store, TierRules
@@ -92,6 +94,7 @@ class StoreNode:
         )
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
+        board = self._make_board()
         self._store = Store(
             self._segment,
             self._segment_server,
@@ -102,25 +105,28 @@ class StoreNode:
             ssd=await self._open_ssd(),
             rules=TierRules(config.store.write_through_sights, config.store.demote_sights),
             tenant_bytes=int(config.store.tenant_dram_gb * 1e9),
+            board=board,
         )
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
         address = self._segment_server.address
         server = RpcServer()
         servicer = StoreServicer(self._store, address)
+        if board is not None:
+            servicer.board_path = self._open_door(board)
         server.add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")
         server.add(
             common_pb2_grpc.add_CacheEventsServicer_to_server, CacheEventsServicer(events), "mooncake.v1.CacheEvents"
         )
+        replicas = ReplicaServicer(self.node_id, config, self._segment, self._store)
+        cleanup.push_async_callback(replicas.close)
+        server.add(replica_pb2_grpc.add_ReplicaServicer_to_server, replicas, "mooncake.v1.Replica")
         port = await server.start(config.node.host, config.node.port)
         cleanup.push_async_callback(server.stop)
         lane = LaneServer(servicer)
         cleanup.push_async_callback(lane.stop)
         servicer.lane_port = await lane.start(config.node.host)
         host = config.node.host
-        replicas = ReplicaServicer(self.node_id, config, self._segment, self._store)
-        cleanup.push_async_callback(replicas.close)
-        server.add(replica_pb2_grpc.add_ReplicaServicer_to_server, replicas, "mooncake.v1.Replica")
         self.control_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sweeping = asyncio.create_task(self._sweep(), name="sweep")
         cleanup.push_async_callback(_end, sweeping)
@@ -140,6 +146,22 @@ class StoreNode:
 
     async def stop(self) -> None:
         await self._cleanup.aclose()
+
+    def _make_board(self) -> Board | None:
+        """For clients of this host, where the segment may be shared with them."""
+        board = Board.create(self._segment) if "shm" in self.config.transfer.transports else None
+        if board is not None:
+            self._cleanup.callback(board.close)
+        return board
+
+    def _open_door(self, board: Board) -> str:
+        door = BoardDoor(board)
+        self._cleanup.callback(door.close)
+        try:
+            door.open()
+        except OSError as error:
+            log.warning("%s: the board stays closed: %s", self.node_id, error)
+        return door.path
 
     def _policy(self, capacity_blocks: int) -> EvictionPolicy:
         name = self.config.store.eviction

@@ -106,8 +106,9 @@ class Client:
         count against. ``replicas`` is how many stores are to hold each block. Raises NodeUnavailable.
         """
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s), Channels()
+        copies_inline = max_mb_per_s == 0 and "shm" in transports
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
-        stores = {address: StoreClient(address, transfer, channels, tenant, max_mb_per_s == 0) for address in listed}
+        stores = {address: StoreClient(address, transfer, channels, tenant, copies_inline) for address in listed}
         client: Client | None = None
         try:
             client = cls(stores, namespace, salt, replicas)

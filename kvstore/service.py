@@ -31,6 +31,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     def __init__(self, store: Store, address: SegmentAddress) -> None:
         self._store = store
         self._segment = segment_to_wire(address)
+        self.board_path = ""  # set by whoever opened its door
         self.lane_port = 0  # set by whoever serves this over a lane too
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
@@ -109,6 +110,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             pins=self._store.num_pinned,
             tenant_bytes=self._store.tenant_bytes,
             lane_port=self.lane_port,
+            board_path=self.board_path,
         )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import BlockName, Counts, Grant, Held, Lease, Offer, Reserved, StoreIndex
@@ -70,10 +71,13 @@ class Store:
         ssd: SsdTier | None = None,
         rules: TierRules = TierRules(),
         tenant_bytes: int = 0,
+        board: Board | None = None,
     ) -> None:
+        """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read."""
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
+        self._board = board
         self._server = server
         self._events = events
         self._ssd = ssd
@@ -92,6 +96,7 @@ class Store:
             tenant_bytes=tenant_bytes,
             must_save=self._must_save,
             is_elsewhere=self._is_on_ssd,
+            listing=board,
         )
         if ssd is not None:
             ssd.index.is_built_on = self._index.is_built_on
@@ -108,6 +113,7 @@ class Store:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
             raise InvalidRequest(f"{length} bytes do not divide into {ranges} equal ranges", "ranges")
+        self._hear_readers()
         for name in names:
             self._saw(name.key)
         deadline = time.monotonic() + wait_s
@@ -162,9 +168,8 @@ class Store:
 
         Blocks that are on the SSD alone are loaded first, as far as reading them takes less time than computing them
         does (``recompute_ms`` each; 0: it cannot be done)."""
-        for key in keys:
-            if self._saw(key) and (save := self._write_through(BlockName(key), False)) is not None:
-                self._keep(save)
+        self._hear_readers()
+        self._count_sights(keys)
         if self._ssd is None:
             return self._index.acquire(keys, time.monotonic(), scattered)
         self._ssd.touch(reversed(keys))
@@ -230,6 +235,7 @@ class Store:
             self._server.revoke([reserved.grant.slot])
             if reserved.writer != PROMOTER and not self._server.maps_memory(reserved.writer):
                 self._index.abort(reserved.grant)
+        self._hear_readers()
         self._room.set()
         self._prepare()
         self._publish()
@@ -331,6 +337,19 @@ class Store:
         return None
 
     # To the SSD
+
+    def _hear_readers(self) -> None:
+        """Of the board: what they have read has been used, for eviction and for the SSD."""
+        if self._board is not None and (slots := self._board.take_notes()):
+            keys = self._index.was_read(slots, time.monotonic())
+            if self._ssd is not None:
+                self._count_sights(keys)
+                self._ssd.touch(reversed(keys))
+
+    def _count_sights(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            if self._saw(key) and (save := self._write_through(BlockName(key), False)) is not None:
+                self._keep(save)
 
     def _saw(self, key: BlockKey) -> bool:
         """Count a sight; whether that makes it worth a copy on the SSD."""

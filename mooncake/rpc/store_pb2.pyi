@@ -620,6 +620,7 @@ class StatsResponse(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     TENANT_BYTES_FIELD_NUMBER: _builtins.int
     LANE_PORT_FIELD_NUMBER: _builtins.int
+    BOARD_PATH_FIELD_NUMBER: _builtins.int
     blocks_total: _builtins.int
     blocks_free: _builtins.int
     blocks_sealed: _builtins.int
@@ -634,6 +635,8 @@ class StatsResponse(_message.Message):
     pins: _builtins.int
     lane_port: _builtins.int
     """the short way for frequent calls, on the host of this service; 0: none"""
+    board_path: _builtins.str
+    """unix socket that hands out the list of blocks in DRAM to clients of this host; empty: none"""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """hits, misses, evictions, checksum_mismatches, …"""
@@ -658,10 +661,11 @@ class StatsResponse(_message.Message):
         pins: _builtins.int = ...,
         tenant_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         lane_port: _builtins.int = ...,
+        board_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "counters", b"counters", "lane_port", b"lane_port", "leases", b"leases", "pins", b"pins", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "board_path", b"board_path", "counters", b"counters", "lane_port", b"lane_port", "leases", b"leases", "pins", b"pins", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvstore.board import Board, BoardReader, Outcome
+from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.index import BlockName, Grant, Lease
@@ -29,6 +31,7 @@ from mooncake.events import EventLog
 from mooncake.types import BlockKey, Tier
 
 SLOTS, SLOT_BYTES, KEYS, BURST = 10, 4096, 40, 25
+MIN_LISTED_BYTES = 241  # of a range
 WRITERS = ("one", "two")
 
 
@@ -66,10 +69,20 @@ class StoreLife(RuleBasedStateMachine):
         self.events = EventLog(self.segment.incarnation)
         tier = await SsdTier.open(self.place, 64 << 20, make_policy("lru", 1000), SLOT_BYTES, segment_bytes=256 << 10)
         rules = TierRules(write_through_sights=self.version % 4, demote_sights=1)
-        self.store = Store(self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules)
+        board = Board.create(self.segment)
+        assert board is not None, "no C++ compiler"
+        self.board, self.door = board, BoardDoor(board)
+        self.door.open()
+        reader = await asyncio.to_thread(BoardReader.open, self.door.path)
+        assert reader is not None
+        self.reader = reader
+        self.store = Store(self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board)
 
     async def shut(self) -> None:
         await self.store.close()
+        self.reader.close()
+        self.door.close()
+        self.board.close()
         self.server.stop()
         self.segment.close()
 
@@ -83,7 +96,7 @@ class StoreLife(RuleBasedStateMachine):
         rng = random.Random(seed)
         if rng.random() < 0.08:
             self.restart()
-        actions = (self.put, self.put, self.get, self.get, self.begin, self.end, self.abort, self.hold, self.let_go)
+        actions = (self.put, self.put, self.get, self.peek, self.begin, self.end, self.abort, self.hold, self.let_go)
         rare = (self.remove, self.late, self.gone, self.pin)
 
         async def act() -> None:
@@ -176,6 +189,17 @@ class StoreLife(RuleBasedStateMachine):
             assert self.store.exists([key(number)]) == [True]
         self.store.release([lease.lease_id])
 
+    async def peek(self, rng: random.Random) -> None:
+        """Read without asking, as clients of this host do."""
+        number = rng.randrange(KEYS)
+        length = self.reader.length(key(number))
+        if length is None:
+            await self.get(rng)
+            return
+        into = memoryview(bytearray(length))
+        assert self.reader.read(key(number), into) is Outcome.READ
+        assert into == self.stored[number], "what was read is not what was sealed"
+
     async def hold(self, rng: random.Random) -> None:
         if len(self.leases) < 2:
             numbers = rng.sample(range(KEYS), 2)
@@ -216,6 +240,8 @@ class StoreLife(RuleBasedStateMachine):
         assert told.keys() == {key(n) for n in self.stored}
         in_dram = set(self.store._index.stored_keys())
         assert {k for k, tier in told.items() if tier is Tier.DRAM} == in_dram & told.keys()
+        listed = {k for k in in_dram if len(self.stored[int.from_bytes(k, "big")]) >= MIN_LISTED_BYTES}
+        assert self.reader.exists([key(n) for n in range(KEYS)]) == [key(n) in listed for n in range(KEYS)]
         assert self.store.counters.get("checksum_mismatches", 0) == 0
 
 

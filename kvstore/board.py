@@ -1,0 +1,272 @@
+"""The board, from Python: what a store lists of its DRAM in shared memory, and how a client of the same host reads it.
+
+``board.cpp`` owns the layout and the order of stores and loads; this module owns files, sockets and lifetimes. A store
+without a C++ compiler has no board, and then its clients ask it over the wire. Whoever reads needs no lease: a copy
+counts only if the block was listed under the same epoch before and after it, and the copy has the listed checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.checksum import Checksums
+from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, is_sealed_size
+from mooncake.native import BuildFailed, load_native
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("board.cpp")
+FILES = 3  # that a client gets: the board, its lane, the segment
+GREETING = b"board 1\n"
+OPEN_TIMEOUT_S = 2.0
+MAX_INLINE_NOTES = 1024  # taken from a lane at a time
+
+_ADDRESS, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "board_size": (_U64, [_U32]),
+    "board_lane_size": (_U64, []),
+    "board_max_ranges": (_U64, []),
+    "board_min_range_bytes": (_U64, []),
+    "board_create": (_ADDRESS, [ctypes.c_int, _U32, _U64, _U64]),
+    "board_close": (None, [_ADDRESS]),
+    "board_show": (None, [_ADDRESS, _U32, _U64, ctypes.c_char_p, _U32, _U32, _ADDRESS, _U32]),
+    "board_hide": (None, [_ADDRESS, _U32]),
+    "board_open_lane": (_ADDRESS, [ctypes.c_int]),
+    "board_close_lane": (None, [_ADDRESS]),
+    "board_take_notes": (_U32, [_ADDRESS, _ADDRESS, _ADDRESS, _U32]),
+    "board_open": (_ADDRESS, [ctypes.c_int] * 4),
+    "board_leave": (None, [_ADDRESS]),
+    "board_exists": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _ADDRESS, _U32, ctypes.c_char_p]),
+    "board_length": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32]),
+    "board_read": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
+}
+
+
+class Outcome(IntEnum):
+    """Of reading a block. After anything but READ the memory read into holds rubbish."""
+
+    GONE = -1  # the store is
+    READ = 0
+    MISSING = 1
+    CHANGED = 2  # while it was being read, or has another length
+    CORRUPT = 3
+
+
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = load_native("board", SOURCE, [SOURCE.with_name("xxh3.h")])
+    except BuildFailed as error:
+        log.warning("blocks on this host are looked up over the wire, not in shared memory: %s", error)
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Board:
+    """The store's side. Everything on one thread. ``create`` gives None where there can be none."""
+
+    def __init__(self, library: ctypes.CDLL, segment: Segment) -> None:
+        """Raises OSError."""
+        self._library = library
+        self._segment = segment
+        self._max_ranges = int(library.board_max_ranges())
+        self._min_range_bytes = int(library.board_min_range_bytes())
+        fd = _sealed_memory("mooncake-board", library.board_size(segment.num_blocks))
+        try:
+            self._read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            self._board = library.board_create(fd, segment.num_blocks, segment.block_bytes, segment.incarnation)
+        finally:
+            os.close(fd)
+        if not self._board:
+            os.close(self._read_only)
+            raise OSError("no address space for the board")
+        self._lanes: dict[int, int] = {}  # address of each by a number
+        self._notes: npt.NDArray[np.uint32] = np.empty(MAX_INLINE_NOTES, dtype=np.uint32)
+
+    @classmethod
+    def create(cls, segment: Segment) -> Board | None:
+        library = _library()
+        if library is None:
+            return None
+        try:
+            return cls(library, segment)
+        except OSError as error:
+            log.warning("no board for %s: %s", segment.name, error)
+            return None
+
+    def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None:
+        """List what has been sealed. What a reader could not check in its one pass is left to be asked for."""
+        ranges = len(checksums)
+        if ranges <= self._max_ranges and length >= self._min_range_bytes * ranges:
+            sums = np.ascontiguousarray(checksums, dtype=np.uint64)
+            self._library.board_show(
+                self._board, slot, epoch, key, len(key), length, sums.ctypes.data_as(_ADDRESS), ranges
+            )
+
+    def hide(self, slot: int) -> None:
+        """Before its bytes may change. Harmless for what is not listed."""
+        self._library.board_hide(self._board, slot)
+
+    def add_lane(self) -> tuple[int, list[int]]:
+        """For one more client: the lane's number, and the files to send; the last but the lane's are ours to keep."""
+        fd = _sealed_memory("mooncake-lane", self._library.board_lane_size())
+        lane = self._library.board_open_lane(fd)
+        if not lane:
+            os.close(fd)
+            raise OSError("no address space for a lane")
+        self._lanes[fd] = lane
+        return fd, [self._read_only, fd, self._segment.fd]
+
+    def drop_lane(self, number: int) -> None:
+        self._library.board_close_lane(self._lanes.pop(number))
+        os.close(number)
+
+    def take_notes(self) -> list[int]:
+        """Slots that clients have read since the last call, in each one's order; only as many as they could note."""
+        slots: list[int] = []
+        for lane in self._lanes.values():
+            count = self._library.board_take_notes(
+                self._board, lane, self._notes.ctypes.data_as(_ADDRESS), MAX_INLINE_NOTES
+            )
+            if count:
+                slots += self._notes[:count].tolist()
+        return slots
+
+    def close(self) -> None:
+        """Readers find it closed, however long they keep it mapped."""
+        for number in list(self._lanes):
+            self.drop_lane(number)
+        self._library.board_close(self._board)
+        os.close(self._read_only)
+
+
+class BoardReader:
+    """A client's side, from any thread. Not to be used after ``close``."""
+
+    def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int) -> None:
+        self._library = library
+        self._sock = sock  # as long as it is open, the store is there
+        self._reader = reader
+        self._lock = threading.Lock()  # of what follows
+        self._users = 0
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, path: str) -> BoardReader | None:
+        """None when there is no store of this host at ``path``, or none whose board we can read."""
+        library = _library()
+        if library is None:
+            return None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        files: list[int] = []
+        try:
+            sock.settimeout(OPEN_TIMEOUT_S)
+            sock.connect("\0" + path[1:])
+            greeting, files, _, _ = socket.recv_fds(sock, len(GREETING), FILES)
+            if greeting == GREETING and len(files) == FILES and all(map(is_sealed_size, files)):
+                sock.setblocking(False)
+                reader = library.board_open(*files, sock.fileno())
+                if reader:
+                    return cls(library, sock, reader)
+        except OSError as error:
+            log.debug("no board at %s: %s", path, error)
+        finally:
+            for fd in files:
+                os.close(fd)
+        sock.close()
+        return None
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Whether each is listed; None when the store is gone."""
+        ends = np.cumsum(np.fromiter(map(len, keys), dtype=np.uint32, count=len(keys)), dtype=np.uint32)
+        here = ctypes.create_string_buffer(len(keys))
+        if not self._enter():
+            return None
+        try:
+            found = self._library.board_exists(
+                self._reader, b"".join(keys), ends.ctypes.data_as(_ADDRESS), len(keys), here
+            )
+        finally:
+            self._leave()
+        return None if found < 0 else list(map(bool, here.raw))
+
+    def length(self, key: bytes) -> int | None:
+        """Of a listed block."""
+        if not self._enter():
+            return None
+        try:
+            length = int(self._library.board_length(self._reader, key, len(key)))
+        finally:
+            self._leave()
+        return length if length >= 0 else None
+
+    def read(self, key: bytes, into: memoryview) -> Outcome:
+        """Copy a block of just so many bytes, and check the copy, in one pass."""
+        if not self._enter():
+            return Outcome.GONE
+        try:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+            return _OUTCOMES[self._library.board_read(self._reader, key, len(key), address, into.nbytes)]
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """From now on nothing is there. Whoever is still reading reads to the end."""
+        with self._lock:
+            self._is_closed = True
+            self._users += 1
+        self._leave()
+
+    def _enter(self) -> bool:
+        with self._lock:
+            self._users += not self._is_closed
+            return not self._is_closed
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = self._is_closed and not self._users
+        if is_last and self._reader:
+            self._library.board_leave(self._reader)
+            self._reader = 0
+            self._sock.close()
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether the other end of a unix socket is a process of ours, or of root's."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid) in (os.geteuid(), 0)
+
+
+def _sealed_memory(name: str, size: int) -> int:
+    """A memfd whose size nobody can change any more."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,86 @@
+"""Where clients of a store's own host get its board: an abstract unix socket that hands out files, and then is silent.
+
+A client that connects gets the board (to read), a lane (to write) and the segment (to read), and keeps the connection:
+its end is how either side learns that the other is gone. It must not know what a board holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+
+from kvstore.board import GREETING, Board, is_same_user
+
+log = logging.getLogger(__name__)
+
+MAX_CLIENTS = 512
+
+
+class BoardDoor:
+    """Everything on the store's event loop."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._clients: dict[socket.socket, int] = {}  # number of each one's lane
+        self._listener: socket.socket | None = None
+        self.path = ""
+
+    def open(self) -> None:
+        """Raises OSError."""
+        path = f"@mooncake-board-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind("\0" + path[1:])
+            listener.listen(64)
+        except OSError:
+            listener.close()
+            raise
+        self._listener, self.path = listener, path
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for client in list(self._clients):
+            self._leave(client)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            try:
+                client, _ = self._listener.accept()
+            except OSError as error:
+                log.warning("the board's door cannot accept a connection: %s", error)
+                return
+            client.setblocking(False)
+            if len(self._clients) >= MAX_CLIENTS or not is_same_user(client):
+                client.close()
+                return
+            self._welcome(client)
+
+    def _welcome(self, client: socket.socket) -> None:
+        try:
+            number, files = self._board.add_lane()
+        except OSError as error:
+            log.warning("no lane for one more client: %s", error)
+            client.close()
+            return
+        self._clients[client] = number
+        asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing: this is its end
+        try:
+            socket.send_fds(client, [GREETING], files)
+        except OSError:
+            self._leave(client)
+
+    def _leave(self, client: socket.socket) -> None:
+        number = self._clients.pop(client, None)
+        if number is None:
+            return
+        asyncio.get_running_loop().remove_reader(client)
+        client.close()
+        self._board.drop_lane(number)

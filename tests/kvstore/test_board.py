@@ -1,0 +1,219 @@
+"""Reading a store's DRAM through the board: without a word to the store, and never a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import kvstore
+from kvstore.board import Board, BoardReader, Outcome
+from kvstore.board_door import BoardDoor
+from kvstore.checksum import range_checksums
+from kvstore.segment import Segment
+from mooncake.errors import NodeUnavailable
+
+SLOTS, SLOT_BYTES = 8, 64 << 10
+ROOT = Path(__file__).parents[2]
+
+
+class Desk:
+    """A board over a segment, without a store, and somebody who reads it."""
+
+    def __init__(self, segment: Segment, board: Board, door: BoardDoor, reader: BoardReader) -> None:
+        self.segment, self.board, self.door, self.reader = segment, board, door, reader
+
+    def put(self, slot: int, epoch: int, key: bytes, data: bytes, ranges: int = 1) -> None:
+        self.segment.range(slot, 0, len(data))[:] = data
+        self.board.show(slot, epoch, key, len(data), range_checksums(data, ranges))
+
+    def get(self, key: bytes) -> bytes | None:
+        length = self.reader.length(key)
+        if length is None:
+            return None
+        into = memoryview(bytearray(length + 3))[3:]  # memory need not be aligned
+        assert self.reader.read(key, into) is Outcome.READ
+        return bytes(into)
+
+
+@pytest_asyncio.fixture
+async def desk() -> AsyncIterator[Desk]:
+    segment = Segment.create("desk", SLOT_BYTES, SLOTS)
+    board = Board.create(segment)
+    assert board is not None, "no C++ compiler"
+    door = BoardDoor(board)
+    door.open()
+    reader = await asyncio.to_thread(BoardReader.open, door.path)
+    assert reader is not None
+    yield Desk(segment, board, door, reader)
+    reader.close()
+    door.close()
+    board.close()
+    segment.close()
+
+
+async def test_blocks_of_any_length_come_back_checked_range_by_range(desk):
+    rng = random.Random(1)
+    for epoch in range(1, 200):
+        ranges = rng.choice([1, 1, 2, 30])
+        size = rng.choice([241, 1024, 1025, rng.randrange(241, SLOT_BYTES // ranges)])
+        data = rng.randbytes(min(size, SLOT_BYTES // ranges) * ranges)
+        desk.put(epoch % SLOTS, epoch, key := rng.randbytes(rng.randrange(1, 256)), data, ranges)
+        assert desk.get(key) == data
+        desk.board.hide(epoch % SLOTS)
+        assert desk.get(key) is None and desk.reader.exists([key]) == [False]
+
+
+async def test_what_one_pass_cannot_check_is_not_listed(desk):
+    desk.put(0, 1, b"short", b"x" * 240)
+    desk.put(1, 2, b"many ranges", b"x" * 256 * 100, ranges=100)
+    assert desk.reader.exists([b"short", b"many ranges"]) == [False, False]
+    desk.board.hide(0)  # never shown: harmless
+
+
+async def test_the_list_agrees_with_a_dict_however_often_it_changes(desk):
+    rng, held, data = random.Random(2), {}, bytes(241)
+    keys = [number.to_bytes(4, "big") * 8 for number in range(40)]
+    for epoch in range(1, 4000):
+        slot = rng.randrange(SLOTS)
+        if slot in held:
+            desk.board.hide(slot)
+            del held[slot]
+        if (key := rng.choice(keys)) not in held.values():
+            desk.put(slot, epoch, key, data)
+            held[slot] = key
+        if epoch % 10 == 0:
+            assert desk.reader.exists(keys) == [key in held.values() for key in keys]
+
+
+async def test_a_reader_that_races_with_eviction_never_returns_wrong_bytes(desk):
+    """The slots are filled with other keys over and over, while another thread reads whatever it finds."""
+    keys = [bytes([number]) * 32 for number in range(3 * SLOTS)]
+    stop, seen = threading.Event(), dict.fromkeys(Outcome, 0)
+    wrong: list[bytes] = []
+
+    def read() -> None:
+        rng, into = random.Random(3), memoryview(bytearray(SLOT_BYTES))
+        while not stop.is_set():
+            key = rng.choice(keys)
+            outcome = desk.reader.read(key, into)
+            seen[outcome] += 1
+            if outcome is Outcome.READ and into[8:] != key[:1] * (SLOT_BYTES - 8):
+                wrong.append(key)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    rng, slots, epoch = random.Random(4), {}, 0
+    while seen[Outcome.READ] < 300 or epoch < 1000:
+        epoch += 1
+        assert epoch < 1_000_000 and reading.is_alive()
+        slot = rng.randrange(SLOTS)
+        desk.board.hide(slot)
+        slots.pop(slot, None)
+        key = rng.choice([key for key in keys if key not in slots.values()])
+        slots[slot] = key
+        desk.put(slot, epoch, key, epoch.to_bytes(8, "big") + key[:1] * (SLOT_BYTES - 8))
+        if epoch % 8 == 0:
+            await asyncio.sleep(0)
+    stop.set()
+    reading.join()
+    assert not wrong and not seen[Outcome.CORRUPT], seen
+
+
+async def test_a_flipped_bit_is_found_and_what_was_read_is_noted(desk):
+    desk.put(0, 1, b"good", data := os.urandom(SLOT_BYTES))
+    desk.put(1, 2, b"bad", data, ranges=2)
+    desk.segment.range(1, SLOT_BYTES - 1, 1)[0] ^= 1
+    into = memoryview(bytearray(SLOT_BYTES))
+    assert desk.reader.read(b"bad", into) is Outcome.CORRUPT
+    assert desk.reader.read(b"good", into[1:]) is Outcome.CHANGED  # not the length that was found
+    assert desk.reader.read(b"none", into) is Outcome.MISSING
+    assert desk.reader.read(b"good", into) is Outcome.READ and desk.board.take_notes() == [0]
+    assert desk.reader.read(b"good", into) is Outcome.READ
+    desk.board.hide(0)
+    desk.put(0, 3, b"new", data)
+    assert desk.board.take_notes() == []  # of what was there before
+    for _ in range(5000):  # more than the lane holds: the rest is not noted
+        desk.reader.read(b"new", into)
+    assert 0 < len(desk.board.take_notes()) < 5000
+
+
+async def test_either_side_notices_the_end_of_the_other(desk):
+    desk.put(0, 1, b"key", bytes(SLOT_BYTES))
+    other = await asyncio.to_thread(BoardReader.open, desk.door.path)
+    assert other is not None and len(desk.board._lanes) == 2
+    other.close()
+    assert other.exists([b"key"]) is None and other.length(b"key") is None
+    async with asyncio.timeout(10):
+        while len(desk.board._lanes) > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    desk.door.close()
+    assert desk.reader.read(b"key", memoryview(bytearray(SLOT_BYTES))) is Outcome.GONE
+    assert desk.reader.exists([b"key"]) is None
+    assert BoardReader.open(desk.door.path) is None
+
+
+@pytest.fixture
+def keep(start_actor: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *settings: start_actor(
+        "store", block_bytes=SLOT_BYTES, settings=[f"store.dram_gb={SLOTS * SLOT_BYTES / 1e9 + 1e-6}", *settings]
+    )
+
+
+async def test_reading_without_asking_protects_from_eviction_and_ends_with_removal(keep):
+    """Through the client: hits count, the least recently *read* goes first, a removed block is gone at once."""
+    data = np.random.default_rng(0).bytes(SLOT_BYTES)
+    async with await kvstore.Client.connect(keep().greeting["control"]) as pool:
+        for number in range(SLOTS):
+            assert await pool.put(f"{number}", data)
+        assert await pool.get("0") == data
+        assert await pool.put("one more", data)
+        assert await pool.exists(["0", "1", "one more"]) == [True, False, True]
+        [stats] = (await pool.stats()).values()
+        assert stats.leases == 0 and stats.counters["hits"] == 1
+        assert await pool.remove(["0"]) == 1
+        assert await pool.get("0") is None and await pool.exists(["0"]) == [False]
+
+
+async def test_a_corrupt_block_is_dropped_for_all_and_a_store_that_died_is_gone(keep):
+    actor = keep()
+    data = np.random.default_rng(0).bytes(SLOT_BYTES)
+    async with await kvstore.Client.connect(actor.greeting["control"]) as pool:
+        await pool.put("block", data)
+        assert await pool.get("block") == data
+        actor.ask("flip", 0, 17)
+        assert await pool.get("block") is None and await pool.exists(["block"]) == [False]
+        [stats] = (await pool.stats()).values()
+        assert stats.counters["checksum_mismatches"] == 1 and stats.sealed == 0
+        await pool.put("block", data)
+        actor.kill()
+        with pytest.raises(NodeUnavailable):
+            await pool.get("block")
+        with pytest.raises(NodeUnavailable):
+            await pool.exists(["block"])
+
+
+def test_without_a_compiler_blocks_are_asked_for_over_the_wire(keep, tmp_path):
+    address = keep().greeting["control"]
+    program = (
+        "import asyncio, kvstore\n"
+        "async def main():\n"
+        f"    async with await kvstore.Client.connect({address!r}) as pool:\n"
+        "        assert await pool.put('block', bytes(5000))\n"
+        "        assert await pool.exists(['block', 'none']) == [True, False]\n"
+        "        assert await pool.get('block') == bytes(5000)\n"
+        "        assert all(store._board is None for store in pool._stores.values())\n"
+        "asyncio.run(main())\n"
+    )
+    env = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=120)
