@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 from conductor.cost import ALL_NODES, CostModel, DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer, Served, Traffic
+from mooncake.app.latency import longest_tenth_mean
+from mooncake.errors import InternalError
 
 PROMPTS = ((32, 6), (96, 6), (256, 6), (640, 4), (1280, 2))  # tokens, how many at once
 CONTEXTS = (96, 640)  # of those, decoded from
 BATCHES = (1, 2, 4)
-STEPS = 24
-BESIDE_PROMPT, BESIDE_PROMPTS, BESIDE_BATCH = 320, 4, 2
-STEPS_BESIDE = 400  # at most: nobody reads on once the prompts are done
+STEPS = 32
+BESIDE_PROMPTS, BESIDE_BATCH = 4, 2
+STEPS_BESIDE = 150  # of each of the batch, while prompts are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,19 @@ class PairCosts:
     decode: DecodeCost
     request_ms: float
     handoff_ms: float
+    decode_tail: float  # how many times their mean the longest tenth of equal steps take
     prefill_beside: float
     decode_beside: float
 
 
-async def measure_pair(served: Served, traffic: Traffic, tell: Callable[[str], None]) -> PairCosts:
-    """Takes about a minute on a core a node. Raises MooncakeError when the cluster does not answer."""
+async def measure_pair(served: Served, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> PairCosts:
+    """With prompts of up to ``longest`` tokens, and some more for their answers. Takes about a minute on a core a node.
+
+    Raises MooncakeError when the cluster does not answer."""
     costs = CostModel()
-    request_ms, handoff_ms = [], []
-    for tokens, count in PROMPTS:
+    request_ms, handoff_ms, tails = [], [], []
+    sizes = [(tokens, count) for tokens, count in PROMPTS if tokens <= longest]
+    for tokens, count in sizes:
         tell(f"prefill of {tokens} tokens")
         prompts = [traffic.prompt(tokens) for _ in range(count)]
         each_ms, beside_ms = _one_by_one(await _ask_all(served, prompts, 2))
@@ -49,19 +55,22 @@ async def measure_pair(served: Served, traffic: Traffic, tell: Callable[[str], N
         for batch in BATCHES if tokens in CONTEXTS else ():
             tell(f"decode of {batch} sequences of {tokens} tokens")
             answers = await _ask_all(served, prompts[:batch], STEPS)
-            step_ms, context = _together(answers, tokens)
+            step_ms, context, tail = _together(answers, tokens)
+            tails.append(tail)
             costs.observe_decode(ALL_NODES, batch, round(context), step_ms)
             if batch == 1:
                 handoff_ms.append(answers[0].gaps_ms[0] - step_ms)
     prefill, decode = costs.prefill(ALL_NODES), costs.decode(ALL_NODES)
     tell("both at once")
-    prefill_ms, step_ms, context = await _beside(served, traffic)
+    beside = sizes[len(sizes) // 2][0]
+    prefill_ms, step_ms, context = await _beside(served, traffic, beside)
     return PairCosts(
         prefill,
         decode,
         request_ms=max(statistics.median(request_ms), 0.0),
         handoff_ms=max(statistics.median(handoff_ms), 0.0),
-        prefill_beside=max(prefill_ms / prefill.ms(BESIDE_PROMPT, 0), 1.0),
+        decode_tail=max(statistics.median(tails), 1.0) if tails else 1.0,
+        prefill_beside=max(prefill_ms / prefill.ms(beside, 0), 1.0),
         decode_beside=max(step_ms / decode.ms(BESIDE_BATCH, context), 1.0),
     )
 
@@ -79,25 +88,28 @@ def _one_by_one(answers: list[Answer]) -> tuple[float, float]:
     return each_s * 1e3, (firsts[0] - sent_s - each_s) * 1e3
 
 
-def _together(answers: list[Answer], tokens: int) -> tuple[float, float]:
-    """While all of them got tokens: (ms of a step, tokens of context)."""
+def _together(answers: list[Answer], tokens: int) -> tuple[float, float, float]:
+    """While all of them got tokens: (ms of a step, tokens of context, its longest tenth to their mean)."""
     begin = max(answer.token_times_s[1] for answer in answers)
     end = min(answer.token_times_s[-1] for answer in answers)
     return _steps_within(answers, tokens, begin, end)
 
 
-def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: float) -> tuple[float, float]:
-    step_ms, contexts = [], []
+def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: float) -> tuple[float, float, float]:
+    step_ms, contexts, tails = [], [], []
     for answer in answers:
         inside = [at for at, time_s in enumerate(answer.token_times_s) if begin_s <= time_s <= end_s]
-        times = answer.token_times_s
         if len(inside) > 1:
-            step_ms.append((times[inside[-1]] - times[inside[0]]) * 1e3 / (len(inside) - 1))
+            gaps_ms = answer.gaps_ms[inside[0] : inside[-1]]
+            step_ms.append(statistics.mean(gaps_ms))
+            tails.append(longest_tenth_mean(gaps_ms) / step_ms[-1])
             contexts.append(tokens + (inside[0] + inside[-1]) / 2)
-    return statistics.mean(step_ms), sum(contexts)
+    if not step_ms:
+        raise InternalError("no two tokens came while they were to be timed")
+    return statistics.mean(step_ms), sum(contexts), statistics.mean(tails)
 
 
-async def _beside(served: Served, traffic: Traffic) -> tuple[float, float, float]:
+async def _beside(served: Served, traffic: Traffic, prompt_tokens: int) -> tuple[float, float, float]:
     """Prompts computed while others are decoded: (ms of a prompt, ms of a step, tokens of context)."""
     all_run, running = asyncio.Event(), set[int]()
 
@@ -108,17 +120,17 @@ async def _beside(served: Served, traffic: Traffic) -> tuple[float, float, float
             all_run.set()
 
     async def decode(client: int) -> Answer:
-        return await served.ask(traffic.prompt(CONTEXTS[0]), STEPS_BESIDE, lambda count: note(client, count))
+        return await served.ask(traffic.prompt(PROMPTS[0][0]), STEPS_BESIDE, lambda count: note(client, count))
 
     decoding = [asyncio.create_task(decode(client)) for client in range(BESIDE_BATCH)]
     try:
         await all_run.wait()
-        prompts = [traffic.prompt(BESIDE_PROMPT) for _ in range(BESIDE_PROMPTS)]
+        prompts = [traffic.prompt(prompt_tokens) for _ in range(BESIDE_PROMPTS)]
         answers = await _ask_all(served, prompts, 1)
         each_ms, _ = _one_by_one(answers)
         begin = min(answer.sent_s for answer in answers)
         end = max(answer.token_times_s[0] for answer in answers)
-        step_ms, context = _steps_within(await asyncio.gather(*decoding), CONTEXTS[0], begin, end)
+        step_ms, context, _ = _steps_within(await asyncio.gather(*decoding), PROMPTS[0][0], begin, end)
     finally:
         for task in decoding:
             task.cancel()

@@ -62,6 +62,7 @@ class Options:
     trace: Path | None
     requests: int
     tokens_per_block: int
+    output_per_block: int
     rate_per_s: float
     link_mb_per_s: float
     seed: int
@@ -108,6 +109,7 @@ def main(args: list[str]) -> None:
             "requests": len(trace),
             "rate_per_s": options.rate_per_s,
             "tokens_per_block": options.tokens_per_block,
+            "output_per_block": options.output_per_block,
             "link_mb_per_s": options.link_mb_per_s,
         },
         "seed": options.seed,
@@ -177,21 +179,23 @@ def parse(args: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="mooncake validate", description=__doc__)
     add = parser.add_argument
     add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; without one a conversation is generated")
-    add("--requests", type=int, default=140, help="the first so many of the trace")
-    add("--tokens-per-block", type=int, default=16, help="that stand for a block of 512")
-    add("--rate", type=float, default=0.8, help="requests a second")
+    add("--requests", type=int, default=180, help="the first so many of the trace")
+    add("--tokens-per-block", type=int, default=8, help="that stand for a block of 512 in a prompt")
+    add("--output-per-block", type=int, default=32, help="and in an answer")
+    add("--rate", type=float, default=1.2, help="requests a second")
     add("--link", type=float, default=160.0, metavar="MB/S", help="what each node may send")
     add("--seed", type=int, default=0)
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
     add("--out", type=Path, metavar="FOLDER", help="write the figures and the plot there")
     add("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args(args)
-    if min(given.requests, given.tokens_per_block, given.rate, given.link) <= 0:
-        raise ConfigError("--requests, --tokens-per-block, --rate and --link must be positive")
+    if min(given.requests, given.tokens_per_block, given.output_per_block, given.rate, given.link) <= 0:
+        raise ConfigError("--requests, --tokens-per-block, --output-per-block, --rate and --link must be positive")
     return Options(
         given.trace,
         given.requests,
         given.tokens_per_block,
+        given.output_per_block,
         given.rate,
         given.link,
         given.seed,
@@ -219,7 +223,12 @@ def chosen_trace(options: Options) -> list[TraceRequest]:
     first_ms, last_ms = moved[0][0], moved[-1][0]
     factor = len(moved) / options.rate_per_s * 1e3 / max(last_ms - first_ms, 1.0)
     return [
-        replace(scale(one, options.tokens_per_block), timestamp_ms=(at_ms - first_ms) * factor) for at_ms, one in moved
+        replace(
+            scale(one, options.tokens_per_block),
+            output_length=scale(one, options.output_per_block).output_length,
+            timestamp_ms=(at_ms - first_ms) * factor,
+        )
+        for at_ms, one in moved
     ]
 
 
@@ -229,7 +238,8 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
     async with LocalCluster(config) as cluster:
         served = ServedByCluster("cluster", cluster.grpc_address)
         with progress("calibrating") as shown:
-            costs = await measure_pair(served, Traffic(vocab, options.seed), lambda what: tell(shown, what))
+            longest = max(one.input_length for one in trace)
+            costs = await measure_pair(served, Traffic(vocab, options.seed), longest, lambda what: tell(shown, what))
         await served.close()
         meter = Meter(len(trace))
         replay_options = ReplayOptions(tokens_per_block=options.tokens_per_block, seed=options.seed, concurrency=256)
@@ -253,6 +263,7 @@ def described_cluster(config: Config, costs: PairCosts, link_mb_per_s: float) ->
         decode_step_ms=decode.step_ms,
         decode_sequence_ms=decode.sequence_ms,
         decode_context_ms=decode.context_ms,
+        decode_tail=costs.decode_tail,
         source="mooncake validate",
     )
     link = link_mb_per_s / 1e3

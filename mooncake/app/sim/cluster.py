@@ -46,6 +46,7 @@ class StepCurve(Frozen, frozen=True):
     decode_step_ms: NotNegative = 0.0
     decode_sequence_ms: NotNegative = 0.0
     decode_context_ms: NotNegative = 0.0  # a token of context
+    decode_tail: Positive = 1.0  # how many times their mean the longest tenth of equal steps take: real ones have noise
     source: str = ""  # where the numbers are from
 
     def prefill_ms(self, new_tokens: int, prefix_tokens: int) -> float:

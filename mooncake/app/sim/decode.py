@@ -215,7 +215,7 @@ class DecodeMachine:
                 break
             total += count * (longest - growth * (count - 1) / 2)
             left -= count
-        return total / wanted
+        return total / wanted * self._curve.decode_tail
 
     def _drop_old_runs(self) -> None:
         oldest = min(flight.start_step for flight in self.running)
