@@ -194,8 +194,11 @@ def _non_negative(moment: list[list[float]], target: list[float]) -> list[float]
     ridge = _RIDGE * sum(moment[i][i] for i in range(size))
     best, best_cost = [0.0] * size, 0.0
     for subset in _SUBSETS[size]:
-        rows = [[moment[i][j] + (ridge if i == j else 0.0) for j in subset] for i in subset]
-        solution = _solve(rows, [target[i] for i in subset])
+        rows = [[moment[i][j] for j in subset] for i in subset]
+        for at, row in enumerate(rows):
+            row[at] += ridge
+        solve = _solve_three if len(subset) == 3 else _solve
+        solution = solve(rows, [target[i] for i in subset])
         if solution is None or min(solution) < 0.0:
             continue
         cost = -sum(value * target[i] for value, i in zip(solution, subset, strict=True))  # at its minimum
@@ -225,6 +228,26 @@ def _solve(rows: list[list[float]], target: list[float]) -> list[float] | None:
         left = rows[i][size] - sum(rows[i][j] * solution[j] for j in range(i + 1, size))
         solution[i] = left / rows[i][i]
     return solution
+
+
+def _solve_three(rows: list[list[float]], target: list[float]) -> list[float] | None:
+    """``_solve`` written out for the usual case."""
+    (a, b, c), (d, e, f), (g, h, i) = rows
+    x, y, z = target
+    if not a > 0.0:
+        return None
+    below, last = d / a, g / a
+    e, f, y = e - below * b, f - below * c, y - below * x
+    h, i, z = h - last * b, i - last * c, z - last * x
+    if not e > 0.0:
+        return None
+    last = h / e
+    i, z = i - last * f, z - last * y
+    if not i > 0.0:
+        return None
+    z = z / i
+    y = (y - f * z) / e
+    return [(x - (b * y + c * z)) / a, y, z]
 
 
 _PREFILL_SCALES = (1.0, 1e3, 1e6)

@@ -270,8 +270,8 @@ class Fleet:
     def _set_prefill_cost(self, view: View, node_id: str) -> None:
         """Of one node, or with ALL_NODES of those that have shown nothing themselves."""
         side, chunk = view.prefill, self._chunk_tokens
-        at = self._meant(node_id, view.prefill_at, side.measured)
-        if not len(at):
+        at = _meant(node_id, view.prefill_at, side.measured)
+        if at is None:
             return
         side.measured[at] = node_id != ALL_NODES and self.costs.has_measured("prefill", node_id)
         cost = self.costs.prefill(node_id)
@@ -285,20 +285,14 @@ class Fleet:
     def _set_decode_cost(self, view: View, node_id: str) -> None:
         """As ``_set_prefill_cost``."""
         side = view.decode
-        at = self._meant(node_id, view.decode_at, side.measured)
-        if not len(at):
+        at = _meant(node_id, view.decode_at, side.measured)
+        if at is None:
             return
         side.measured[at] = node_id != ALL_NODES and self.costs.has_measured("decode", node_id)
         cost = self.costs.decode(node_id)
         side.step_ms[at], side.sequence_ms[at], side.context_ms[at] = cost.step_ms, cost.sequence_ms, cost.context_ms
         of_sequences = cost.sequence_ms * (side.sequences[at] + 1)
         side.next_step_ms[at] = cost.step_ms + of_sequences + cost.context_ms * side.context_tokens[at]
-
-    def _meant(self, node_id: str, known: dict[str, int], measured: Bools) -> Ints:
-        """Positions whose cost changes with that of ``node_id``."""
-        if node_id == ALL_NODES:
-            return np.flatnonzero(~measured)
-        return np.array([known[node_id]] if node_id in known else [], dtype=np.int64)
 
     def _set_all_transfers(self, view: View) -> None:
         """Pairs that have moved nothing yet are taken to be as all pairs are."""
@@ -392,6 +386,13 @@ class Fleet:
         account.sending_flows += sign
         account.sending_bytes = account.sending_bytes + sign * ticket.source_bytes if account.sending_flows else 0.0
         self._sync_store(ticket.source_id, account)
+
+
+def _meant(node_id: str, known: dict[str, int], measured: Bools) -> int | Bools | None:
+    """Whose cost changes with that of ``node_id``, as an index; None: nobody's."""
+    if node_id != ALL_NODES:
+        return known.get(node_id)
+    return None if measured.all() else ~measured
 
 
 _NO_LOAD = NodeLoad()

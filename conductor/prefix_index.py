@@ -89,11 +89,11 @@ class PrefixIndex:
         bit, dram_bit = 1 << slot, 1 << dram_slot
         sets, clears = (bit, dram_bit) if tier is Tier.SSD and bit != dram_bit else (bit | dram_bit, 0)
         count, shared, shards = self._counts[node_id], self._shared, self._shards
-        for event in events:
-            key = event.key[:INDEX_KEY_BYTES]
+        for is_stored, whole_key, _, _ in events:
+            key = whole_key[:INDEX_KEY_BYTES]
             shard = shards[key[0]]
             before = shard.get(key, 0)
-            if event.stored:
+            if is_stored:
                 after = (before | sets) & ~clears
                 if after == before:
                     continue

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from conductor.fleet import Ticket
 from conductor.view import NONE, Floats, View
 
@@ -52,7 +54,7 @@ class Promises:
         """Raise the runs of those prefill nodes that wait for more of ``keys`` than any cache holds."""
         if not self._nodes:
             return
-        depth = self._depth(keys, int(runs.max()))
+        depth = self._depth(keys, int(np.maximum.reduce(runs)))
         if depth:
             positions = {view.prefill_at.get(node_id, NONE) for node_id in self._nodes[keys[depth - 1]]} - {NONE}
             runs[view.prefill.slots[list(positions)]] = depth

@@ -8,6 +8,25 @@ from dataclasses import dataclass, field
 RECENT = 256  # requests that averages look back on
 
 
+class RecentMean:
+    """The mean of the last ``RECENT`` whole numbers, which is asked for as often as one comes."""
+
+    __slots__ = ("_total", "_values")
+
+    def __init__(self) -> None:
+        self._values: deque[int] = deque(maxlen=RECENT)
+        self._total = 0
+
+    def append(self, value: int) -> None:
+        if len(self._values) == RECENT:
+            self._total -= self._values[0]
+        self._values.append(value)
+        self._total += value
+
+    def mean(self) -> float | None:
+        return self._total / len(self._values) if self._values else None
+
+
 @dataclass(slots=True)
 class DispatchStats:
     """Totals since the conductor started, and a few recent means. One owner writes: the dispatcher."""
@@ -31,7 +50,7 @@ class DispatchStats:
     ttft_compared: int = 0
     recent_ttft_errors_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     recent_durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    recent_output_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent_output_tokens: RecentMean = field(default_factory=RecentMean)
 
     @property
     def failed(self) -> int:
@@ -58,5 +77,5 @@ class DispatchStats:
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """Mean length of recent answers, as far as ``max_tokens`` allows; ``max_tokens`` when there were none."""
-        recent = self.recent_output_tokens
-        return min(sum(recent) / len(recent), max_tokens) if recent else float(max_tokens)
+        mean = self.recent_output_tokens.mean()
+        return float(max_tokens) if mean is None else min(mean, max_tokens)

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cost import CostModel, DecodeCost, LinearFit, PrefillCost, StartCosts, TransferCost
+from conductor.cost import (
+    CostModel,
+    DecodeCost,
+    LinearFit,
+    PrefillCost,
+    StartCosts,
+    TransferCost,
+    _solve,
+    _solve_three,
+)
 
 
 def prefill_ms(new: int, prefix: int, a: float = 4.0, b: float = 0.5, c: float = 2e-4) -> float:
@@ -151,3 +160,10 @@ def test_what_has_changed_is_told_once() -> None:
         ("transfer", "", ""),
     }
     assert costs.take_changed(10) == []
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=3, max_size=3))
+def test_three_equations_written_out_are_solved_as_any(values: list[list[float]]) -> None:
+    moment = [[sum(row[i] * row[j] for row in values) for j in range(3)] for i in range(3)]
+    target = [row[3] for row in values]
+    assert repr(_solve_three([list(row) for row in moment], target)) == repr(_solve(moment, target))

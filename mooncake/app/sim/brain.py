@@ -88,7 +88,8 @@ class Brain:
         ticket = self.scheduler.book(facts, placement, now)
         if self.admission is not None:
             self.admission.admitted(ticket, kind, self._max_tokens, placement, now)
-        flight.begin_attempt()
+        if flight.attempts:
+            flight.begin_attempt()
         flight.attempts += 1
         flight.placement, flight.ticket = placement, ticket
         flight.prefill_id = placement.prefill.node_id

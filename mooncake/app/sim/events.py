@@ -42,7 +42,7 @@ class Agenda:
     def run(self, max_events: int | None = None) -> int:
         """Let events happen until there is none, or ``max_events`` did. Returns how many."""
         heap, pop, count = self._heap, heappop, 0
-        while heap and (max_events is None or count < max_events):
+        while heap and count != max_events:
             self.now, _, action, arguments = pop(heap)
             action(*arguments)
             count += 1

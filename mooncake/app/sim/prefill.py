@@ -91,13 +91,15 @@ class PrefillMachine:
         return tokens * self._load_token_ms
 
     def _start_next(self) -> None:
-        flight = next((flight for flight in self.queue if flight.is_ready), None)
-        if flight is None:
-            return
-        if flight is self.queue[0]:
-            self.queue.popleft()
+        queue = self.queue
+        if queue and queue[0].is_ready:
+            flight = queue.popleft()
         else:
-            self.queue.remove(flight)
+            ready = next((flight for flight in queue if flight.is_ready), None)
+            if ready is None:
+                return
+            flight = ready
+            queue.remove(flight)
         self.running = flight
         usable = min((flight.num_tokens - 1) // self._block_tokens, len(flight.keys))
         found = self.cache.match(flight.keys[:usable])
@@ -122,9 +124,9 @@ class PrefillMachine:
         work_s = self._agenda.now - flight.started_s
         self.busy_s += work_s
         self.running = None
+        self.cache.add(flight.keys)
         self.cache.release(flight.held)
         flight.held = []
-        self.cache.add(flight.keys)
         self._on_end(flight, work_s)
         if self.running is None:
             self._start_next()
