@@ -423,7 +423,8 @@ class Engine:
             _score_prompts(plan.entries, logits[row:])
             logits = logits[:row]
         rows, answers = self._to_sample(ended)
-        tokens = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], answers) if answers else []
+        wanted = logits if rows == list(range(len(logits))) else logits[rows]
+        tokens = self._sampler.sample(wanted, answers) if answers else []
         self._advance(plan, started_s)
         drafts = [(end, end.draft) for end in ended if end.entry.num_draft]
         finished = self._take_tokens(answers, tokens)
