@@ -102,6 +102,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a prefill or decode node (sections [prefill] and [decode])."""
 
     kv_gb: float = 1.0  # paged cache
+    swap_gb: float = 0.25  # host memory for blocks of preempted sequences, where copying beats computing; 0: none
     chunk_tokens: int = 256  # most prompt tokens computed in one step, rounded to blocks; 0: whole prompts
     max_sequences: int = 64  # running at once
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
@@ -278,6 +279,8 @@ _NOT_NEGATIVE = (
     "conductor.balance_dwell_s",
     "conductor.balance_node_dwell_s",
     "prefill.chunk_tokens",
+    "prefill.swap_gb",
+    "decode.swap_gb",
     "prefill.threads",
     "decode.chunk_tokens",
     "decode.threads",

@@ -108,6 +108,7 @@ class LLM:
         weights: str = "auto",
         speculative_tokens: int = 0,
         tbt_limit_ms: float = 0.0,
+        swap_gb: float = 0.25,
         draft_model: str = "",
         adapters: Mapping[str, str] | None = None,
     ) -> None:
@@ -117,7 +118,8 @@ class LLM:
         ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
         where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With ``tbt_limit_ms``
-        prompts are cut so that answers under way get a token as often as that. ``adapters`` are folders of LoRA
+        prompts are cut so that answers under way get a token as often as that. ``swap_gb`` keeps blocks of sequences
+        that had to give way, where copying beats computing them again. ``adapters`` are folders of LoRA
         adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
         """
         if threads:
@@ -151,7 +153,8 @@ class LLM:
             checkpoint, precision.dtype, self.max_model_len, precision.coding, adapters=self._adapters
         )
         drafter = self._draft_model(draft_model, dtype, block_tokens, speculative_tokens) if draft_model else None
-        self.engine = Engine(causal_lm, KVCache(layout, num_blocks), config, self._guides, drafter)
+        cache = KVCache(layout, num_blocks, num_places=int(swap_gb * 1e9) // layout.block_bytes)
+        self.engine = Engine(causal_lm, cache, config, self._guides, drafter)
         self._numbers = itertools.count()
 
     def _draft_model(self, path: str, dtype: str, block_tokens: int, max_tokens: int) -> DraftModel:

@@ -162,7 +162,8 @@ def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
     weights_gb = parameter_count(model) * (1 if precision.coding else 4 if precision.dtype == "float32" else 2) / GB
     return MemoryNeed(
         weights_gb=engines * weights_gb,
-        kv_gb=cluster.num_prefill * config.prefill.kv_gb + cluster.num_decode * config.decode.kv_gb,
+        kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)
+        + cluster.num_decode * (config.decode.kv_gb + config.decode.swap_gb),
         store_gb=cluster.store * config.store.dram_gb,
         processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
     )

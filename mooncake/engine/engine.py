@@ -135,7 +135,8 @@ class EngineLoad:
     blocks_free: int
     blocks_cached: int
     blocks_in_use: int
-    preemptions: int  # since the start, as the next three
+    preemptions: int  # since the start, as all that follow
+    swapped_blocks: int  # kept for preempted sequences
     forks: int  # sequences that began over another one's blocks
     shared_blocks: int  # full blocks that they did not have to hold a second time
     copied_blocks: int  # copies on write
@@ -195,7 +196,12 @@ class Engine:
         self._vocab_size = model.config.vocab_size
         self._sampler = Sampler(guides)
         self._scheduler = Scheduler(
-            self.block_pool, config.chunk_tokens, config.max_sequences, config.max_model_len, config.max_waiting
+            self.block_pool,
+            config.chunk_tokens,
+            config.max_sequences,
+            config.max_model_len,
+            config.max_waiting,
+            cache.num_places,
         )
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
@@ -388,6 +394,7 @@ class Engine:
             blocks_cached=pool.num_cached,
             blocks_in_use=pool.num_in_use,
             preemptions=self._scheduler.num_preemptions,
+            swapped_blocks=self._scheduler.num_swapped_blocks,
             forks=self._scheduler.num_forks,
             shared_blocks=self._scheduler.num_shared_blocks,
             copied_blocks=self._scheduler.num_copies,
@@ -400,13 +407,19 @@ class Engine:
         """Do what a plan has decided already, whether or not its step succeeds."""
         now = time.monotonic()
         self.is_stalled = not (plan.entries or plan.failures or plan.has_preempted or self._outputs)
-        for source, target in plan.copies:
-            self.cache.copy_block(source, target)
+        self._copy_blocks(plan.copies)
         for admission in plan.admissions:
             admission.sequence.admitted_s = admission.sequence.admitted_s or now
         self._not_announced += plan.admissions
         for sequence, error in plan.failures:
             self._forget(sequence, error)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        started_s = time.perf_counter()
+        for source, target in copies:
+            self.cache.copy_block(source, target)
+        if copies:
+            self._scheduler.swap.note_copies(len(copies), (time.perf_counter() - started_s) * 1e3)
 
     def _run(self, plan: StepPlan, hook: StepHook) -> None:
         started_s = time.monotonic()
@@ -499,6 +512,9 @@ class Engine:
         entries = plan.entries
         num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
         has_drafts = any(entry.num_draft for entry in entries)
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        if 2 * num_chunk_tokens > num_tokens:
+            self._scheduler.swap.note_prompt(num_tokens, elapsed_ms)
         if self._curve is not None and not has_drafts:
             num_decodes = sum(entry.num_tokens == 1 for entry in entries)
             self._curve.note(num_decodes, num_chunk_tokens, elapsed_ms)

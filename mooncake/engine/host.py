@@ -159,7 +159,8 @@ class EngineHost:
             precision.coding,
             adapters=self._adapters.adapters,
         )
-        cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer)
+        num_places = int(self._section.swap_gb * 1e9) // self.plan.layout.block_bytes
+        cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer, num_places)
         config = EngineConfig(
             block_tokens=self.config.block.tokens,
             chunk_tokens=self._section.chunk_tokens,
@@ -238,6 +239,7 @@ class EngineHost:
             blocks_in_use=load.blocks_in_use,
             preemptions=load.preemptions,
             counters={
+                "blocks_swapped": load.swapped_blocks,
                 "tokens_drafted": load.drafted_tokens,
                 "drafts_accepted": load.accepted_tokens,
                 "tokens_computed": load.computed_tokens,

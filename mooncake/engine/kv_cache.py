@@ -2,7 +2,8 @@
 
 The last axis has 4 more elements in a cache of int8 codes, which are the bytes of the row's scale.
 
-The buffer may be a registered segment that other processes write into. It must not know which block is whose.
+The buffer may be a registered segment that other processes write into. Blocks of preempted sequences may be kept in
+places apart. It must not know which block is whose.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class KVCache:
     """``tensor`` for the model and ``memory`` (``[num_blocks, block_bytes]`` uint8) for transfers: the same bytes."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None) -> None:
-        """Lays the cache over ``buffer``, or over zeroed memory of its own. Raises ConfigError when it does not fit."""
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None, num_places: int = 0
+    ) -> None:
+        """Lays the cache over ``buffer``, or over zeroed memory of its own. Raises ConfigError when it does not fit.
+
+        ``num_places`` more blocks lie apart, in ordinary memory: ``copy_block`` knows them by the numbers that follow.
+        """
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_places = num_places
+        places = np.frombuffer(_own_memory(num_places * layout.block_bytes), np.uint8)
+        self._places = places[: num_places * layout.block_bytes].reshape(num_places, layout.block_bytes)
         num_bytes = num_blocks * layout.block_bytes
         if buffer is None:
             buffer = _own_memory(num_bytes)
@@ -40,7 +49,12 @@ class KVCache:
         )
 
     def copy_block(self, source: int, target: int) -> None:
-        self.memory[target] = self.memory[source]
+        self._row(target)[:] = self._row(source)
+
+    def _row(self, number: int) -> npt.NDArray[np.uint8]:
+        row: npt.NDArray[np.uint8]
+        row = self.memory[number] if number < self.num_blocks else self._places[number - self.num_blocks]
+        return row
 
 
 def _own_memory(num_bytes: int) -> memoryview:

@@ -18,6 +18,7 @@ import numpy as np
 
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.swap import SwapSpace
 from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
 from mooncake.types import BlockKey
 
@@ -59,7 +60,8 @@ class Admission:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else."""
+    """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else, in
+    order; numbers behind the cache's blocks are places of the swap space."""
 
     entries: list[StepEntry] = field(default_factory=list)
     has_preempted: bool = False
@@ -72,16 +74,25 @@ class Scheduler:
     """Waiting and running sequences, and the block tables of those that have blocks."""
 
     def __init__(
-        self, pool: BlockPool, chunk_tokens: int, max_sequences: int, max_model_len: int, max_waiting: int
+        self,
+        pool: BlockPool,
+        chunk_tokens: int,
+        max_sequences: int,
+        max_model_len: int,
+        max_waiting: int,
+        num_places: int = 0,
     ) -> None:
-        """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only."""
+        """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of preempted
+        sequences that can be kept."""
         self.pool = pool
+        self.swap = SwapSpace(pool.num_blocks, num_places)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # whose turn comes first, first; the queue as well
         self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
         self.drafts = False  # whether to ask it
         self.num_reserved = 0
         self.num_preemptions = 0
+        self.num_swapped_blocks = 0  # kept while their sequences were preempted
         self.num_forks = 0  # sequences that began over blocks of another one
         self.num_shared_blocks = 0  # full ones, which they will never copy
         self.num_copies = 0  # of blocks, because someone else would have seen a write
@@ -159,6 +170,7 @@ class Scheduler:
         elif sequence.state is SequenceState.RESERVED:
             self.num_reserved -= 1
         self._give_row_back(sequence)
+        self._drop_swapped(sequence)
         if hold:
             sequence.move(SequenceState.HELD)
             return
@@ -289,6 +301,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
+            self._swap_in(sequence, plan)
             plan.admissions.append(admission)
             budget -= planned
         return budget
@@ -304,6 +317,12 @@ class Scheduler:
             return None
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_cached * self._block_tokens
+        if sequence.swapped:
+            sequence.num_sealed = num_cached
+            sequence.num_computed = max(
+                num_cached * self._block_tokens, min(sequence.num_swapped, sequence.num_tokens - 1)
+            )
+            return Admission(sequence, [])
         num_ready = max(num_cached, min(sequence.external_blocks, usable))
         sequence.num_computed = num_ready * self._block_tokens
         sequence.num_sealed = num_cached
@@ -360,8 +379,28 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         plan.has_preempted = True
+        self._swap_out(victim, plan)
         self.put_back(victim)
         plan.entries[:] = [entry for entry in plan.entries if entry.sequence is not victim]
+
+    def _swap_out(self, victim: Sequence, plan: StepPlan) -> None:
+        """Keep what it has computed, if there is room and copying is cheaper than computing it again."""
+        filled = victim.block_table[: -(-victim.num_computed // self._block_tokens)]
+        places = self.swap.take(len(filled), victim.num_computed) if filled and not victim.is_loading else []
+        if places:
+            victim.swapped, victim.num_swapped = places, victim.num_computed
+            self.num_swapped_blocks += len(places)
+            plan.copies += zip(filled, places, strict=True)
+
+    def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Back into its new blocks, but for those that were found in the cache."""
+        first = sequence.num_sealed
+        plan.copies += zip(sequence.swapped[first:], sequence.block_table[first:], strict=False)
+        self._drop_swapped(sequence)
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        self.swap.give_back(sequence.swapped)
+        sequence.swapped = []
 
     def _give_blocks(self, sequence: Sequence, usable: int) -> int | None:
         """A table for all its tokens; returns how many of the first ``usable`` blocks were cached, None for no room."""

@@ -67,6 +67,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_sealed",
+        "num_swapped",
         "num_tokens",
         "priority",
         "prompt_logprobs",
@@ -77,6 +78,7 @@ class Sequence:
         "sampling",
         "state",
         "stop_ids",
+        "swapped",
     )
 
     def __init__(
@@ -139,6 +141,8 @@ class Sequence:
         self.block_keys: list[BlockKey] = []  # of the full blocks
         self.block_table: list[int] = []
         self.num_sealed = 0  # blocks
+        self.swapped: list[int] = []  # where its blocks wait while it has none; their KV is of ``num_swapped`` tokens
+        self.num_swapped = 0
         self.is_loading = False  # blocks of the table are still on their way from elsewhere
         self.state = SequenceState.WAITING
         self.arrival = 0  # order of arrival in this engine

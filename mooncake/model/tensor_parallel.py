@@ -161,6 +161,8 @@ class TensorParallelModel:
             self._kill()
             raise
 
+    num_places = 0  # for preempted sequences: their blocks are computed again
+
     def __enter__(self) -> TensorParallelModel:
         return self
 

@@ -89,10 +89,10 @@ class HashModel:
         return torch.from_numpy(np.array(rows, np.float32).reshape(-1, VOCAB))
 
 
-def hash_engine(num_blocks: int = 64, model: HashModel | None = None, **settings: int) -> Engine:
+def hash_engine(num_blocks: int = 64, model: HashModel | None = None, num_places: int = 0, **settings: int) -> Engine:
     defaults = {"block_tokens": BLOCK, "chunk_tokens": 8, "max_sequences": 8, "max_model_len": 200}
     config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
-    cache = KVCache(LAYOUT, num_blocks)
+    cache = KVCache(LAYOUT, num_blocks, num_places=num_places)
     cache.memory[:] = 0xA5  # what was never written must never be read
     return Engine(model or HashModel(), cache, config)
 

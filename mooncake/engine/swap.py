@@ -1,0 +1,49 @@
+"""Where blocks of preempted sequences wait, and whether to keep them at all: copied out and back, or computed again.
+
+Pure bookkeeping: places are numbers behind those of the cache's blocks, so that a copy between two numbers is all that
+the memory has to know. It learns what copies and computing cost here; it must not know clocks or sequences.
+"""
+
+from __future__ import annotations
+
+DECAY = 0.9  # of what was measured before, at each new measurement
+
+
+class SwapSpace:
+    """``num_places`` places, ``first``, ``first + 1``, …"""
+
+    def __init__(self, first: int, num_places: int) -> None:
+        self.num_places = num_places
+        self._free = list(range(first + num_places - 1, first - 1, -1))
+        self._copy_ms = 0.0  # a block, one way; 0 until measured
+        self._compute_ms = 0.0  # a token of a prompt, likewise
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, num_blocks: int, num_tokens: int) -> list[int]:
+        """Places for the blocks of so many computed tokens; none when there is no room, or when it does not pay."""
+        if num_blocks > len(self._free) or not self._pays(num_blocks, num_tokens):
+            return []
+        return [self._free.pop() for _ in range(num_blocks)]
+
+    def give_back(self, places: list[int]) -> None:
+        self._free.extend(reversed(places))
+
+    def note_copies(self, num_blocks: int, elapsed_ms: float) -> None:
+        self._copy_ms = _blend(self._copy_ms, elapsed_ms / num_blocks)
+
+    def note_prompt(self, num_tokens: int, elapsed_ms: float) -> None:
+        """A step that computed so many tokens, most of them of prompts."""
+        self._compute_ms = _blend(self._compute_ms, elapsed_ms / num_tokens)
+
+    def _pays(self, num_blocks: int, num_tokens: int) -> bool:
+        """Out and back against computing. What was never measured is tried: that is how it gets measured."""
+        if not (self._copy_ms and self._compute_ms):
+            return True
+        return 2 * num_blocks * self._copy_ms < num_tokens * self._compute_ms
+
+
+def _blend(known: float, new: float) -> float:
+    return DECAY * known + (1 - DECAY) * new if known else new
