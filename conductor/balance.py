@@ -2,7 +2,8 @@
 
 Pure: it is told what arrives and what the cluster looks like, and returns at most one switch at a time. Demand is
 counted in nodes, refused requests included, and looked at a drain's time ahead. Open traffic is mostly steady, so it
-holds still: a switch must bring the busiest side down by more than the dead band, and switches keep a distance.
+holds still: a switch must bring the busiest side down by more than the dead band, and switches keep a distance unless a
+side is short of nodes at once.
 
 How a switch runs (``SWITCH_MOVES``): the node drains, that is takes nothing new; what it decodes ends or moves on from
 the pool; then it flips with its weights and its host's KV in place, and registers under a new epoch.
@@ -47,9 +48,11 @@ class BalanceLimits:
     dead_band: float = 0.15  # the busiest side must become so much less busy
     least_busy: float = 0.6  # below that nobody waits, and nothing is to be gained
     dwell_s: float = 60.0  # between two switches of the cluster
+    short: float = 0.9  # how busy a side is that lacks nodes now: then the next switch
+    hurry_s: float = 2.0  # waits only so long
     node_dwell_s: float = 600.0  # between two of one node
     drain_s: float = 30.0  # how far ahead demand is looked at; about what a drain takes
-    smoothing_s: float = 60.0  # of demand
+    smoothing_s: float = 30.0  # of demand
     patience_s: float = 120.0  # a drain that takes longer is given up
     min_prefill: int = 1
     min_decode: int = 1
@@ -110,6 +113,7 @@ class Balancer:
         self.switches = 0
         self._switching: tuple[Switch, SwitchState, float] | None = None
         self._last_switch = -math.inf
+        self._may_hurry = True
         self._switched_at: dict[str, float] = {}
 
     @property
@@ -141,9 +145,10 @@ class Balancer:
             if now - self._switching[2] > limits.patience_s:
                 self.moved(SwitchState.GIVEN_UP, now)
             return None
-        if not self.prefill.is_settled or now - self._last_switch < limits.dwell_s:
+        rested_s = now - self._last_switch
+        if not self.prefill.is_settled or rested_s < (limits.hurry_s if self._may_hurry else limits.dwell_s):
             return None
-        to = self._wanted(len(view.prefill.nodes), len(view.decode.nodes))
+        to = self._wanted(view, may_wait=rested_s < limits.dwell_s)
         if to is None:
             return None
         node_id = self._idlest(view, Role.PREFILL if to is Role.DECODE else Role.DECODE, now)
@@ -162,12 +167,23 @@ class Balancer:
         if not SWITCH_MOVES[to]:
             self._switching = None
             self._last_switch = self._switched_at[switch.node_id] = now
-            self.switches += to is SwitchState.DONE
+            self._may_hurry = to is SwitchState.DONE
+            self.switches += self._may_hurry
 
-    def _wanted(self, num_prefill: int, num_decode: int) -> Role | None:
-        """The role of which one node more makes the busier side less busy, by more than the dead band."""
-        limits = self.limits
-        prefill, decode = self.prefill.ahead(limits.drain_s), self.decode.ahead(limits.drain_s)
+    def _demand(self, view: View) -> tuple[float, float]:
+        """Nodes wanted of each role: what is forecast and, as forecasts come late, what is there already."""
+        limits, waiting_s = self.limits, float(view.prefill.queued_ms.sum()) / 1e3
+        prefill = self.prefill.ahead(limits.drain_s) + waiting_s / limits.drain_s
+        side = view.decode
+        room_ms = np.maximum(self._tbt_ms - side.step_ms, 0.05 * self._tbt_ms)
+        held = (side.sequence_ms * side.sequences + side.context_ms * side.context_tokens) / room_ms
+        return prefill, max(self.decode.ahead(limits.drain_s), float(held.sum()))
+
+    def _wanted(self, view: View, may_wait: bool) -> Role | None:
+        """The role of which one node more makes the busier side less busy, by more than the dead band. ``may_wait``:
+        only when a side is short of nodes now."""
+        limits, num_prefill, num_decode = self.limits, len(view.prefill.nodes), len(view.decode.nodes)
+        prefill, decode = self._demand(view)
 
         def busiest(move: int) -> float:
             if num_prefill + move < limits.min_prefill or num_decode - move < limits.min_decode:
@@ -175,7 +191,9 @@ class Balancer:
             return max(prefill / (num_prefill + move), decode / (num_decode - move))
 
         now, best = busiest(0), min((-1, 1), key=busiest)
-        if now < limits.least_busy or busiest(best) > now * (1.0 - min(limits.dead_band, 0.5 / num_prefill)):
+        if now < (limits.short if may_wait else limits.least_busy):
+            return None
+        if busiest(best) > now * (1.0 - min(limits.dead_band, 0.5 / num_prefill)):
             return None
         return Role.PREFILL if best == 1 else Role.DECODE
 

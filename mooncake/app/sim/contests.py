@@ -123,17 +123,13 @@ def overload(traces: Traces) -> Finding:
     )
 
 
-SHIFT_SPEED, SHIFT_FROM_MS, SHIFT_PART_MS = 1.5, 6e5, 9e5
+SHIFT_SPEED, SHIFT_FROM_MS, SHIFT_PART_MS = 2.0, 6e5, 9e5
 
 
 def shift(traces: Traces) -> Finding:
     """A quarter of an hour of Azure's code trace and then one of its conversation trace, on 8 machines."""
-    parts = []
-    for name in ("code", "conv"):
-        trace = load_any(traces.folder / f"AzureLLMInferenceTrace_{name}.csv.xz")
-        until_ms = SHIFT_FROM_MS + SHIFT_PART_MS
-        part = [request for request in trace if SHIFT_FROM_MS <= request.timestamp_ms < until_ms]
-        parts.append([replace(one, timestamp_ms=one.timestamp_ms - part[0].timestamp_ms) for one in part])
+    whole = [load_any(traces.folder / f"AzureLLMInferenceTrace_{name}.csv.xz") for name in ("code", "conv")]
+    parts = [_part(trace) for trace in whole]
     joined = one_after_another(parts)
     base = load_preset("paper-16").with_slo(ttft_s=2.0)
     options = Run(seed=SEED, speed=SHIFT_SPEED, jitter_s=0.0)
@@ -143,27 +139,37 @@ def shift(traces: Traces) -> Finding:
     }
     balanced = base.with_counts(prefill=4, decode=4).with_conductor(balances_roles=True)
     simulation, summary = run(balanced, joined, options)
-    steady_simulation, steady = run(balanced, parts[1], options)
+    steady_simulation, steady = run(balanced, whole[1], options)
     best = max(fixed.values())
     gain = summary.goodput / max(best, 1e-9)
-    switches, steady_switches = _switches(simulation), _switches(steady_simulation)
+    switches = _switches(simulation)
+    hourly = _switches(steady_simulation) * 3600 / float(steady_simulation.results.arrival_s.max())
     rows = [Row(f"fixed {prefill}P{8 - prefill}D: goodput, %", None, 100 * value) for prefill, value in fixed.items()]
     rows += [
         Row("roles change: goodput, %", None, 100 * summary.goodput),
         Row("goodput over the best fixed split", 1.2, gain, "published column: what is asked of us"),
         Row("switches", None, switches),
-        Row("conversation alone: switches an hour of trace", 6.0, steady_switches * 3.6e6 / SHIFT_PART_MS),
-        Row("conversation alone: goodput, %", None, 100 * steady.goodput),
+        Row(
+            "the whole conversation trace alone: switches an hour", 6.0, hourly, "from 4P4D; at most so many are asked"
+        ),
+        Row("the whole conversation trace alone: goodput, %", None, 100 * steady.goodput),
     ]
     return Finding(
         "shift",
         "A shift of load: Azure's code trace and then its conversation trace, roles fixed or changing",
-        f"8 machines of paper-16, {SHIFT_PART_MS / 6e4:g} minutes of each, {SHIFT_SPEED:g} times as fast, TTFT 2 s, "
-        "TBT 100 ms",
+        f"8 machines of paper-16, {SHIFT_PART_MS / 6e4:g} minutes of each, {SHIFT_SPEED:g} times as fast, about what "
+        "the better split of each half can do; TTFT 2 s, TBT 100 ms",
         rows,
-        _met(gain >= 1.2, gain >= 1.0),
-        f"{gain:.2f} times the best fixed split's goodput with {switches:.0f} switches",
+        _met(gain >= 1.2 and hourly <= 6.0, gain >= 1.0),
+        f"{gain:.2f} times the best fixed split's goodput with {switches:.0f} switches; {hourly:.1f} switches an hour "
+        "on the stationary trace",
     )
+
+
+def _part(trace: Trace) -> list[TraceRequest]:
+    """What is looked at of it, from time 0."""
+    part = [one for one in trace if SHIFT_FROM_MS <= one.timestamp_ms < SHIFT_FROM_MS + SHIFT_PART_MS]
+    return [replace(one, timestamp_ms=one.timestamp_ms - part[0].timestamp_ms) for one in part]
 
 
 def _switches(simulation: Simulation) -> float:
