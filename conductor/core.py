@@ -196,6 +196,7 @@ class Core:
             try:
                 if pause_s > self.heartbeat_interval_s:  # this process was stopped, or starved
                     self.registry.excuse(pause_s)
+                    self.ward.excuse()
                 self.tick()
             except Exception:
                 log.exception("the registry's tick failed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
+MOST_PROBES_A_S = 200.0  # of more nodes than that each is probed less often
 PROBE_TOKENS = 64
 PROBE_MARGIN_MS = 250.0  # of a call beside its computation
 CORRUPT = "checksum_mismatches"  # the counter of a store's own blocks found with wrong bytes
@@ -40,6 +42,7 @@ class _Usual:
     prefill: PrefillCost = field(default_factory=PrefillCost)
     decode: DecodeCost = field(default_factory=DecodeCost)
     corrupt: int | None = None
+    probe_at: float = 0.0
 
 
 class Ward:
@@ -62,7 +65,7 @@ class Ward:
         self._clock = clock
         self._usual: dict[str, _Usual] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._probe_at = 0.0
+        self._excused_at = 0.0
         self.watch = HealthWatch(
             HealthLimits(
                 slow_ratio=section.slow_ratio,
@@ -76,7 +79,8 @@ class Ward:
 
     def joined(self, info: NodeInfo) -> None:
         self.watch.join(info.node_id, info.role, self._clock())
-        self._usual[info.node_id] = _Usual()
+        later_s = random.random() * self._section.probe_interval_s  # so that nodes are not probed all at once
+        self._usual[info.node_id] = _Usual(probe_at=self._clock() + later_s)
 
     def forget(self, node_id: str) -> None:
         self.watch.forget(node_id)
@@ -89,6 +93,10 @@ class Ward:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def excuse(self) -> None:
+        """This process itself was not listening: what has not been answered by now does not count."""
+        self._excused_at = self._clock()
 
     def reported(self, node_id: str, samples: pb.CostSamples, counters: dict[str, int]) -> None:
         """A heartbeat. Its steps are held against what the node took while it was well: the cost model would come to
@@ -121,17 +129,17 @@ class Ward:
             self._registry.judge(move.node_id, move.to, move.why)
             level = logging.INFO if move.to is Health.HEALTHY else logging.WARNING
             log.log(level, "%s is %s: %s", move.node_id, move.to, move.why or "it is well again")
-        if now < self._probe_at:
-            return
-        self._probe_at = now + self._section.probe_interval_s
+        interval_s = max(self._section.probe_interval_s, len(nodes) / MOST_PROBES_A_S)
         for info in nodes:
-            if info.node_id not in self._probes:
+            usual = self._usual.get(info.node_id)
+            if usual is not None and now >= usual.probe_at and info.node_id not in self._probes:
+                usual.probe_at = now + interval_s
                 task = asyncio.create_task(self._probe(info), name=f"probe of {info.node_id}")
                 self._probes[info.node_id] = task
                 task.add_done_callback(lambda _, name=info.node_id: self._probes.pop(name, None))  # type: ignore[misc]
 
     async def _probe(self, info: NodeInfo) -> None:
-        is_out = self.watch.state(info.node_id) is Health.ISOLATED
+        begin, is_out = self._clock(), self.watch.state(info.node_id) is Health.ISOLATED
         try:
             if is_out and info.role is Role.PREFILL:
                 ok = await self._computes_in_time(info)
@@ -140,7 +148,8 @@ class Ward:
         except grpc.RpcError as error:
             log.debug("probe of %s: %s", info.node_id, error)
             ok = False
-        self.watch.probed(info.node_id, ok)
+        if ok or begin > self._excused_at:
+            self.watch.probed(info.node_id, ok)
 
     async def _is_serving(self, info: NodeInfo) -> bool:
         channel = self._channels.get(info.control_address)
