@@ -4,14 +4,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <dlfcn.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-namespace {
+#include "xxh3.h"
 
-using Hash = uint64_t (*)(const void *, size_t);
-Hash xxh3_64;
+namespace {
 
 constexpr int MAX_VECTORS = 512;
 
@@ -22,7 +20,7 @@ struct Read {
     char *into;
     int64_t io_bytes;  // whole pages, of which the block has ``length``
     int64_t length;
-    const uint64_t *checksums;  // of equal parts of the block
+    const uint64_t *checksums;  // of equal parts of the block, of xxh3::kMinBytes or more
     int64_t num_checksums;
 };
 constexpr int32_t RIGHT = 0, WRONG = 1;
@@ -35,18 +33,12 @@ int32_t read_one(const Read &job, int64_t step) {
     }
     const int64_t part = job.length / job.num_checksums;
     for (int64_t i = 0; i < job.num_checksums; ++i)
-        if (xxh3_64(job.into + i * part, size_t(part)) != job.checksums[i]) return WRONG;
+        if (xxh3::hash(reinterpret_cast<const uint8_t *>(job.into) + i * part, size_t(part)) != job.checksums[i])
+            return WRONG;
     return RIGHT;
 }
 
 }  // namespace
-
-// Whether the library of xxHash can be used.
-extern "C" int find_xxh3(const char *path) {
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (library) xxh3_64 = reinterpret_cast<Hash>(dlsym(library, "XXH3_64bits"));
-    return xxh3_64 != nullptr;
-}
 
 // One after the other; ``step`` bytes a system call.
 extern "C" void read_verified(Read *jobs, int64_t count, int64_t step) {

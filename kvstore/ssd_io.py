@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 IO_BYTES = 1 << 20  # of one read or write: larger ones are slower on most disks
 _IO_VECTORS = 512
-_XXHASH = (b"libxxhash.so.0",)
+_MIN_PART_BYTES = 241  # shorter ranges have another xxh3, which xxh3.h does not know
 _READ = np.dtype(
     [
         ("fd", "<i4"),
@@ -85,8 +85,8 @@ class PlainIO:
 class NativeIO:
     def __init__(self) -> None:
         """Raises BuildFailed."""
-        library = load_native("ssd_io", Path(__file__).with_name("ssd_io.cpp"))
-        library.find_xxh3.argtypes = [ctypes.c_char_p]
+        source = Path(__file__).with_name("ssd_io.cpp")
+        library = load_native("ssd_io", source, [source.with_name("xxh3.h")])
         library.read_verified.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         library.read_verified.restype = None
         library.write_and_sync.argtypes = [
@@ -96,8 +96,6 @@ class NativeIO:
             ctypes.c_int64,
             ctypes.c_int64,
         ]
-        if not any(library.find_xxh3(name) for name in _XXHASH):
-            raise BuildFailed("libxxhash is not installed")
         self._read, self._write = library.read_verified, library.write_and_sync
 
     def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
@@ -106,6 +104,8 @@ class NativeIO:
             raise OSError(number, os.strerror(number))
 
     def read(self, jobs: Sequence[VerifiedRead]) -> list[bool | OSError]:
+        if any(job.length < _MIN_PART_BYTES * len(job.checksums) for job in jobs):
+            return PlainIO().read(jobs)
         expected = [np.ascontiguousarray(job.checksums, "<u8") for job in jobs]
         rows = [
             (
@@ -127,7 +127,7 @@ class NativeIO:
 
 @lru_cache(1)
 def best_io() -> SsdIO:
-    """Native where there is a compiler and the library of xxHash; says in one line why not elsewhere."""
+    """Native where there is a compiler; says in one line why not elsewhere."""
     try:
         return NativeIO()
     except BuildFailed as error:

@@ -287,6 +287,8 @@ def test_pages_are_moved_and_verified_alike_natively_and_in_python(tmp_path: Pat
         VerifiedRead(fd, second + PAGE, into[3], size - 1000, sums[1]),  # beyond the end
     ]
     right, also_right, wrong, failed = io.read(jobs)
+    short = VerifiedRead(fd, PAGE, into[0], 800, range_checksums(pages[:800], 8))
+    assert io.read([short]) == [True]
     assert (right, also_right, wrong) == (True, True, False) and isinstance(failed, OSError)
     assert into[:2] == blocks
     os.close(fd)
