@@ -81,7 +81,7 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hadamard_size(length: int) -> int:
-    """How many elements of rows of this length are mixed with each other: 64, 32, 16, or 1 when none of these divides."""
+    """How many elements of rows of this length are mixed with each other: 64, 32, 16, or 1 where none divides."""
     size = math.gcd(length, 64)
     return size if size >= 16 else 1
 

@@ -283,6 +283,29 @@ template <class T> inline vf dots(const float* query, const T* const* keys, int 
     return sums_of(acc);
 }
 
+// The same from keys as `widen_keys` lays them: for many rows, which then need no 16 addresses in registers.
+inline vf dots(const float* query, const float* keys, int D) {
+    vf acc[W];
+    {
+        const vf q = load(query);
+#pragma GCC unroll 16
+        for (int t = 0; t < W; t++) acc[t] = q * load(keys + t * W);
+    }
+    for (int d = W; d < D; d += W) {
+        const vf q = load(query + d);
+        keys += W * W;
+#pragma GCC unroll 16
+        for (int t = 0; t < W; t++) acc[t] += q * load(keys + t * W);
+    }
+    return sums_of(acc);
+}
+
+// W keys as float32 [D / W][key][W], without their scales.
+template <class T> inline void widen_keys(const T* const* keys, int D, float* wide) {
+    for (int d = 0; d < D; d += W)
+        for (int t = 0; t < W; t++, wide += W) store(wide, load(keys[t] + d));
+}
+
 // mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows.
 template <int ROWS, int VECS, class T>
 inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
@@ -368,15 +391,15 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
 
     const T* tile[std::max(TILE, W)];
     const float* wide_tile[std::max(TILE, W)];
-    const bool must_widen = !std::is_same<T, float>::value && rows > FEW_ROWS;  // else each row widens anew, in registers
+    const bool has_many = rows > FEW_ROWS;  // else each row widens anew, in registers
     for (int at = 0; at < length; at += W) {
         const int count = std::min(W, length - at);
         cache.rows(table, item.kv_head, 0, item.begin + at, count, tile);
         for (int t = count; t < W; t++) tile[t] = tile[0];
         const vf scales = scales_of(tile, D);
-        if (must_widen) widen_rows(tile, W, D, wide, wide_tile);
+        if (has_many) widen_keys(tile, D, wide);
         for (int row = 0; row < rows; row++) {
-            const vf score = must_widen ? dots(query + row * D, wide_tile, D) : dots(query + row * D, tile, D);
+            const vf score = has_many ? dots(query + row * D, wide, D) : dots(query + row * D, tile, D);
             store(scores + row * width + at, IS_CODED<T> ? score * scales : score);
         }
     }
@@ -404,12 +427,15 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         const int count = std::min(TILE, length - at);
         cache.rows(table, item.kv_head, 1, item.begin + at, count, tile);
         if constexpr (IS_CODED<T>) {  // the weights take the scales along
-            for (int t = 0; t < count; t++) {
-                const float scale = row_scale(tile[t], D);
-                for (int row = 0; row < rows; row++) scores[row * width + at + t] *= scale;
-            }
+            float scales[std::max(TILE, W)] = {};
+            for (int t = 0; t < count; t++) scales[t] = row_scale(tile[t], D);
+            for (int row = 0; row < rows; row++)
+                for (int t = 0; t < count; t += W) {
+                    float* score = scores + row * width + at + t;
+                    store(score, load(score) * load(scales + t));
+                }
         }
-        if (must_widen) {
+        if (has_many && !std::is_same<T, float>::value) {
             widen_rows(tile, count, D, wide, wide_tile);
             mix_all(scores + at, width, wide_tile, count, rows, mixed, D);
         } else {

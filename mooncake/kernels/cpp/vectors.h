@@ -37,9 +37,14 @@ template <class V, class T> inline V load_as(const T* from) {
 }
 
 inline vf load(const float* from) { return load_as<vf>(from); }
-inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16); }
+inline vf load(const bf16* from) {
+#if defined(__AVX512F__)  // GCC 12 takes the general form apart into halves, and the next one into single lanes
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#endif
+    return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16);
+}
 inline vf load(const int8_t* from) {
-#if defined(__AVX512F__)  // GCC 12 takes the general form apart into single lanes
+#if defined(__AVX512F__)
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 #endif
     return __builtin_convertvector(__builtin_convertvector(load_as<vc>(from), vi), vf);
