@@ -179,10 +179,10 @@ def parse(args: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="mooncake validate", description=__doc__)
     add = parser.add_argument
     add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; without one a conversation is generated")
-    add("--requests", type=int, default=180, help="the first so many of the trace")
+    add("--requests", type=int, default=120, help="the first so many of the trace")
     add("--tokens-per-block", type=int, default=8, help="that stand for a block of 512 in a prompt")
     add("--output-per-block", type=int, default=32, help="and in an answer")
-    add("--rate", type=float, default=1.2, help="requests a second")
+    add("--rate", type=float, default=0.6, help="requests a second")
     add("--link", type=float, default=160.0, metavar="MB/S", help="what each node may send")
     add("--seed", type=int, default=0)
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
