@@ -42,7 +42,10 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
         (target / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(line), indent=1) + b"\n")
         err.print(f"{name}: {finding.verdict} ({time.perf_counter() - started_s:.0f} s)")
         show(finding)
-    (target / "README.md").write_text(markdown(load(target)))
+    page = markdown(load(target))
+    if (target / "validation.md").exists():  # by mooncake validate
+        page += "\nHow the simulator compares with a live pair of nodes: [validation.md](validation.md).\n"
+    (target / "README.md").write_text(page)
 
 
 def load(folder: Path) -> list[Finding]:
