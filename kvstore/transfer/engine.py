@@ -215,9 +215,9 @@ class TransferEngine:
         slices, checksums = cut(request, self._paced_slice or link.slice_bytes)
         if not slices:
             return TransferReport("", 0, 0.0)
+        if len(slices) == 1 and (report := link.run_alone(slices[0])) is not None:
+            return report
         transfer = Transfer(slices, request, checksums)
-        if len(slices) == 1 and link.run_alone(transfer, slices[0]):
-            return transfer.report()
         link.run(transfer, slices)
         return transfer.result()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.protocol import SLICE_BYTES
-from kvstore.transfer.requests import Transfer
+from kvstore.transfer.requests import Transfer, TransferReport
 from kvstore.transfer.schedule import Pace, Patience, Queue, Watch, backoff_s, slice_bytes, takes
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
@@ -136,16 +136,16 @@ class Link:
         largest = min(each.transport.max_slice_bytes for each in self._routes)
         return slice_bytes(request_bytes, len(route.lanes), route.gb_per_s * 1e9, largest)
 
-    def run_alone(self, transfer: Transfer, part: Slice) -> bool:
-        """Move the only slice of ``transfer`` past the queue, in this thread, when a path is free and nothing waits.
+    def run_alone(self, part: Slice) -> TransferReport | None:
+        """Move the only slice of a request past the queue, in this thread, when a path is free and nothing waits.
 
-        False when that is not so, or the path broke: ``run`` will see to it. Raises what ended it otherwise.
+        None when that is not so, or the path broke: ``run`` will see to it. Raises what ended it otherwise.
         """
         self._look_after()
         with self._lock:
             lane = self._free_lane()
             if lane is None or lane.path is None:
-                return False
+                return None
             path, lane.is_driven, started = lane.path, True, time.monotonic()
             lane.pace.began(part.nbytes, started)
             lane.route.began(started)
@@ -164,13 +164,9 @@ class Link:
             raise work.error
         if isinstance(failure, DeadlineExceeded):
             raise failure
-        if work.is_done:
-            transfer.transport, transfer.moved_bytes, transfer.ended = (
-                lane.route.transport.name,
-                part.nbytes,
-                work.ended,
-            )
-        return work.is_done
+        if not work.ended:
+            return None
+        return TransferReport(lane.route.transport.name, part.nbytes, work.ended - started, part.sums)
 
     def run(self, transfer: Transfer, slices: Sequence[Slice]) -> None:
         """Move it, in this thread as far as possible, and return when it has ended."""
@@ -309,8 +305,8 @@ class Link:
 
     def _finish_alone(self, lane: _Lane, part: Slice, work: _Alone, failure: Exception | None) -> None:
         with self._lock:
-            now = time.monotonic()
-            if work.is_done:
+            now = work.ended or time.monotonic()
+            if work.ended:
                 lane.pace.arrived(part.nbytes, now)
                 lane.route.arrived(part.nbytes, now)
                 self._proved_sound(lane, now)
@@ -669,10 +665,6 @@ class _Alone:
         self._part: Slice | None = part
         self.error: MooncakeError | None = None
         self.ended = 0.0  # 0: not well
-
-    @property
-    def is_done(self) -> bool:
-        return self.ended > 0
 
     def take(self) -> Slice | None:
         part, self._part = self._part, None

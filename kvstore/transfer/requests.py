@@ -138,10 +138,6 @@ class Transfer:
         self.wait()
         if self.error is not None:
             raise self.error
-        return self.report()
-
-    def report(self) -> TransferReport:
-        """Once it has ended well."""
         return TransferReport(self.transport, self.moved_bytes, self.ended - self.started, self.checksums)
 
     async def wait_async(self) -> TransferReport:
@@ -201,18 +197,21 @@ def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice
         return [], ()
     address = request.address
     writes = isinstance(request.ranges[0], WriteRange)
-    rows = list(map(_write_row if writes else _read_row, request.ranges))
+    operation = Operation.WRITE if writes else Operation.READ
+    rows = [_write_row(item) if writes else _read_row(item) for item in request.ranges]
+    sums: list[Checksums] = []
+    nbytes = 0
     for block, offset, local, _ in rows:
         check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
-    sums = tuple(np.zeros(-(-local.nbytes // unit), np.uint64) for _, _, local, _ in rows) if unit else ()
-    nbytes = sum(local.nbytes for _, _, local, _ in rows)
-    operation = Operation.WRITE if writes else Operation.READ
-    size = slice_bytes(nbytes)
+        nbytes += local.nbytes
+        if unit:
+            sums.append(np.empty(-(-local.nbytes // unit), np.uint64))
+    size, checksums = slice_bytes(nbytes), tuple(sums)
     if nbytes <= size and len(rows) == 1:  # the usual small request
         [(block, offset, local, epoch)] = rows
         piece = Piece(WireRange(block, offset, nbytes, epoch), local)
-        return [Slice(operation, (piece,), nbytes, request.deadline, unit, sums)], sums
-    return _cut(request, operation, rows, sums, size), sums
+        return [Slice(operation, (piece,), nbytes, request.deadline, unit, checksums)], checksums
+    return _cut(request, operation, rows, sums, size), checksums
 
 
 _Row = tuple[int, int, memoryview, int]  # block, offset, memory, epoch

@@ -121,10 +121,10 @@ class Pace:
 
 
 def slice_bytes(request_bytes: int, paths: int, rate: float, largest: int) -> int:
-    """How to cut a request: so that a slice takes about SLICE_S at this rate, each path gets two at least, and it is
+    """How to cut a request: so that a slice takes SLICE_S at most at this rate, each path gets one at least, and it is
     a whole number of SLICE_BYTES, ``largest`` at most. Larger slices cost less of the processor; urgent ones wait for
     those on their way."""
-    fitting = min(int(rate * SLICE_S), request_bytes // (2 * paths), largest)
+    fitting = min(int(rate * SLICE_S), request_bytes // paths, largest)
     return max(1, fitting // SLICE_BYTES) * SLICE_BYTES
 
 

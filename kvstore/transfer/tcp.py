@@ -58,6 +58,7 @@ class TcpPath:
     def __init__(self, wire: Wire, node_id: str) -> None:
         self.window_bytes = WINDOW_BYTES
         self._wire = wire
+        self._native = wire if isinstance(wire, native.NativeWire) else None
         self._node_id = node_id
         self._next_id = 0
 
@@ -105,8 +106,8 @@ class TcpPath:
         head = protocol.pack_frame(part.operation, ranges, part.nbytes, frame_id)
         if part.operation is Operation.READ:
             self._wire.send([head], part.deadline)
-        elif isinstance(self._wire, native.NativeWire) and native.suits(part):
-            self._wire.send_slice(head, part)
+        elif self._native is not None and native.suits(part):
+            self._native.send_slice(head, part)
         else:
             self._wire.send([head, *(piece.local for piece in part.pieces)], part.deadline)
 
@@ -114,11 +115,11 @@ class TcpPath:
         """Take one reply. A refusal is the slice's, not the connection's: the stream of frames stays in step."""
         head = bytearray(protocol.REPLY_BYTES)
         is_read = part.operation is Operation.READ
-        hashed = isinstance(self._wire, native.NativeWire) and native.suits(part)
+        hashed = self._native is not None and native.suits(part)
         if not is_read:
             self._wire.receive_into([memoryview(head)], part.deadline)
-        elif isinstance(self._wire, native.NativeWire) and hashed:
-            self._wire.receive_slice(head, part)
+        elif self._native is not None and hashed:
+            self._native.receive_slice(head, part)
         else:
             self._wire.receive_into([memoryview(head), *(piece.local for piece in part.pieces)], part.deadline)
         reply = protocol.unpack_reply(head)

@@ -33,7 +33,7 @@ double now_s() {
 
 // xxh3-64 of more than 240 bytes, with the default secret and no seed (the specification of xxHash, XXH3 long input).
 
-constexpr uint64_t kMinHashed = 241, kBlock = 1024, kStripe = 64, kLanes = 8;
+constexpr uint64_t kBlock = 1024, kStripe = 64, kLanes = 8;
 constexpr uint64_t kPrime32[3] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
 constexpr uint64_t kPrime64[5] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
                                   0x27D4EB2F165667C5};
@@ -384,9 +384,4 @@ int serve(const Owner *owner, Connection *connection) {
 }
 
 void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-
-void hash_parts(const Part *parts, uint64_t num_parts, uint64_t sum_bytes) {
-    Flow flow = {};
-    hash_until(flow, parts, sum_bytes, num_parts, 0);
-}
 }

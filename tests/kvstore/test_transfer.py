@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.checksum import checksum
+from kvstore.checksum import checksum, part_checksums
 from kvstore.segment import Segment
-from kvstore.transfer import protocol
+from kvstore.transfer import native, protocol
 from kvstore.transfer.engine import ReadRange, Request, TransferEngine, TransferStatus, WriteRange
 from kvstore.transfer.protocol import Operation, WireRange
 from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.tcp import TcpTransport
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
@@ -262,9 +263,10 @@ def connect(address: SegmentAddress) -> socket.socket:
     return sock
 
 
-def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventually: Eventually):
+@pytest.mark.parametrize("is_native", [True, False])
+def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventually: Eventually, is_native):
     gone: list[str] = []
-    server = SegmentServer(segment, "here", ("tcp",), on_peer_gone=gone.append)
+    server = SegmentServer(segment, "here", ("tcp",), on_peer_gone=gone.append, is_native=is_native)
     server.start()
     server.grant([3], EPOCH)
     with connect(server.address) as sock:
@@ -281,6 +283,86 @@ def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventu
     assert bytes(segment.block(3)) == bytes(BLOCK)
     eventually(lambda: gone == ["raw/0000000000000001"])
     server.stop()
+
+
+@pytest.fixture(params=["C++", "Python", "shm"])
+def pair(request, segment, engine_over) -> Iterator[tuple[SegmentServer, TransferEngine]]:
+    """An owner and a caller, both of the same kind."""
+    is_native = request.param == "C++"
+    if is_native and native.load() is None:
+        pytest.skip("there is no compiler")
+    server = SegmentServer(segment, "here", ("shm", "tcp"), is_native=is_native)
+    server.start()
+    server.grant(range(NUM), EPOCH)
+    yield server, engine_over("shm" if request.param == "shm" else TcpTransport(2, is_native))
+    server.stop()
+
+
+def test_checksums_are_taken_on_the_way(segment, pair):
+    server, engine = pair
+    data, into = noise(NUM, BLOCK), np.zeros((NUM, BLOCK), dtype=np.uint8)
+    rng = np.random.default_rng(5)
+    spans = [(block, int(rng.integers(0, 999)), int(rng.integers(BLOCK // 2, BLOCK - 999))) for block in range(NUM)]
+    for unit in (300, 1025, 65_521, 1 << 20, (1 << 20) + 77, 4 << 20):
+        parts = [data[block, start : start + length] for block, start, length in spans]
+        expected = [part_checksums(part, unit) for part in parts]
+        writes = [WriteRange(block, start, part, EPOCH) for (block, start, _), part in zip(spans, parts, strict=True)]
+        sent = engine.write(server.address, writes, soon(), checksum_bytes=unit)
+        targets = [into[block, start : start + length] for block, start, length in spans]
+        reads = [ReadRange(block, start, part) for (block, start, _), part in zip(spans, targets, strict=True)]
+        came = engine.read(server.address, reads, soon(), checksum_bytes=unit)
+        for report in (sent, came):
+            assert [sums.tolist() for sums in report.checksums] == [sums.tolist() for sums in expected]
+        into[:] = 0
+    assert engine.read(server.address, reads[:1], soon()).checksums == ()
+    with pytest.raises(InvalidRequest):
+        engine.read(server.address, reads, soon(), checksum_bytes=(4 << 20) + 1)
+
+
+def test_checksums_of_every_length_agree(segment, pair):
+    """Ends of a block, of a stripe and of a chunk, and what is too short for C++."""
+    server, engine = pair
+    data = noise(80_000)
+    for unit in (7, 240, 241, 255, 256, 257, 511, 512, 513, 1023, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 4097):
+        length = 20_000 // unit * unit
+        report = engine.write(
+            server.address, [WriteRange(0, 5, data[3 : 3 + length], EPOCH)], soon(), checksum_bytes=unit
+        )
+        assert report.checksums[0].tolist() == [
+            checksum(data[start : start + unit]) for start in range(3, 3 + length, unit)
+        ]
+
+
+@pytest.mark.parametrize("pair", ["C++", "Python"], indirect=True)
+def test_a_writer_that_races_with_its_revocation_never_lands_late(segment, pair):
+    server, engine = pair
+    data = np.full(1 << 16, 7, dtype=np.uint8)
+    ended = threading.Event()
+    landed = refused = 0
+
+    def write() -> None:
+        nonlocal landed, refused
+        while not ended.is_set():
+            try:
+                engine.write(server.address, [WriteRange(1, 0, data, EPOCH)], soon())
+                landed += 1
+            except StaleEpoch:
+                refused += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until = soon(60.0)
+    while (landed < 20 or refused < 20) and time.monotonic() < until:
+        server.grant([1], EPOCH)
+        time.sleep(0.002)
+        server.revoke([1])
+        segment.block(1)[: len(data)] = bytes(len(data))
+        time.sleep(0.002)
+        assert not np.frombuffer(segment.block(1), np.uint8).any()
+    ended.set()
+    thread.join()
+    assert landed >= 20
+    assert refused >= 20
 
 
 def test_a_transfer_can_be_cancelled(own, engine_over):

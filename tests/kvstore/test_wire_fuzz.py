@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from kvstore.segment import Segment
-from kvstore.transfer import protocol
+from kvstore.transfer import native, protocol
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.protocol import ProtocolViolation
 from kvstore.transfer.server import SegmentServer
@@ -27,11 +27,11 @@ PATTERN = bytes(range(256)) * (BLOCK // 256)
 class Target:
     """A segment in which one block is granted to EPOCH."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_native: bool) -> None:
         self.segment = Segment.create("fuzz", BLOCK, NUM)
         for i in range(NUM):
             self.segment.block(i)[:] = PATTERN
-        self.server = SegmentServer(self.segment, "fuzz", ("tcp",))
+        self.server = SegmentServer(self.segment, "fuzz", ("tcp",), is_native=is_native)
         self.server.start()
         self.server.grant([GRANTED], EPOCH)
         self.hello = protocol.pack_hello(self.segment.incarnation, "fuzz", 1)
@@ -60,11 +60,13 @@ class Target:
         assert into == PATTERN
 
 
-@pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
+@pytest.fixture(scope="module", params=["C++", "Python"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    if request.param == "C++" and native.load() is None:
+        pytest.skip("there is no compiler")
     crashes: list[threading.ExceptHookArgs] = []
     before, threading.excepthook = threading.excepthook, crashes.append
-    target = Target()
+    target = Target(request.param == "C++")
     yield target
     target.server.stop()
     target.segment.close()
