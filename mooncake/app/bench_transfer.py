@@ -10,10 +10,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import signal
 import socket
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +28,9 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, progress, tell
-from mooncake.app.peers.process import end_group, read_line, signal_group
 from mooncake.app.peers.rails import Rails
-from mooncake.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, NodeUnavailable
+from mooncake.app.peers.turns import PeerInTurns
+from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
@@ -148,7 +145,8 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
             stack.callback(engine.close)
             subjects.append(_Ours(f"{OURS} {transport}", engine, address, pid, memory))
         if options.mooncake_python:
-            subjects.append(stack.enter_context(_Theirs(options.mooncake_python)))
+            peer = PeerInTurns(THEIRS, options.mooncake_python, SCRIPT)
+            subjects.append(_Theirs(stack.enter_context(peer)))
         subjects.append(stack.enter_context(_Bare(bare_address, pid, memory)))
         subjects.append(_Copy(memory))
         kept: dict[tuple[str, str, int, int], list[Answer]] = {}
@@ -328,62 +326,15 @@ class _Copy(_Turns):
 
 
 class _Theirs:
-    """``transfer_script.py`` under the other Python; stopped while it is not at its turn."""
+    """``transfer_script.py`` under the other Python."""
 
-    name = THEIRS
-
-    def __init__(self, python: str) -> None:
-        self._python = python
-        self._ending = ExitStack()
-
-    def __enter__(self) -> _Theirs:
-        with ExitStack() as stack:
-            self._log = stack.enter_context(tempfile.TemporaryFile())
-            try:
-                self._process = subprocess.Popen(
-                    [self._python, str(SCRIPT)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._log,
-                    process_group=0,
-                )
-            except OSError as error:
-                raise NodeUnavailable(f"cannot start {THEIRS} with {self._python}: {error.strerror}") from None
-            stack.callback(end_group, self._process)
-            while b"ready" not in self._line():
-                pass
-            signal_group(self._process, signal.SIGSTOP)
-            self._ending = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.close()
+    def __init__(self, peer: PeerInTurns) -> None:
+        self.name = peer.name
+        self._peer = peer
 
     def turn(self, operation: str, size: int, count: int, seconds: float) -> Answer:
-        assert self._process.stdin is not None
-        signal_group(self._process, signal.SIGCONT)
         task = {"operation": operation, "size": size, "count": count, "seconds": max(seconds, 0.002)}
-        try:
-            self._process.stdin.write(msgspec.json.encode(task) + b"\n")
-            self._process.stdin.flush()
-            while not (line := self._line()).startswith(b"{"):  # it may talk in between
-                pass
-            return msgspec.json.decode(line, type=Answer)
-        except (BrokenPipeError, msgspec.DecodeError) as error:
-            raise InternalError(f"{THEIRS}: {error}") from None
-        finally:
-            signal_group(self._process, signal.SIGSTOP)
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        line = read_line(self._process.stdout, DEADLINE_S)
-        if line is None:
-            raise DeadlineExceeded(f"{THEIRS} did not answer within {DEADLINE_S:g} s")
-        if not line:
-            self._log.seek(0)
-            words = self._log.read().decode(errors="replace").strip().splitlines()
-            raise NodeUnavailable(f"{THEIRS} ended: {words[-1] if words else 'without a word'}")
-        return line
+        return self._peer.ask(task, Answer)
 
 
 def _rows(at: int, size: int, count: int) -> list[tuple[int, int]]:
