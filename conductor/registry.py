@@ -203,10 +203,13 @@ class Registry:
         return (self._nodes[node_id] for node_id in sorted(self._nodes))
 
     def usable(self, role: Role) -> list[Node]:
-        """Nodes that may be given work, by id: the live ones, or the suspects when none is live."""
+        """Nodes that may be given work, by id: the live ones, or the suspects when none is live, or else the sick ones:
+        slow answers are better than none, and wrong bytes are found out."""
         of_role = [node for node in self.nodes() if node.info.role is role]
-        live = [node for node in of_role if node.standing is NodeState.LIVE]
-        return live or [node for node in of_role if node.standing is NodeState.SUSPECT]
+        for standing in (NodeState.LIVE, NodeState.SUSPECT):
+            if found := [node for node in of_role if node.standing is standing]:
+                return found
+        return [node for node in of_role if node.state is NodeState.LIVE]
 
     def _move(self, node: Node, event: NodeEvent) -> None:
         before, node.state = node.state, TRANSITIONS[node.state, event]

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from conductor.health import Health
 from conductor.registry import TRANSITIONS, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role
@@ -116,6 +117,20 @@ def test_draining_gets_no_work_and_a_restart_ends_it() -> None:
     assert usable(nodes) == []
     nodes.register(prefill(incarnation=2), now=1.0)
     assert usable(nodes) == ["p0"]
+
+
+def test_a_sick_node_works_only_when_there_is_no_other() -> None:
+    nodes = registry()
+    nodes.register(prefill("p0"), now=0.0)
+    nodes.register(prefill("p1", incarnation=2), now=0.0)
+    nodes.judge("p0", Health.SUSPECTED, "slow")
+    assert usable(nodes) == ["p1"]
+    nodes.judge("p1", Health.ISOLATED, "wrong bytes")
+    assert usable(nodes) == ["p0"], "a suspect before one that was taken out"
+    nodes.judge("p0", Health.ISOLATED, "slow")
+    assert usable(nodes) == ["p0", "p1"], "slow answers are better than none"
+    nodes.judge("p1", Health.PROBATION, "")
+    assert usable(nodes) == ["p1"]
 
 
 @pytest.mark.parametrize(
