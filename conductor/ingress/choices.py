@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from conductor.ingress.openai_types import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -22,10 +23,12 @@ from conductor.ingress.openai_types import (
     ContentLogprob,
     PromptLogprob,
     PromptLogprobs,
+    ToolCallBody,
     TopLogprob,
 )
 from conductor.ingress.pipeline import Outcome, Piece
-from mooncake.types import SampledToken
+from conductor.ingress.tools import CallReader
+from mooncake.types import FinishReason, SampledToken
 
 AnyChoice = ChatChoice | ChatChunkChoice | CompletionChoice
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -73,7 +76,7 @@ class ChoiceWriter(ABC):
         if not self._has_begun:
             self._has_begun = True
             chunks.extend(self._opening())
-        if self._text or self.outcome is not None:
+        if self._has_news:
             chunks.append(self._chunk())
             self._text = ""
             self._tokens = []
@@ -85,6 +88,10 @@ class ChoiceWriter(ABC):
         if self._extras.prompt_logprobs is None or scores is None:
             return UNSET
         return _prompt_scores(scores, self._extras)
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._text) or self.outcome is not None
 
     @property
     def _finish_reason(self) -> str | None:
@@ -106,15 +113,43 @@ class ChoiceWriter(ABC):
 
 
 class ChatWriter(ChoiceWriter):
+    """``calls`` reads tool calls out of the text, where tools may be called."""
+
+    def __init__(self, index: int, extras: Extras, calls: CallReader | None = None) -> None:
+        super().__init__(index, extras)
+        self._reader = calls
+        self._calls: list[ToolCallBody] = []  # not yet told
+        self._num_calls = 0
+
+    def take(self, piece: Piece) -> None:
+        if self._reader is not None:
+            text, calls = self._reader.push(piece.text, is_last=piece.outcome is not None)
+            piece = replace(piece, text=text)
+            self._calls += [ToolCallBody(call.call_id, CalledFunction(call.name, call.arguments)) for call in calls]
+        super().take(piece)
+
+    @property
+    def _has_news(self) -> bool:
+        return super()._has_news or bool(self._calls)
+
+    @property
+    def _finish_reason(self) -> str | None:
+        reason = super()._finish_reason
+        return "tool_calls" if reason == FinishReason.STOP and (self._num_calls or self._calls) else reason
+
     def _opening(self) -> list[AnyChoice]:
         return [ChatChunkChoice(self._index, ChatDelta("assistant", ""))]
 
     def _chunk(self) -> AnyChoice:
-        delta = ChatDelta(content=self._text or None)
+        calls = [structs.replace(call, index=self._num_calls + i) for i, call in enumerate(self._calls)]
+        delta = ChatDelta(content=self._text or None, tool_calls=calls or None)
+        self._num_calls += len(calls)
+        self._calls = []
         return ChatChunkChoice(self._index, delta, self._finish_reason, self._logprobs(), self._token_ids)
 
     def whole(self) -> AnyChoice:
-        message = AssistantMessage(self._text)
+        has_calls = bool(self._calls)
+        message = AssistantMessage(self._text or (None if has_calls else ""), tool_calls=self._calls or UNSET)
         return ChatChoice(self._index, message, self._finish_reason or "stop", self._logprobs(), self._token_ids)
 
     def _logprobs(self) -> ChatLogprobs | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -50,6 +50,7 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.pipeline import MAX_CHOICES, Job, Piece, Pipeline
+from conductor.ingress.tools import CallReader, said_calls, tool_response, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import SamplingParams, TokenIds
@@ -161,11 +162,16 @@ class OpenAIApi:
     async def chat(self, request: Request) -> Response:
         call, body = await self._receive(request, ChatRequest, CHAT)
         check_chat(body)
-        tokens = await self._pipeline.encode_chat(chat_messages(body.messages))
+        messages, tools = chat_messages(body.messages), tools_of(body.tools, body.tool_choice)
+        tokens = await self._pipeline.encode_chat(messages if tools is None else tools.told(messages))
         n = _num_choices(body, 1)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs)
+        if tools is not None and (guide := tools.guide()) is not None:
+            if sampling.guide is not None:
+                raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
+            sampling = replace(sampling, guide=guide)
         await self._pipeline.check_guide(sampling.guide)
         extras = self._extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
@@ -173,7 +179,7 @@ class OpenAIApi:
                 call,
                 CHAT,
                 [self._job(call, tokens, sampling, 0)],
-                [ChatWriter(index, extras) for index in range(n)],
+                [ChatWriter(index, extras, CallReader(tools.must_call) if tools else None) for index in range(n)],
                 tokens.tolist() if body.return_token_ids else UNSET,
             )
         )
@@ -339,8 +345,8 @@ def check_completion(body: CompletionRequest) -> None:
 
 def check_chat(body: ChatRequest) -> None:
     """Raises InvalidRequest for what chat can ask and we do not do."""
-    if body.tools or body.functions:
-        raise InvalidRequest("tools are not supported", "tools" if body.tools else "functions")
+    if body.functions:
+        raise InvalidRequest("functions were replaced by tools", "functions")
     if body.modalities is not None and body.modalities != ["text"]:
         raise InvalidRequest('only the modality "text" is supported', "modalities")
     if body.top_logprobs is not None and not body.logprobs:
@@ -349,15 +355,19 @@ def check_chat(body: ChatRequest) -> None:
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
     """Raises InvalidRequest, naming the message, for content that is no text."""
-    return [
-        ChatMessage("system" if message.role == "developer" else message.role, _content(message, f"messages[{number}]"))
-        for number, message in enumerate(messages)
-    ]
+    return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _chat_message(message: Message, where: str) -> ChatMessage:
+    if message.tool_calls:
+        content = "" if message.content is None else _content(message, where)
+        return ChatMessage(message.role, said_calls(content, message.tool_calls, where))
+    if message.role == "tool":
+        return tool_response(_content(message, where))
+    return ChatMessage("system" if message.role == "developer" else message.role, _content(message, where))
 
 
 def _content(message: Message, where: str) -> str:
-    if message.tool_calls:
-        raise InvalidRequest("tool calls are not supported", f"{where}.tool_calls")
     if message.content is None:
         raise InvalidRequest("a message needs content", f"{where}.content")
     if isinstance(message.content, str):

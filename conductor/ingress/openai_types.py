@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest
 from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
@@ -103,7 +104,8 @@ class ContentPart(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[SaidCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
@@ -111,8 +113,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[msgspec.Raw] | None = None
-    tool_choice: msgspec.Raw | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # the model calls as it likes; "required" and named make one call
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
 
@@ -315,15 +318,29 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: int | UnsetType = UNSET  # in chunks
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

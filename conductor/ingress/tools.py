@@ -1,0 +1,219 @@
+"""Tools of a chat: how they are told to a model, how an answer is held to them, and how its calls are read.
+
+The form is Hermes', which SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message, a call
+as JSON between ``<tool_call>`` tags, a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mooncake.errors import InvalidRequest
+from mooncake.tokenizer import ChatMessage
+from mooncake.types import Guide, GuideKind
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+_PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
+<tools>
+{tools}
+</tools>
+
+To call a function, answer with a JSON object that has its name and its arguments, between {open} tags:
+{open}
+{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
+{close}"""
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    function: Function
+    type: str = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    function: FunctionName
+    type: str = "function"
+
+
+class SaidFunction(msgspec.Struct, frozen=True):
+    """A call as a client gives it back in a later turn: ``arguments`` is the text of a JSON object."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class SaidCall(msgspec.Struct, frozen=True):
+    function: SaidFunction
+    id: str = ""
+    type: str = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    call_id: str
+    name: str
+    arguments: str  # the text of a JSON object
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a chat may call. ``must_call`` holds the whole answer to one call of one of them."""
+
+    functions: tuple[Function, ...]
+    must_call: bool = False
+
+    def guide(self) -> Guide | None:
+        """What such an answer has to look like."""
+        if not self.must_call:
+            return None
+        forms = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function.name},
+                    "arguments": function.parameters or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for function in self.functions
+        ]
+        return Guide(GuideKind.JSON_SCHEMA, json.dumps(forms[0] if len(forms) == 1 else {"anyOf": forms}))
+
+    def told(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """The conversation with the functions in its system message."""
+        lines = "\n".join(msgspec.json.encode(Tool(function)).decode() for function in self.functions)
+        prompt = _PROMPT.format(tools=lines, open=OPEN, close=CLOSE)
+        if messages and messages[0].role == "system":
+            return [ChatMessage("system", f"{messages[0].content}\n\n{prompt}"), *messages[1:]]
+        return [ChatMessage("system", prompt), *messages]
+
+
+def tools_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> Tools | None:
+    """None when nothing may be called. Raises InvalidRequest, naming the field."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools are allowed", "tools")
+    for number, tool in enumerate(tools):
+        if tool.type != "function" or not _NAME.fullmatch(tool.function.name):
+            what = "a tool is a function with a name of up to 64 letters, digits, _ and -"
+            raise InvalidRequest(what, f"tools[{number}]")
+    functions = tuple(tool.function for tool in tools)
+    match choice:
+        case None | "auto":
+            return Tools(functions)
+        case "required":
+            return Tools(functions, must_call=True)
+        case "none":
+            return None
+        case NamedTool():
+            named = tuple(function for function in functions if function.name == choice.function.name)
+            if not named:
+                raise InvalidRequest(f"there is no tool {choice.function.name[:64]!r} to choose", "tool_choice")
+            return Tools(named, must_call=True)
+    raise InvalidRequest("tool_choice is none, auto, required or a function", "tool_choice")
+
+
+def said_calls(content: str, calls: Sequence[SaidCall], where: str) -> str:
+    """An assistant's turn with the calls that it made, as the model wrote it. Raises InvalidRequest."""
+    parts = [content] if content else []
+    for call in calls:
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError:
+            raise InvalidRequest("arguments are not JSON", f"{where}.tool_calls") from None
+        parts.append(f"{OPEN}\n{json.dumps({'name': call.function.name, 'arguments': arguments})}\n{CLOSE}")
+    return "\n".join(parts)
+
+
+def tool_response(content: str) -> ChatMessage:
+    """A result as the turn that the model was trained to read."""
+    return ChatMessage("user", f"<tool_response>\n{content}\n</tool_response>")
+
+
+@dataclass(slots=True)
+class CallReader:
+    """Text of one answer in; text that is for the user, and calls, out. What may be the start of a call waits.
+
+    With ``is_call`` the whole answer is one call, without tags. What looks like a call and is none stays text; a call at the end may lack its tag.
+    """
+
+    is_call: bool = False
+    _held: str = ""
+    _is_behind_call: bool = False  # and white space there is no text
+    _calls: list[ToolCall] = field(default_factory=list)
+
+    def push(self, text: str, is_last: bool) -> tuple[str, list[ToolCall]]:
+        """``is_last``: nothing follows."""
+        self._held += text
+        said = self._whole(is_last) if self.is_call else self._parts(is_last)
+        calls, self._calls = self._calls, []
+        return said, calls
+
+    def _whole(self, is_last: bool) -> str:
+        if not is_last:
+            return ""
+        text, self._held = self._held, ""
+        return "" if self._read(text) else text  # cut short by max_tokens
+
+    def _parts(self, is_last: bool) -> str:
+        said = ""
+        while True:
+            if self._is_behind_call:
+                self._held = self._held.lstrip()
+                self._is_behind_call = not self._held
+            before, tag, rest = self._held.partition(OPEN)
+            if not tag:
+                keep = 0 if is_last else _overlap(self._held, OPEN)
+                cut = len(self._held) - keep
+                said, self._held = said + self._held[:cut], self._held[cut:]
+                return said
+            inside, end, behind = rest.partition(CLOSE)
+            if not end and not is_last:
+                self._held = tag + rest
+                return said + before
+            self._is_behind_call = self._read(inside)
+            if not self._is_behind_call:
+                before += tag + inside + end
+            said, self._held = said + before, behind
+
+    def _read(self, text: str) -> bool:
+        """Whether ``text`` is a call, or a list of them."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return False
+        forms = found if isinstance(found, list) else [found]
+        if not forms or not all(isinstance(form, dict) and isinstance(form.get("name"), str) for form in forms):
+            return False
+        for form in forms:
+            arguments = form.get("arguments", form.get("parameters", {}))
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            self._calls.append(ToolCall(f"call_{secrets.token_hex(12)}", form["name"], text))
+        return True
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of ``text`` that ``tag`` begins with."""
+    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)

@@ -1,0 +1,148 @@
+"""Tools: told to the model, called by it, and read back by the official client, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import pytest_asyncio
+
+from conductor.ingress.tools import CallReader
+from mooncake.types import GuideKind
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASK = [{"role": "user", "content": "Weather?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(front):
+    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_a_call_comes_out_as_a_call(front, client):
+    front.script.text = f"Let me see.\n{CALL}\n{CALL.replace('Zürich', 'Bern')}"
+
+    answer = await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER, TIME])
+
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.\n")
+    calls = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["get_weather", "get_weather"]
+    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Zürich", "Bern"]
+    assert len({call.id for call in calls}) == 2
+    prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+    assert prompt.startswith("<system>") and '"name":"get_weather"' in prompt and '"name":"get_time"' in prompt
+    assert front.script.asked[0].sampling.guide is None
+
+
+async def test_a_stream_tells_calls_piece_by_piece_and_never_a_tag(front, client):
+    front.script.text = f"Well <b>. {CALL}"
+
+    content, calls, reasons = "", {}, []
+    async for chunk in await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            calls.setdefault(call.index, []).append(call)
+        reasons.append(choice.finish_reason)
+
+    assert content == "Well <b>. "
+    [[call]] = calls.values()
+    assert call.id and call.type == "function" and call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Zürich"}
+    assert [reason for reason in reasons if reason] == ["tool_calls"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_call_can_be_demanded(front, client, choice):
+    front.script.text = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+
+    answer = await client.chat.completions.create(
+        model="bytes", messages=ASK, tools=[TIME, WEATHER], tool_choice=choice
+    )
+
+    guide = front.script.asked[0].sampling.guide
+    assert guide.kind is GuideKind.JSON_SCHEMA
+    assert ("get_time" in guide.text) == (choice == "required")
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Bern"}
+
+
+async def test_none_calls_nothing_and_tells_nothing(front, client):
+    front.script.text = CALL
+
+    answer = await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], tool_choice="none")
+
+    assert answer.choices[0].message.content == CALL and answer.choices[0].message.tool_calls is None
+    assert b"get_weather" not in bytes(front.script.asked[0].tokens.tolist())
+
+
+async def test_the_next_turn_holds_calls_and_their_results(front, client):
+    front.script.text = CALL
+    first = await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER])
+    said = first.choices[0].message
+    turns = [*ASK, said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "12 degrees"}]
+
+    front.script.text = "Mild."
+    answer = await client.chat.completions.create(model="bytes", messages=turns, tools=[WEATHER])
+
+    assert answer.choices[0].message.content == "Mild." and answer.choices[0].finish_reason == "stop"
+    prompt = bytes(front.script.asked[-1].tokens.tolist()).decode()
+    assert json.dumps({"name": "get_weather", "arguments": {"city": "Zürich"}}) in prompt
+    assert "<user><tool_response>\n12 degrees\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
+        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [BROKEN], "tool_choice": "required"}, "guide"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="bytes", messages=ASK, **fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "names"),
+    [
+        ("no call", "no call", []),
+        (f"a{CALL}b", "ab", ["get_weather"]),
+        (f"{CALL}\n{CALL}\n", "", ["get_weather", "get_weather"]),
+        ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+        ('<tool_call>[{"name": "f"}, {"name": "g", "parameters": {}}]</tool_call>', "", ["f", "g"]),
+        ("<tool_call>{", "<tool_call>{", []),
+        ('<tool_call>{"name": "f"}', "", ["f"]),  # some models end without the tag
+        ("<tool_<tool_", "<tool_<tool_", []),
+    ],
+)
+async def test_where_the_text_is_cut_does_not_matter(text, said, names):
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1, 3):
+            reader = CallReader()
+            pieces = [
+                reader.push(text[:first], is_last=False),
+                reader.push(text[first:second], is_last=False),
+                reader.push(text[second:], is_last=True),
+            ]
+            assert "".join(piece for piece, _ in pieces) == said
+            assert [call.name for _, calls in pieces for call in calls] == names
