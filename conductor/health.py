@@ -17,6 +17,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
+MOST_DEVIATION = 1.0  # of one step, in ln
+
+
 class Health(StrEnum):
     HEALTHY = "healthy"
     SUSPECTED = "suspected"  # work only when nobody else is left
@@ -54,7 +57,7 @@ class HealthMove(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
     slow_ratio: float = 1.5  # times slower than usual, at least
-    slow_errors: float = 4.0  # and so many of its usual deviations
+    slow_errors: float = 3.0  # and so many of its usual deviations
     missed_probes: int = 3
     checksum_errors: int = 2  # within ``memory_s``
     memory_s: float = 60.0
@@ -80,9 +83,12 @@ class _Pace:
         self.count += 1
         self.lately += max(0.15, 1.0 / self.count) * (log_ratio - self.lately)
         if learns:
-            rate = max(0.01, 1.0 / self.count)
-            self.deviation += rate * (abs(log_ratio - self.usual) - self.deviation)
-            self.usual += rate * (log_ratio - self.usual)
+            if self.count == 1:
+                self.usual = log_ratio
+            # A hiccup is no reason to expect more of them, and soon forgotten.
+            apart = min(abs(log_ratio - self.usual), MOST_DEVIATION)
+            self.deviation += max(0.03, 1.0 / (self.count + 4)) * (apart - self.deviation)
+            self.usual += max(0.01, 1.0 / self.count) * (log_ratio - self.usual)
 
     @property
     def slowness(self) -> float:
