@@ -269,7 +269,7 @@ Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
     if (!is_known) return nullptr;
     void* memory = map(board_fd, bytes, false);
     void* lane = map(lane_fd, sizeof(Lane), true);
-    void* segment = map(segment_fd, segment_bytes, false);
+    void* segment = map(segment_fd, segment_bytes, true);
     if (!memory || !lane || !segment) {
         if (memory) munmap(memory, bytes);
         if (lane) munmap(lane, sizeof(Lane));
@@ -286,6 +286,17 @@ void board_leave(Reader* reader) {
     munmap(reader->lane, sizeof(Lane));
     munmap(reader->segment, reader->segment_bytes);
     delete reader;
+}
+
+uint64_t board_block_bytes(const Reader* reader) { return reader->board.head->block_bytes; }
+
+// Copies a block into a slot that its caller holds, and gives the checksum of each of its equal ranges.
+void board_write(const Reader* reader, uint32_t slot, const uint8_t* from, uint64_t length, uint32_t ranges,
+                 uint64_t* sums) {
+    uint8_t* into = reader->segment + slot * reader->board.head->block_bytes;
+    const uint64_t part = length / ranges;
+    for (uint64_t range = 0; range < ranges; range++)
+        sums[range] = xxh3::copy(into + range * part, from + range * part, part);
 }
 
 // ``keys`` one after the other, ``ends`` where each one ends. How many are here, and for each whether it is; -1 when the

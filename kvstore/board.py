@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("board.cpp")
 FILES = 3  # that a client gets: the board, its lane, the segment
 GREETING = b"board 1\n"
+LANE_NAME_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
 MAX_INLINE_NOTES = 1024  # taken from a lane at a time
 
@@ -53,6 +54,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_leave": (None, [_ADDRESS]),
     "board_exists": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _ADDRESS, _U32, ctypes.c_char_p]),
     "board_length": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32]),
+    "board_block_bytes": (_U64, [_ADDRESS]),
+    "board_write": (None, [_ADDRESS, _U32, _ADDRESS, _U64, _U32, _ADDRESS]),
     "board_read": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
 }
 
@@ -164,7 +167,11 @@ class Board:
 class BoardReader:
     """A client's side, from any thread. Not to be used after ``close``."""
 
-    def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int) -> None:
+    def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int, lane: str) -> None:
+        self.lane = lane  # its name
+        self._max_ranges = int(library.board_max_ranges())
+        self._min_range_bytes = int(library.board_min_range_bytes())
+        self._block_bytes = int(library.board_block_bytes(reader))
         self._library = library
         self._sock = sock  # as long as it is open, the store is there
         self._reader = reader
@@ -183,12 +190,13 @@ class BoardReader:
         try:
             sock.settimeout(OPEN_TIMEOUT_S)
             sock.connect("\0" + path[1:])
-            greeting, files, _, _ = socket.recv_fds(sock, len(GREETING), FILES)
-            if greeting == GREETING and len(files) == FILES and all(map(is_sealed_size, files)):
+            greeting, files, _, _ = socket.recv_fds(sock, len(GREETING) + LANE_NAME_BYTES, FILES)
+            lane = greeting[len(GREETING) :].decode("ascii", "replace")
+            if greeting.startswith(GREETING) and len(files) == FILES and all(map(is_sealed_size, files)):
                 sock.setblocking(False)
                 reader = library.board_open(*files, sock.fileno())
                 if reader:
-                    return cls(library, sock, reader)
+                    return cls(library, sock, reader, lane)
         except OSError as error:
             log.debug("no board at %s: %s", path, error)
         finally:
@@ -230,6 +238,29 @@ class BoardReader:
             return _OUTCOMES[self._library.board_read(self._reader, key, len(key), address, into.nbytes)]
         finally:
             self._leave()
+
+    def takes(self, nbytes: int, ranges: int) -> bool:
+        """Whether a block like this can be written and then listed."""
+        is_right = 1 <= ranges <= self._max_ranges and nbytes <= self._block_bytes and not nbytes % ranges
+        return is_right and nbytes >= self._min_range_bytes * ranges
+
+    def write(self, slot: int, data: memoryview, ranges: int) -> Checksums:
+        """Copy into a slot that is ours to write, and make the checksums of what is copied, in one pass."""
+        sums: Checksums = np.zeros(ranges, dtype=np.uint64)
+        if self._enter():
+            try:
+                source = np.frombuffer(data, dtype=np.uint8)
+                self._library.board_write(
+                    self._reader,
+                    slot,
+                    source.ctypes.data_as(_ADDRESS),
+                    len(source),
+                    ranges,
+                    sums.ctypes.data_as(_ADDRESS),
+                )
+            finally:
+                self._leave()
+        return sums
 
     def close(self) -> None:
         """From now on nothing is there. Whoever is still reading reads to the end."""

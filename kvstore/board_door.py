@@ -1,6 +1,6 @@
 """Where clients of a store's own host get its board: an abstract unix socket that hands out files, and then is silent.
 
-A client that connects gets the board (to read), a lane (to write) and the segment (to read), and keeps the connection:
+A client that connects gets the board (to read), a lane (to write), its name and the segment, and keeps the connection:
 its end is how either side learns that the other is gone. It must not know what a board holds.
 """
 
@@ -11,8 +11,9 @@ import contextlib
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 
-from kvstore.board import GREETING, Board, is_same_user
+from kvstore.board import GREETING, LANE_NAME_BYTES, Board, is_same_user
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +23,13 @@ MAX_CLIENTS = 512
 class BoardDoor:
     """Everything on the store's event loop."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(
+        self, board: Board, opened: Callable[[str], object] | None = None, gone: Callable[[str], object] | None = None
+    ) -> None:
+        """``opened`` and ``gone`` are called with the name of a lane; none is ever used twice."""
         self._board = board
-        self._clients: dict[socket.socket, int] = {}  # number of each one's lane
+        self._opened, self._gone = opened, gone
+        self._clients: dict[socket.socket, tuple[int, str]] = {}  # number and name of each one's lane
         self._listener: socket.socket | None = None
         self.path = ""
 
@@ -70,17 +75,22 @@ class BoardDoor:
             log.warning("no lane for one more client: %s", error)
             client.close()
             return
-        self._clients[client] = number
+        name = f"lane{secrets.token_hex(LANE_NAME_BYTES // 2 - 2)}"
+        self._clients[client] = (number, name)
+        if self._opened is not None:
+            self._opened(name)
         asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing: this is its end
         try:
-            socket.send_fds(client, [GREETING], files)
+            socket.send_fds(client, [GREETING + name.encode()], files)
         except OSError:
             self._leave(client)
 
     def _leave(self, client: socket.socket) -> None:
-        number = self._clients.pop(client, None)
-        if number is None:
+        number, name = self._clients.pop(client, (-1, ""))
+        if not name:
             return
         asyncio.get_running_loop().remove_reader(client)
         client.close()
         self._board.drop_lane(number)
+        if self._gone is not None:
+            self._gone(name)

@@ -53,6 +53,8 @@ DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
 END_LEASES_AFTER_S = 0.02
 INLINE_BYTES = 2 << 20  # a copy of so much within this host takes less time than a trip to another thread
+RETURN_AHEAD_AFTER_S = 1.0  # a slot had in advance goes back when nothing has been put for so long
+ASK_AHEAD_AGAIN_S = 1.0
 WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
 
 T = TypeVar("T")
@@ -133,6 +135,9 @@ class StoreClient:
         self._lane: Lane | None = None
         self._board: BoardReader | None = None
         self._has_ssd = True
+        self._ahead: pb.Slot | None = None  # to be written next
+        self._ahead_timer: asyncio.TimerHandle | None = None
+        self._ask_ahead_after_s = 0.0
         self._ended: list[int] = []  # leases
         self._ending: asyncio.TimerHandle | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -166,6 +171,7 @@ class StoreClient:
     async def close(self) -> None:
         """Ends what runs in the background, and what ``connect`` opened."""
         self._end_leases()
+        self._return_ahead()
         if self._background:
             await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
         if self._lane is not None:
@@ -285,6 +291,39 @@ class StoreClient:
             for index, is_sealed in zip(mine, sealed, strict=True):
                 stored[index] = is_sealed
         return stored
+
+    async def put_in_place(
+        self, name: tuple[bytes, bytes], view: memoryview, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool | None:
+        """``put`` into a slot of this host that was had in advance: one pass over the bytes, then one message. None
+        when there is none, or it has run out: then it has to be reserved first."""
+        board, deadline = self._board, time.monotonic() + timeout_s
+        if board is None or not board.takes(view.nbytes, ranges):
+            return None
+        slot = self._take_ahead() or await self._ask_ahead(board.lane, timeout_s)
+        if slot is None:
+            return None
+        reservation = Reservation(_NOWHERE, slot.index, slot.epoch)
+        try:
+            copy = functools.partial(board.write, slot.index, view, ranges)
+            sums = copy() if view.nbytes <= INLINE_BYTES else await _in_thread(copy)
+            left_s = _left_s(deadline)
+        except BaseException:
+            self._later(self.abort([reservation]))
+            raise
+        key, parent = name
+        request = pb.CommitRequest(
+            lane=board.lane,
+            slot=slot,
+            block=pb.BlockName(key=key, parent=parent),
+            length=view.nbytes,
+            checksums=checksums_to_wire(sums),
+            tenant=self.tenant,
+        )
+        with self._owing([reservation]):
+            response = await self._call(self._fast.Commit(request, timeout=left_s))
+        self._keep_ahead(response)
+        return None if response.outcome == pb.CommitResponse.OVER else response.outcome == pb.CommitResponse.STORED
 
     async def get_all(
         self,
@@ -544,6 +583,33 @@ class StoreClient:
         if stats.board_path and self._board is None and self._copies_inline:
             self._board = await asyncio.to_thread(BoardReader.open, stats.board_path)
 
+    async def _ask_ahead(self, lane: str, timeout_s: float) -> pb.Slot | None:
+        if time.monotonic() < self._ask_ahead_after_s:
+            return None
+        self._keep_ahead(await self._call(self._fast.Commit(pb.CommitRequest(lane=lane), timeout=timeout_s)))
+        return self._take_ahead()
+
+    def _take_ahead(self) -> pb.Slot | None:
+        slot, self._ahead = self._ahead, None
+        return slot
+
+    def _keep_ahead(self, response: pb.CommitResponse) -> None:
+        """For the next put, if that comes soon."""
+        if not response.HasField("next"):
+            self._ask_ahead_after_s = time.monotonic() + ASK_AHEAD_AGAIN_S
+            return
+        self._ahead = response.next
+        if self._ahead_timer is not None:
+            self._ahead_timer.cancel()
+        self._ahead_timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self._return_ahead)
+
+    def _return_ahead(self) -> None:
+        if self._ahead_timer is not None:
+            self._ahead_timer.cancel()
+        self._ahead_timer = None
+        if (slot := self._take_ahead()) is not None:
+            self._later(self.abort([Reservation(_NOWHERE, slot.index, slot.epoch)]))
+
     def _close_board(self) -> None:
         if self._board is not None:
             self._board.close()
@@ -666,6 +732,9 @@ class StoreClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"store {self.address}") from None
+
+
+_NOWHERE = SegmentAddress("", 0, "", "", "", 1, 1)  # where a slot is that is written in place
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -291,6 +291,17 @@ class StoreIndex:
             self._policy.unpin(slot.parent)  # from now on the policy knows that this block builds on it
         return True
 
+    def name_reserved(self, grant: Grant, name: BlockName, length: int, ranges: int, tenant: str) -> bool:
+        """Say at last what a slot reserved under another name, for at least so many bytes, has been filled with. False
+        when the reservation is over, or the block is here or being written already; then nothing happens."""
+        if self.reservation(grant) is None or name.key in self._sealed or name.key in self._reserved:
+            return False
+        slot = self._slots[grant.slot]
+        self._forget_reserved(slot)
+        slot.length, slot.ranges = length, ranges
+        self._name(slot, grant.slot, name, tenant)
+        return True
+
     def abort(self, grant: Grant) -> bool:
         """The writer is done with this slot for good. False when it holds it no more; then nothing happens."""
         slot = self._slots[grant.slot] if 0 <= grant.slot < len(self._slots) else None
@@ -557,17 +568,20 @@ class StoreIndex:
         grant = Grant(self._free.pop(), next(self._epochs))
         slot = self._slots[grant.slot]
         self._move(slot, SlotState.RESERVED)
-        slot.name, slot.writer, slot.epoch, slot.length, slot.ranges = name, writer, grant.epoch, length, ranges
-        slot.tenant = tenant
-        slot.parent, slot.position = self._link(name.parent)
-        self._usage[tenant] += length
-        if slot.parent:
-            self._children[slot.parent] += 1
-            self._policy.pin(slot.parent)
-        self._reserved[name.key] = grant.slot
+        slot.writer, slot.epoch, slot.length, slot.ranges = writer, grant.epoch, length, ranges
+        self._name(slot, grant.slot, name, tenant)
         self._held_by.setdefault(writer, set()).add(grant.slot)
         self._timeouts.append((now + self._reserve_timeout_s, grant))
         return grant
+
+    def _name(self, slot: _Slot, index: int, name: BlockName, tenant: str) -> None:
+        slot.name, slot.tenant = name, tenant
+        slot.parent, slot.position = self._link(name.parent)
+        self._usage[tenant] += slot.length
+        if slot.parent:
+            self._children[slot.parent] += 1
+            self._policy.pin(slot.parent)
+        self._reserved[name.key] = index
 
     def _make_room(self, wanted: int, now: float) -> bool:
         """See to it that a slot is free, by dropping what is clean, else what the policy gives up."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +39,9 @@ _METHODS: tuple[tuple[str, type[Message], type[Message]], ...] = (
     ("Acquire", pb.AcquireRequest, pb.AcquireResponse),
     ("Release", pb.ReleaseRequest, pb.ReleaseResponse),
     ("Exists", pb.ExistsRequest, pb.ExistsResponse),
+    ("Commit", pb.CommitRequest, pb.CommitResponse),
 )
+_NEVER_WAIT = frozenset({"Abort", "Release", "Exists", "Commit"})  # answered on the spot, without a task
 _NUMBERS = {name: number for number, (name, _, _) in enumerate(_METHODS)}
 
 
@@ -48,7 +51,7 @@ class Servicer(Protocol):
     def __getattribute__(self, name: str, /) -> Any: ...
 
 
-class _Frames(asyncio.Protocol):
+class _Frames(asyncio.Protocol, ABC):
     """Cuts the stream into frames. Anything that is none ends the connection."""
 
     def __init__(self) -> None:
@@ -82,8 +85,9 @@ class _Frames(asyncio.Protocol):
                 return
         del self._buffer[:at]
 
+    @abstractmethod
     def frame(self, kind: int, call: int, message: bytes) -> None:
-        raise NotImplementedError
+        """One that came whole. Raises DecodeError or LookupError for what is none."""
 
     def send(self, kind: int, call: int, message: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -115,6 +119,9 @@ class _Caller(_Frames):
     def frame(self, kind: int, call: int, message: bytes) -> None:
         name, request_type, _ = _METHODS[kind]
         request = request_type.FromString(message)
+        if name in _NEVER_WAIT:
+            self._run_now(name, kind, call, request)
+            return
         task = asyncio.get_running_loop().create_task(self._run(name, kind, call, request))
         self._running.add(task)
         task.add_done_callback(self._done)
@@ -130,11 +137,25 @@ class _Caller(_Frames):
         try:
             response: Message = await getattr(self._servicer, name)(request, None)
             self.send(kind, call, response.SerializeToString())
-        except MooncakeError as error:
-            self.send(_FAILED, call, parts_of_error(error))
-        except Exception:
-            log.exception("%s failed", name)
-            self.send(_FAILED, call, parts_of_error(InternalError(f"{name} failed; the store's log says why")))
+        except Exception as error:
+            self._refuse(name, call, error)
+
+    def _run_now(self, name: str, kind: int, call: int, request: Message) -> None:
+        work = getattr(self._servicer, name)(request, None)
+        try:
+            work.send(None)
+            work.close()
+            raise RuntimeError(f"{name} waits for something")
+        except StopIteration as done:
+            self.send(kind, call, done.value.SerializeToString())
+        except Exception as error:
+            self._refuse(name, call, error)
+
+    def _refuse(self, name: str, call: int, error: Exception) -> None:
+        if not isinstance(error, MooncakeError):
+            log.error("%s failed", name, exc_info=error)
+            error = InternalError(f"{name} failed; the store's log says why")
+        self.send(_FAILED, call, parts_of_error(error))
 
 
 class LaneServer:
@@ -185,6 +206,9 @@ class Lane(_Frames):
 
     def Seal(self, request: pb.SealRequest, timeout: float) -> Awaitable[pb.SealResponse]:  # noqa: N802
         return self._call("Seal", request, timeout)
+
+    def Commit(self, request: pb.CommitRequest, timeout: float) -> Awaitable[pb.CommitResponse]:  # noqa: N802
+        return self._call("Commit", request, timeout)
 
     def Abort(self, request: pb.AbortRequest, timeout: float) -> Awaitable[pb.AbortResponse]:  # noqa: N802
         return self._call("Abort", request, timeout)

@@ -32,6 +32,7 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
+LANE_SHARE = 1 / 16  # of the slots that writers of this host may have in advance
 MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
 
@@ -106,6 +107,7 @@ class StoreNode:
             rules=TierRules(config.store.write_through_sights, config.store.demote_sights),
             tenant_bytes=int(config.store.tenant_dram_gb * 1e9),
             board=board,
+            lane_slots=int(num_blocks * LANE_SHARE),
         )
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
@@ -155,7 +157,7 @@ class StoreNode:
         return board
 
     def _open_door(self, board: Board) -> str:
-        door = BoardDoor(board)
+        door = BoardDoor(board, self._store.lane_opened, self._store.lane_gone)
         self._cleanup.callback(door.close)
         try:
             door.open()

@@ -155,6 +155,13 @@ class Client:
         ``parent``, stores evict this block before that one. With ``durable`` it has reached an SSD when this returns.
         Raises OutOfBlocks when no store has room, or not durably, or the tenant's quota is used up.
         """
+        if self._replicas == 1 and not durable:
+            wire, view = self._wire_key(key), _readable(data)
+            above = self._wire_key(parent) if parent else b""
+            home = self._stores[self._homes(wire)[0]]
+            placed = await home.put_in_place((wire, above), view, ranges, timeout_s=timeout_s)
+            if placed is not None:
+                return placed
         [stored] = await self.put_batch(
             [(key, data)], ranges=ranges, parents=[parent], durable=durable, timeout_s=timeout_s
         )

@@ -8,7 +8,7 @@ import grpc
 
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index import BlockName, Grant, LeasedBlock, Offer
-from kvstore.store import Sealing, Store
+from kvstore.store import Committed, Sealing, Store
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
@@ -38,12 +38,10 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         _check_count(len(request.blocks))
         if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES or request.writer_id[0] == "\0":
             raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
-        if len(request.tenant) > MAX_TENANT_BYTES:
-            raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes", "tenant")
         names = [BlockName(_key(block.key), _parent(block.parent)) for block in request.blocks]
         wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
         offers = await self._store.reserve(
-            names, request.writer_id, request.length, request.ranges, request.tenant, wait_s
+            names, request.writer_id, request.length, request.ranges, _tenant(request.tenant), wait_s
         )
         return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
 
@@ -54,6 +52,18 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return pb.SealResponse(
             sealed=[block.is_sealed for block in sealed], durable=[block.is_durable for block in sealed]
         )
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
+        response = pb.CommitResponse()
+        if request.HasField("slot"):
+            name = BlockName(_key(request.block.key), _parent(request.block.parent))
+            checksums = checksums_from_wire(request.checksums)
+            grant = _grant(request.slot)
+            outcome = self._store.commit(request.lane, grant, name, request.length, checksums, _tenant(request.tenant))
+            response.outcome = _OUTCOMES[outcome]
+        if (ahead := self._store.reserve_ahead(request.lane)) is not None:
+            response.next.index, response.next.epoch = ahead.slot, ahead.epoch
+        return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         _check_count(len(request.slots))
@@ -136,10 +146,21 @@ def _parent(parent: bytes) -> bytes:
     return parent
 
 
+def _tenant(name: str) -> str:
+    if len(name) > MAX_TENANT_BYTES:
+        raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes", "tenant")
+    return name
+
+
 def _grant(slot: pb.Slot) -> Grant:
     return Grant(slot.index, slot.epoch)
 
 
+_OUTCOMES = {
+    Committed.OVER: pb.CommitResponse.OVER,
+    Committed.STORED: pb.CommitResponse.STORED,
+    Committed.BUSY: pb.CommitResponse.BUSY,
+}
 _NO_BLOCK = pb.LeasedBlock()
 
 

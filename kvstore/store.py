@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
@@ -47,6 +48,12 @@ class Sealed:
     is_durable: bool = False
 
 
+class Committed(Enum):
+    OVER = "the slot was not the writer's any more"
+    STORED = "by this or before"
+    BUSY = "another writer is at this block"
+
+
 @dataclass(frozen=True, slots=True)
 class TierRules:
     """What goes to the SSD: a block that is seen for the ``write_through_sights``-th time, at once; and one that has to
@@ -72,8 +79,10 @@ class Store:
         rules: TierRules = TierRules(),
         tenant_bytes: int = 0,
         board: Board | None = None,
+        lane_slots: int = 0,
     ) -> None:
-        """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read."""
+        """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read. Writers of
+        this host may have ``lane_slots`` slots in advance; none where quotas are kept, which could not count them."""
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
@@ -86,6 +95,9 @@ class Store:
         self._ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE)) if ssd else 0
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
         self._work: set[asyncio.Task[None]] = set()
+        self._lanes: dict[str, set[int]] = {}  # slots that each writer of this host has in advance
+        self._lane_slots = 0 if tenant_bytes else lane_slots
+        self._num_saves = 0  # blocks that are on their way to the SSD, and cannot go before they are there
         self._room = asyncio.Event()  # set whenever a slot may have come free
         self._index = StoreIndex(
             segment.num_blocks,
@@ -155,10 +167,65 @@ class Store:
         safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
         return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
+    # Writing in place, into slots had in advance, by writers that hold the board
+
+    def lane_opened(self, lane: str) -> None:
+        self._lanes[lane] = set()
+
+    def lane_gone(self, lane: str) -> None:
+        """Its process holds the segment no more."""
+        del self._lanes[lane]
+        self._index.writer_gone(lane)
+        self._room.set()
+
+    def reserve_ahead(self, lane: str) -> Grant | None:
+        """A slot to be filled and then named by ``commit``; one a lane, and none that has to be waited for."""
+        held = self._lanes.get(lane)
+        if held is None or held or sum(map(len, self._lanes.values())) >= self._lane_slots:
+            return None
+        try:
+            name = BlockName(BlockKey(lane.encode()))
+            [offer] = self._index.reserve([name], lane, self.block_bytes, 1, time.monotonic())
+        except OutOfBlocks:
+            return None
+        finally:
+            self._save_leaving()
+            self._publish()
+        if offer.grant is not None:
+            held.add(offer.grant.slot)
+        return offer.grant
+
+    def commit(
+        self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
+    ) -> Committed:
+        """Make a slot had in advance readable as this block. Its checksums were made of the very bytes that were copied
+        here, by a process that could write anywhere in the segment; whoever reads the block checks them."""
+        if not 1 <= len(checksums) <= length <= self.block_bytes or length % len(checksums):
+            raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
+        reserved = self._index.reservation(grant)
+        if lane not in self._lanes or grant.slot not in self._lanes[lane]:
+            return Committed.OVER
+        self._lanes[lane].discard(grant.slot)
+        self._hear_readers()
+        self._saw(name.key)
+        is_busy = self._index.is_reserved(name.key)
+        is_stored = self._index.exists([name.key])[0] or self._is_on_ssd(name)
+        if is_stored or reserved is None or not self._index.name_reserved(grant, name, length, len(checksums), tenant):
+            self._index.abort(grant)
+            return Committed.STORED if is_stored else Committed.BUSY if is_busy else Committed.OVER
+        self._index.seal(grant, checksums, time.monotonic())
+        if (save := self._write_through(name, False)) is not None:
+            self._keep(save)
+        self._prepare()
+        self._publish()
+        return Committed.STORED
+
     def abort(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
             if self._index.abort(grant):
                 self._server.revoke([grant.slot])
+                for held in self._lanes.values():
+                    held.discard(grant.slot)
         self._room.set()
 
     # Reading
@@ -233,7 +300,8 @@ class Store:
         quarantine for it to say that it is done, or to be gone."""
         for reserved in self._index.sweep(time.monotonic()):
             self._server.revoke([reserved.grant.slot])
-            if reserved.writer != PROMOTER and not self._server.maps_memory(reserved.writer):
+            maps_memory = reserved.writer in self._lanes or self._server.maps_memory(reserved.writer)
+            if reserved.writer != PROMOTER and not maps_memory:
                 self._index.abort(reserved.grant)
         self._hear_readers()
         self._room.set()
@@ -307,9 +375,9 @@ class Store:
         return None
 
     async def _wait_for_room(self, deadline: float) -> bool:
-        """Whether it is worth asking again: something that was being saved has left."""
+        """Whether it is worth asking again: something that was being saved has left, or may leave now."""
         left = deadline - time.monotonic()
-        if left <= 0 or not self._index.num_saving:
+        if left <= 0 or not (self._index.num_saving or self._num_saves):
             return False
         try:
             await asyncio.wait_for(self._room.wait(), left)
@@ -385,6 +453,7 @@ class Store:
     def _start_saving(self, held: Held) -> asyncio.Task[bool]:
         """The index holds the slot meanwhile. Handed over at once, so that a removal from now on finds it there."""
         assert self._ssd is not None
+        self._num_saves += 1
         header = BlockHeader(held.name.key, held.name.parent, held.tenant, held.length, held.checksums)
         saving = self._ssd.save(header, self._pages(held.grant.slot, held.length))
         return asyncio.get_running_loop().create_task(self._end_saving(held, saving))
@@ -393,6 +462,7 @@ class Store:
         try:
             return await asyncio.shield(saving)
         finally:
+            self._num_saves -= 1
             self._index.let_go(held)
             self._room.set()
             self._publish()

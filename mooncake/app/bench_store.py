@@ -45,7 +45,7 @@ SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
 NOTES = (
     "GB = 1e9 bytes; one caller, one block a call unless it says batch; the memory that is read into and put from is "
     f"{MEMORY_BYTES >> 20} MiB, of the copy too, more than caches hold",
-    "ours: xxh3 computed by the writer, verified by the store at seal and by the reader; the other has none",
+    "ours: xxh3 computed by the writer and verified by the reader, over TCP at seal too; the other has none",
 )
 
 

@@ -234,6 +234,95 @@ class SealResponse(_message.Message):
 Global___SealResponse: _TypeAlias = SealResponse  # noqa: Y015
 
 @_typing.final
+class CommitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    lane: _builtins.str
+    """as the board's door named it"""
+    length: _builtins.int
+    checksums: _builtins.bytes
+    tenant: _builtins.str
+    @_builtins.property
+    def slot(self) -> Global___Slot:
+        """unset: nothing to commit yet"""
+
+    @_builtins.property
+    def block(self) -> Global___BlockName: ...
+    def __init__(
+        self,
+        *,
+        lane: _builtins.str = ...,
+        slot: Global___Slot | None = ...,
+        block: Global___BlockName | None = ...,
+        length: _builtins.int = ...,
+        checksums: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "block", b"block", "slot", b"slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "block", b"block", "checksums", b"checksums", "lane", b"lane", "length", b"length", "slot", b"slot", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__slot: _TypeAlias = _typing.Literal["slot"]  # noqa: Y015
+    _WhichOneofArgType__slot: _TypeAlias = _typing.Literal["_slot", b"_slot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slot) -> _WhichOneofReturnType__slot | None: ...
+
+Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+
+@_typing.final
+class CommitResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Outcome:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[CommitResponse._Outcome.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        OVER: CommitResponse._Outcome.ValueType  # 0
+        """the slot was not the writer's any more, or there was none"""
+        STORED: CommitResponse._Outcome.ValueType  # 1
+        """by this or before"""
+        BUSY: CommitResponse._Outcome.ValueType  # 2
+        """another writer is at this block"""
+
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+    OVER: CommitResponse.Outcome.ValueType  # 0
+    """the slot was not the writer's any more, or there was none"""
+    STORED: CommitResponse.Outcome.ValueType  # 1
+    """by this or before"""
+    BUSY: CommitResponse.Outcome.ValueType  # 2
+    """another writer is at this block"""
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    outcome: Global___CommitResponse.Outcome.ValueType
+    @_builtins.property
+    def next(self) -> Global___Slot:
+        """unset: there is none to be had in advance now"""
+
+    def __init__(
+        self,
+        *,
+        outcome: Global___CommitResponse.Outcome.ValueType = ...,
+        next: Global___Slot | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next", b"_next", "next", b"next"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next", b"_next", "next", b"next", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next: _TypeAlias = _typing.Literal["next"]  # noqa: Y015
+    _WhichOneofArgType__next: _TypeAlias = _typing.Literal["_next", b"_next"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next) -> _WhichOneofReturnType__next | None: ...
+
+Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
+
+@_typing.final
 class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class StoreStub:
                 request_serializer=mooncake_dot_rpc_dot_store__pb2.SealRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_store__pb2.SealResponse.FromString,
                 _registered_method=True)
+        self.Commit = channel.unary_unary(
+                '/mooncake.v1.Store/Commit',
+                request_serializer=mooncake_dot_rpc_dot_store__pb2.CommitRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_store__pb2.CommitResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/mooncake.v1.Store/Abort',
                 request_serializer=mooncake_dot_rpc_dot_store__pb2.AbortRequest.SerializeToString,
@@ -94,6 +99,14 @@ class StoreServicer:
     def Seal(self, request, context):
         """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
         the block is on the SSD too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Commit(self, request, context):
+        """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
+        once, and hands out the next such slot. Its bytes are checked by whoever reads them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +170,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Seal,
                     request_deserializer=mooncake_dot_rpc_dot_store__pb2.SealRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_store__pb2.SealResponse.SerializeToString,
+            ),
+            'Commit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Commit,
+                    request_deserializer=mooncake_dot_rpc_dot_store__pb2.CommitRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_store__pb2.CommitResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -248,6 +266,33 @@ class Store:
             '/mooncake.v1.Store/Seal',
             mooncake_dot_rpc_dot_store__pb2.SealRequest.SerializeToString,
             mooncake_dot_rpc_dot_store__pb2.SealResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Commit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Store/Commit',
+            mooncake_dot_rpc_dot_store__pb2.CommitRequest.SerializeToString,
+            mooncake_dot_rpc_dot_store__pb2.CommitResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class StoreStub:
     """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
     the block is on the SSD too.
     """
+    Commit: _grpc.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.CommitResponse]
+    """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
+    once, and hands out the next such slot. Its bytes are checked by whoever reads them.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]
     """Gives up reservations; the writer will write no more."""
     Acquire: _grpc.UnaryUnaryMultiCallable[_store_pb2.AcquireRequest, _store_pb2.AcquireResponse]
@@ -57,6 +61,10 @@ class StoreAsyncStub(StoreStub):
     Seal: _aio.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _store_pb2.SealResponse]  # type: ignore[assignment]
     """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
     the block is on the SSD too.
+    """
+    Commit: _aio.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.CommitResponse]  # type: ignore[assignment]
+    """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
+    once, and hands out the next such slot. Its bytes are checked by whoever reads them.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]  # type: ignore[assignment]
     """Gives up reservations; the writer will write no more."""
@@ -87,6 +95,16 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_store_pb2.SealResponse, _abc.Awaitable[_store_pb2.SealResponse]]:
         """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
         the block is on the SSD too.
+        """
+
+    @_abc_1.abstractmethod
+    def Commit(
+        self,
+        request: _store_pb2.CommitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.CommitResponse, _abc.Awaitable[_store_pb2.CommitResponse]]:
+        """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
+        once, and hands out the next such slot. Its bytes are checked by whoever reads them.
         """
 
     @_abc_1.abstractmethod

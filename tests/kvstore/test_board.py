@@ -217,3 +217,67 @@ def test_without_a_compiler_blocks_are_asked_for_over_the_wire(keep, tmp_path):
     )
     env = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=120)
+
+
+ROOMY = f"store.dram_gb={32 * SLOT_BYTES / 1e9 + 1e-6}"
+
+
+async def test_blocks_written_in_place_are_like_any_others(keep):
+    """One of 32 slots is had in advance; nothing of that shows but in the accounts, and it goes back."""
+    actor, data = keep(ROOMY), np.random.default_rng(0).bytes(SLOT_BYTES)
+    address = actor.greeting["control"]
+    async with await kvstore.Client.connect(address, transports=("tcp",)) as far:
+        async with await kvstore.Client.connect(address) as near:
+            assert await near.put("first", data, ranges=4) and await near.put("second", data[:1000], parent="first")
+            assert (await near.stats())[address].reserved == 1
+            assert await far.get("first") == data and await far.get_range("first", 0, 100) == data[:100]
+            assert await near.get("second") == data[:1000]
+            assert await near.put("first", bytes(SLOT_BYTES)) and await far.get("first") == data  # it was there
+            for number in range(200):
+                assert await near.put(f"{number}", data)  # over what was there
+            assert await near.exists(["199", "0"]) == [True, False]
+            writing = far._stores[address]
+            [slot] = await writing.reserve([(far._wire_key("busy"), b"")], SLOT_BYTES, 1)
+            assert slot is not None and not await near.put("busy", data)
+            await writing.abort([slot])
+            assert await near.put("busy", data)
+        counts = (await far.stats())[address]
+        assert counts.reserved == counts.quarantined == counts.leases == 0
+        actor.ask("counts")  # and they add up
+
+
+async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_says_so(keep, eventually):
+    actor, data = keep(ROOMY, "store.reserve_timeout_s=0.3"), bytes(SLOT_BYTES)
+    async with await kvstore.Client.connect(actor.greeting["control"]) as pool:
+        [store] = pool._stores.values()
+        assert await pool.put("one", data)
+        store._ahead_timer.cancel()  # an event loop that hangs
+        eventually(lambda: actor.ask("counts")["quarantined"] == 1)
+        assert await pool.put("two", data) and await pool.exists(["one", "two"]) == [True, True]
+        assert actor.ask("counts")["quarantined"] == 0
+
+
+def test_what_a_killed_client_had_in_advance_comes_back(keep, eventually):
+    actor = keep(ROOMY)
+    program = (
+        "import asyncio, kvstore, os, signal\n"
+        "async def main():\n"
+        f"    pool = await kvstore.Client.connect({actor.greeting['control']!r})\n"
+        "    assert await pool.put('block', bytes(5000))\n"
+        "    assert [store._ahead for store in pool._stores.values()] != [None]\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    client = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    assert client.returncode == -9
+    eventually(lambda: actor.ask("counts")["reserved"] == 0, within_s=20)
+    assert actor.ask("counts")["sealed"] == 1
+
+
+async def test_where_a_quota_is_kept_nothing_is_had_in_advance(keep):
+    actor = keep(ROOMY, f"store.tenant_dram_gb={2.5 * SLOT_BYTES / 1e9}")
+    async with await kvstore.Client.connect(actor.greeting["control"], tenant="small") as pool:
+        for number in range(5):
+            assert await pool.put(f"{number}", bytes(SLOT_BYTES))
+        counts = actor.ask("counts")
+        assert (counts["sealed"], counts["reserved"]) == (2, 0)

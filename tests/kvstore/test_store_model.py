@@ -24,7 +24,7 @@ from kvstore.eviction import make_policy
 from kvstore.index import BlockName, Grant, Lease
 from kvstore.segment import Segment
 from kvstore.ssd_tier import SsdTier
-from kvstore.store import Sealing, Store, TierRules
+from kvstore.store import Committed, Sealing, Store, TierRules
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import OutOfBlocks
 from mooncake.events import EventLog
@@ -71,12 +71,14 @@ class StoreLife(RuleBasedStateMachine):
         rules = TierRules(write_through_sights=self.version % 4, demote_sights=1)
         board = Board.create(self.segment)
         assert board is not None, "no C++ compiler"
-        self.board, self.door = board, BoardDoor(board)
+        self.store = Store(
+            self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, lane_slots=1
+        )
+        self.board, self.door = board, BoardDoor(board, self.store.lane_opened, self.store.lane_gone)
         self.door.open()
         reader = await asyncio.to_thread(BoardReader.open, self.door.path)
         assert reader is not None
         self.reader = reader
-        self.store = Store(self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board)
 
     async def shut(self) -> None:
         await self.store.close()
@@ -96,7 +98,7 @@ class StoreLife(RuleBasedStateMachine):
         rng = random.Random(seed)
         if rng.random() < 0.08:
             self.restart()
-        actions = (self.put, self.put, self.get, self.peek, self.begin, self.end, self.abort, self.hold, self.let_go)
+        actions = (self.put, self.put_in_place, self.get, self.peek, self.begin, self.end, self.abort, self.hold, self.let_go)
         rare = (self.remove, self.late, self.gone, self.pin)
 
         async def act() -> None:
@@ -147,6 +149,30 @@ class StoreLife(RuleBasedStateMachine):
         if await self.begin(rng):
             [number] = set(self.writing) - before
             await self._seal(number)
+
+    async def put_in_place(self, rng: random.Random) -> None:
+        """Write in place, as clients of this host do."""
+        number = rng.randrange(KEYS)
+        self.version += 1
+        data = content(number, self.version)
+        if not self.reader.takes(len(data), 1):
+            return
+        grant = self.store.reserve_ahead(self.reader.lane)
+        if grant is None:
+            return
+        assert self.store.reserve_ahead(self.reader.lane) is None, "one is all there is"
+        sums = self.reader.write(grant.slot, memoryview(data), 1)
+        name = BlockName(key(number), key(number - 4) if number >= 4 else b"")
+        if rng.random() < 0.1:
+            self.store.abort([grant])
+            assert self.store.commit(self.reader.lane, grant, name, len(data), sums, "") is Committed.OVER
+            return
+        outcome = self.store.commit(self.reader.lane, grant, name, len(data), sums, "")
+        if number in self.writing:
+            assert outcome is Committed.BUSY
+        else:
+            assert outcome is Committed.STORED
+            self.stored.setdefault(number, data)
 
     async def abort(self, rng: random.Random) -> None:
         if self.writing:
