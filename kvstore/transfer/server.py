@@ -11,7 +11,6 @@ blocks hold or why they are granted. RDMA is fenced by its own hardware: see ``E
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import logging
 import os
@@ -23,8 +22,9 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, host_id, map_shared
+from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
+from kvstore.transfer.grants import Grants
 from kvstore.transfer.native import HEAD_BYTES, NativeConnection, NativeOwner, load
 from kvstore.transfer.protocol import Frame, Hello, Operation, ProtocolViolation, Status, WireRange
 from kvstore.transfer.sockets import Wire, tune
@@ -130,7 +130,7 @@ class SegmentServer:
         self._node_id = node_id
         self._transports = transports
         self._host = host
-        self._grants = _Grants(segment.num_blocks)
+        self._grants = Grants(segment.num_blocks)
         library = load() if is_native and "tcp" in transports else None
         self._native = NativeOwner(library, segment, self._grants.map) if library is not None else None
         self._changed = threading.Condition()  # guards everything below, and the grants
@@ -459,28 +459,6 @@ class SegmentServer:
             gone = bool(connection.peer) and not alive and not self._stopping
         if gone and self.on_peer_gone is not None:
             self.on_peer_gone(connection.peer)
-
-
-class _Grants:
-    """The epoch that may write each block, 0 for none, in a page that writers on this host see but cannot change."""
-
-    def __init__(self, num_blocks: int) -> None:
-        size = num_blocks * 8
-        fd = os.memfd_create("mooncake-grants", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            self.map = map_shared(fd, size)
-            self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(fd)
-        self.table = memoryview(self.map).cast("Q")  # aligned 8-byte stores: a reader never sees half of one
-
-    def close(self) -> None:
-        os.close(self.read_only_fd)
-        self.table.release()
-        with contextlib.suppress(BufferError):
-            self.map.close()
 
 
 def _tcp_listener(host: str) -> socket.socket:

@@ -190,7 +190,7 @@ def test_tcp_takes_over_when_shared_memory_cannot_be_had(own, engine_over, caplo
         for _ in range(3):
             assert engine.write(address, [WriteRange(0, 0, data, EPOCH)], soon()).transport == "tcp"
     assert owner.ask("checksum", 0) == checksum(data)
-    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.link"]
+    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.routes"]
     assert "shm does not work" in record.getMessage()
     assert {(s.transport, s.failures, s.is_current) for s in engine.stats()} == {("shm", 1, False), ("tcp", 0, True)}
     elsewhere = replace(owner.address, host_id="another host")

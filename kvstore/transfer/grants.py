@@ -1,0 +1,31 @@
+"""Who may write which block: a table in memory that the owner changes, its C++ reads, and writers of this host see."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+
+from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, map_shared
+
+
+class Grants:
+    """The epoch that may write each block, 0 for none, in a page that writers on this host see but cannot change."""
+
+    def __init__(self, num_blocks: int) -> None:
+        size = num_blocks * 8
+        fd = os.memfd_create("mooncake-grants", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+            self.map = map_shared(fd, size)
+            self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        self.table = memoryview(self.map).cast("Q")  # aligned 8-byte stores: a reader never sees half of one
+
+    def close(self) -> None:
+        os.close(self.read_only_fd)
+        self.table.release()
+        with contextlib.suppress(BufferError):
+            self.map.close()

@@ -1,0 +1,246 @@
+"""The transports that reach one peer, and their paths: which one carries, which rest, and which stand still.
+
+No locks, no threads and no sockets: the link asks under its own lock, and closes the paths that it is handed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.transfer.protocol import SLICE_BYTES
+from kvstore.transfer.schedule import Pace, Patience, Watch, backoff_s, slice_bytes
+from kvstore.transfer.transport import Path, Transport
+from mooncake.errors import NodeUnavailable
+from mooncake.types import SegmentAddress
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # paths that break one after the other, with nothing arriving between, before a transport is given up
+_RATE_SAMPLE_S = 0.050
+_RATE_SAMPLE_BYTES = 64 << 10  # less measures latency, not rate
+_EWMA_WEIGHT = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStats:
+    """One transport to one peer, since the peer was first met."""
+
+    node_id: str
+    transport: str
+    nbytes: int
+    gb_per_s: float  # moving average while something was on its way, 1e9 bytes
+    failures: int
+    is_current: bool  # carries what comes next
+    paths: int  # open now
+    reason: str  # why it failed the last time
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One path's place: the path may be broken, resting, or not open yet."""
+
+    route: Route
+    index: int
+    path: Path | None = None
+    is_driven: bool = False
+    pace: Pace = field(default_factory=Pace)
+    watch: Watch = field(default_factory=Watch)
+    failures: int = 0  # in a row
+    was_cut: bool = False  # for standing still, and has delivered nothing since
+    rest_until: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Route:
+    """One transport to the peer."""
+
+    transport: Transport
+    lanes: list[Lane] = field(default_factory=list)
+    nbytes: int = 0
+    gb_per_s: float = 0.0
+    failures: int = 0
+    failed_in_row: int = 0
+    avoid_until: float = 0.0
+    reason: str = ""
+    on_way: int = 0
+    sample_since: float = 0.0
+    sample_bytes: int = 0
+
+    def began(self, now: float) -> None:
+        if self.on_way == 0:
+            self.sample_since, self.sample_bytes = now, 0
+        self.on_way += 1
+
+    def arrived(self, nbytes: int, now: float) -> None:
+        self.on_way -= 1
+        self.nbytes += nbytes
+        self.sample_bytes += nbytes
+        seconds = now - self.sample_since
+        if self.sample_bytes >= _RATE_SAMPLE_BYTES and (self.on_way == 0 or seconds >= _RATE_SAMPLE_S) and seconds > 0:
+            rate = self.sample_bytes / seconds / 1e9
+            self.gb_per_s = rate if self.gb_per_s == 0 else self.gb_per_s + _EWMA_WEIGHT * (rate - self.gb_per_s)
+            self.sample_since, self.sample_bytes = now, 0
+
+
+class Routes:
+    """All ways to one peer, in the order of preference; those that do not reach it are left out."""
+
+    def __init__(self, address: SegmentAddress, transports: Sequence[Transport], retry_after_s: float) -> None:
+        self._node_id = address.node_id
+        self._retry_after_s = retry_after_s
+        self._routes = [_route(transport, address) for transport in transports if transport.paths_to(address)]
+        self.current = self._routes[0] if self._routes else None
+        self._patience = Patience()
+        self._tried: dict[str, str] = {}  # transports that failed since anything arrived, and why
+
+    @property
+    def transport(self) -> str:
+        """The one that carries what comes next, or ""."""
+        return self.current.transport.name if self.current else ""
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [lane for route in self._routes for lane in route.lanes]
+
+    @property
+    def has_open_lane(self) -> bool:
+        return self.current is not None and any(lane.path is not None for lane in self.current.lanes)
+
+    @property
+    def has_other(self) -> bool:
+        """Whether something else could carry what a path that is about to be opened cannot."""
+        return len(self._tried) < len(self._routes) - 1 or self.has_open_lane
+
+    def stats(self) -> list[TransportStats]:
+        return [
+            TransportStats(
+                self._node_id,
+                route.transport.name,
+                route.nbytes,
+                route.gb_per_s,
+                route.failures,
+                route is self.current,
+                sum(lane.path is not None for lane in route.lanes),
+                route.reason,
+            )
+            for route in self._routes
+            if route.nbytes or route.failures
+        ]
+
+    def slice_bytes(self, request_bytes: int) -> int:
+        """How to cut a request of this size, for whatever transport will carry it."""
+        route = self.current
+        if route is None or request_bytes <= 2 * SLICE_BYTES:
+            return SLICE_BYTES
+        largest = min(each.transport.max_slice_bytes for each in self._routes)
+        return slice_bytes(request_bytes, len(route.lanes), route.gb_per_s * 1e9, largest)
+
+    def choose(self, now: float) -> None:
+        """The best transport there is. Raises NodeUnavailable when none was configured that reaches the peer."""
+        if not self._routes:
+            raise NodeUnavailable(f"no configured transport reaches {self._node_id}")
+        best = self._ranked(now)[0]
+        if best is not self.current and not self._tried:
+            log.info("%s: trying %s again", self._node_id, best.transport.name)
+            self.current = best
+
+    def free_lane(self) -> Lane | None:
+        """The fastest open lane that is idle, if no transport asks for a decision."""
+        route = self.current
+        if route is None or self._tried or route is not self._routes[0]:  # it may be time to try a better one again
+            return None
+        best: Lane | None = None
+        for lane in route.lanes:
+            if lane.path is not None and not lane.is_driven and (best is None or lane.pace.rate > best.pace.rate):
+                best = lane
+        return best
+
+    def idle(self, now: float) -> list[Lane]:
+        """Of the current transport: open ones first, fast ones first."""
+        if self.current is None:
+            return []
+        lanes = [lane for lane in self.current.lanes if not lane.is_driven and lane.rest_until <= now]
+        if len(lanes) > 1:
+            lanes.sort(key=lambda lane: (lane.path is None, -lane.pace.rate))
+        return lanes
+
+    def carried(self, lane: Lane, nbytes: int, now: float) -> None:
+        """A slice has arrived over this lane: it is sound."""
+        lane.pace.arrived(nbytes, now)
+        lane.route.arrived(nbytes, now)
+        lane.failures = lane.route.failed_in_row = 0
+        if lane.was_cut:
+            lane.was_cut = False
+            self._patience.grow(now)
+        if self._tried:
+            self._tried.clear()
+
+    def failed(self, lane: Lane, error: Exception, was_open: bool, now: float) -> str:
+        """The lane's path broke, or did not open. Why nothing reaches the peer, when that was the last hope; or ""."""
+        route = lane.route
+        lane.failures += 1
+        route.failed_in_row += 1
+        route.reason = str(error)
+        if any(other.path is not None for other in route.lanes):
+            lane.rest_until = now + backoff_s(lane.failures + (not was_open))
+            name = route.transport.name
+            log.info("%s: one %s path of %d failed: %s", self._node_id, name, len(route.lanes), error)
+        elif route is self.current and (not was_open or route.failed_in_row >= MAX_FAILURES):
+            return self._give_up(route, str(error), now)
+        return ""
+
+    def stalled(self, now: float) -> list[tuple[Lane, Path]]:
+        """Paths that stand still while others of this peer move."""
+        seen: list[tuple[Lane, Path]] = []
+        patience = self._patience.at(now)
+        for route in self._routes:
+            for lane in route.lanes:
+                if lane.path is not None:
+                    lane.watch.saw(lane.path.progress, lane.pace.on_way > 0, now)
+                    seen.append((lane, lane.path))
+        return [
+            (lane, path)
+            for lane, path in seen
+            if lane.watch.is_stalled(
+                [other.watch for other, _ in seen if other is not lane], patience, lane.failures > 0, now
+            )
+        ]
+
+    def take_idle_paths(self, lanes: Iterable[Lane]) -> list[Path]:
+        """The open paths of those that nobody drives, to be closed."""
+        paths: list[Path] = []
+        for lane in lanes:
+            if lane.path is not None and not lane.is_driven:
+                paths.append(lane.path)
+                lane.path, lane.pace = None, Pace()
+        return paths
+
+    def _give_up(self, route: Route, reason: str, now: float) -> str:
+        """Nothing more over this transport for a while; the next one takes over what waits."""
+        name = route.transport.name
+        route.failures += 1
+        route.failed_in_row = 0
+        route.avoid_until = now + self._retry_after_s
+        self._tried[name] = reason
+        untried = [each for each in self._ranked(now) if each.transport.name not in self._tried]
+        if untried:
+            self.current = untried[0]
+            log.warning("%s: %s does not work (%s); using %s", self._node_id, name, reason, self.transport)
+            return ""
+        reasons = "; ".join(f"{tried}: {why}" for tried, why in self._tried.items())
+        self._tried.clear()
+        return reasons
+
+    def _ranked(self, now: float) -> list[Route]:
+        """In the order of preference; those that failed lately come last."""
+        if len(self._routes) == 1:
+            return self._routes
+        return sorted(self._routes, key=lambda route: route.avoid_until > now)
+
+
+def _route(transport: Transport, address: SegmentAddress) -> Route:
+    route = Route(transport)
+    route.lanes = [Lane(route, index) for index in range(transport.paths_to(address))]
+    return route
