@@ -2,23 +2,28 @@
 
 The text is the reference of the Python language that CPython itself ships (``pydoc_data.topics``), cut into windows.
 Each format computes the same windows through its own paged cache, so that narrow keys and values are read back as a
-step would. It must not time anything.
+step would. With ``--resume FILE`` each window's loss is kept, and a run that was stopped goes on where it was. It must
+not time anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import pydoc_data.topics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from rich.progress import Progress
 
+import mooncake.kernels as kernels
+import mooncake.model as models
 from mooncake.app.bench_kernels import weight_bytes
 from mooncake.app.bench_report import Figure, Report, progress, tell
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -48,7 +53,15 @@ class Options:
     tokens: int
     window: int
     threads: int
+    resume: Path | None
     json: Path | None
+
+
+class Begun(msgspec.Struct):
+    """What is known of each format: the losses of its first windows, all computed by the same code on the same text."""
+
+    origin: dict[str, str | int]
+    losses: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
 
 def main(args: list[str]) -> None:
@@ -78,6 +91,7 @@ def parse(args: list[str]) -> Options:
     add("--tokens", type=int, default=50_176, help="of the text")
     add("--window", type=int, default=512, metavar="TOKENS", help="each token sees what is before it in its window")
     add("--threads", type=int, default=torch.get_num_threads())
+    add("--resume", type=Path, metavar="FILE", help="keep what is computed there, and go on from what is there")
     add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
     given = parser.parse_args(args)
     formats = tuple(filter(None, given.formats.split(",")))
@@ -86,13 +100,21 @@ def parse(args: list[str]) -> Options:
     if given.window < 2 or given.tokens < given.window or given.threads < 1:
         raise ConfigError("--window must be at least 2, --tokens at least --window, --threads at least 1")
     return Options(
-        given.model, tuple(dict.fromkeys((BASELINE, *formats))), given.tokens, given.window, given.threads, given.json
+        model=given.model,
+        formats=tuple(dict.fromkeys((BASELINE, *formats))),
+        tokens=given.tokens,
+        window=given.window,
+        threads=given.threads,
+        resume=given.resume,
+        json=given.json,
     )
 
 
 def measure(options: Options, report: Report, shown: Progress) -> None:
     checkpoint = open_checkpoint(options.model)
     windows = text_windows(checkpoint, options.tokens, options.window)
+    origin: dict[str, str | int] = {"weights": checkpoint.digest, "window": options.window, "code": code_digest()}
+    begun = read_begun(options.resume, origin)
     for name in options.formats:
         precision = FORMATS[name]
         layout = checkpoint.kv_layout(BLOCK_TOKENS, precision.kv_dtype)
@@ -100,16 +122,47 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
             Figure(name, "KV of a token", "bytes", (layout.block_bytes / layout.block_tokens,)),
             Figure(name, "weights read by a decode step", "MB", (matrix_bytes(checkpoint, precision) / 1e6,)),
         )
-        tell(shown, f"{name}: loading")
-        model = load_model(checkpoint, precision.dtype, options.window, precision.coding)
-        if not isinstance(model, CausalLM):
-            raise ConfigError(f"formats are compared for the Llama family, not for {checkpoint.config.architecture}")
-        losses: list[float] = []
-        for loss in window_losses(model, layout, windows):
-            losses.append(loss)
-            tell(shown, f"{name}: {len(losses)} of {len(windows)} windows")
-        perplexity = math.exp(sum(losses) / (len(losses) * (options.window - 1)))
+        losses = begun.losses.setdefault(name, [])
+        if len(losses) < len(windows):
+            tell(shown, f"{name}: loading")
+            model = load_model(checkpoint, precision.dtype, options.window, precision.coding)
+            if not isinstance(model, CausalLM):
+                raise ConfigError(
+                    f"formats are compared for the Llama family, not for {checkpoint.config.architecture}"
+                )
+            for loss in window_losses(model, layout, windows[len(losses) :]):
+                losses.append(loss)
+                write_begun(options.resume, begun)
+                tell(shown, f"{name}: {len(losses)} of {len(windows)} windows")
+        perplexity = math.exp(sum(losses[: len(windows)]) / (len(windows) * (options.window - 1)))
         report.add(Figure(name, "perplexity", "", (perplexity,), params={"tokens": windows.size}))
+
+
+def code_digest() -> str:
+    """Of what computes a loss: the kernels and the models."""
+    files = [path for package in (kernels, models) for path in Path(package.__path__[0]).rglob("*") if path.is_file()]
+    sources = sorted(path for path in files if path.suffix in (".py", ".cpp", ".h"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+def read_begun(file: Path | None, origin: dict[str, str | int]) -> Begun:
+    """Raises ConfigError when the file is of another model, window or version of the code."""
+    if file is None or not file.exists():
+        return Begun(origin)
+    try:
+        begun = msgspec.json.decode(file.read_bytes(), type=Begun)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} does not hold a run of this benchmark: {error}") from None
+    if changed := [name for name, value in origin.items() if begun.origin.get(name) != value]:
+        raise ConfigError(f"{file} was begun with other {', '.join(changed)}; remove it to start over")
+    return begun
+
+
+def write_begun(file: Path | None, begun: Begun) -> None:
+    if file is not None:
+        part = file.with_name(file.name + ".part")
+        part.write_bytes(msgspec.json.encode(begun))
+        part.replace(file)
 
 
 def matrix_bytes(checkpoint: Checkpoint, precision: Precision) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
-from mooncake.app import bench_engine, bench_serve
+from mooncake.app import bench_engine, bench_quality, bench_serve
 from mooncake.app.bench_report import Figure, Report
 from mooncake.app.peers.process import PeerProcess
 from mooncake.errors import ConfigError, NodeUnavailable
@@ -74,6 +74,23 @@ def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> N
         "ttft_prefix_vs_cold",
     } == set(report["ratios"])
     assert str(tiny.parent) not in json.dumps(report), "a path of this machine is in the line"
+
+
+def test_a_stopped_comparison_of_formats_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
+    line, begun = tmp_path / "line.json", tmp_path / "begun.json"
+    arguments = ["--model", str(tiny), "--formats", "w8a8", "--window", "64", "--threads", "1"]
+    arguments += ["--resume", str(begun), "--json", str(line)]
+    bench_quality.main([*arguments, "--tokens", "64"])
+    first = json.loads(begun.read_text())["losses"]
+    bench_quality.main([*arguments, "--tokens", "192"])
+    both = json.loads(begun.read_text())["losses"]
+
+    assert {name: losses[:1] for name, losses in both.items()} == first
+    assert [len(losses) for losses in both.values()] == [3, 3]
+    report = json.loads(line.read_text())
+    assert report["ratios"]["perplexity_w8a8_vs_float32"] == pytest.approx(1, abs=0.05)
+    with pytest.raises(ConfigError, match="begun with other window"):
+        bench_quality.main([*arguments, "--tokens", "64", "--window", "32"])
 
 
 @pytest.mark.slow
