@@ -98,7 +98,8 @@ class StoreLife(RuleBasedStateMachine):
         rng = random.Random(seed)
         if rng.random() < 0.08:
             self.restart()
-        actions = (self.put, self.put_in_place, self.get, self.peek, self.begin, self.end, self.abort, self.hold, self.let_go)
+        writes = (self.put, self.put_in_place, self.begin, self.end, self.abort)
+        actions = (*writes, self.get, self.peek, self.hold, self.let_go)
         rare = (self.remove, self.late, self.gone, self.pin)
 
         async def act() -> None:
