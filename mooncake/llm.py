@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
+from mooncake.engine.backend import CacheSize, on_cpu, on_gpu, over_ranks
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.engine.kv_cache import KVCache
@@ -111,6 +112,8 @@ class LLM:
         swap_gb: float = 0.25,
         draft_model: str = "",
         adapters: Mapping[str, str] | None = None,
+        device: str = "cpu",
+        tensor_parallel: int = 1,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
@@ -121,6 +124,9 @@ class LLM:
         prompts are cut so that answers under way get a token as often as that. ``swap_gb`` keeps blocks of sequences
         that had to give way, where copying beats computing them again. ``adapters`` are folders of LoRA
         adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
+
+        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
+        CPUs.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -149,12 +155,17 @@ class LLM:
             keep_events=False,
         )
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
-        causal_lm = load_model(
-            checkpoint, precision.dtype, self.max_model_len, precision.coding, adapters=self._adapters
-        )
+        size = CacheSize(layout, num_blocks, self.max_model_len, int(swap_gb * 1e9) // layout.block_bytes)
+        if tensor_parallel > 1:
+            if device != "cpu" or self._adapters:
+                raise InvalidRequest("tensor_parallel goes neither with a device nor with adapters", "tensor_parallel")
+            self._backend = over_ranks(model, precision, size, tensor_parallel)
+        elif device != "cpu":
+            self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
+        else:
+            self._backend = on_cpu(checkpoint, precision, size, self._adapters)
         drafter = self._draft_model(draft_model, dtype, block_tokens, speculative_tokens) if draft_model else None
-        cache = KVCache(layout, num_blocks, num_places=int(swap_gb * 1e9) // layout.block_bytes)
-        self.engine = Engine(causal_lm, cache, config, self._guides, drafter)
+        self.engine = Engine(self._backend.model, self._backend.cache, config, self._guides, drafter)
         self._numbers = itertools.count()
 
     def _draft_model(self, path: str, dtype: str, block_tokens: int, max_tokens: int) -> DraftModel:
@@ -177,6 +188,7 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.engine.drop_cached()
+        self._backend.close()
 
     def generate(
         self,

@@ -30,7 +30,7 @@ class PrefillRole:
     def serve(self, host: EngineHost, server: RpcServer) -> None:
         """Add the service; ``host`` runs."""
         self._host = host
-        memory = host.engine.cache.memory
+        memory = host.cache.memory
         self._transfer.register(memory.data)
         self._loader = Loader(self._transfer, memory)
         self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)

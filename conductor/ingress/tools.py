@@ -156,7 +156,8 @@ def tool_response(content: str) -> ChatMessage:
 class CallReader:
     """Text of one answer in; text that is for the user, and calls, out. What may be the start of a call waits.
 
-    With ``is_call`` the whole answer is one call, without tags. What looks like a call and is none stays text; a call at the end may lack its tag.
+    With ``is_call`` the whole answer is one call, without tags. What looks like a call and is none stays text; a call
+    at the end may lack its tag.
     """
 
     is_call: bool = False

@@ -18,7 +18,6 @@ import torch
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.draft_model import DraftModel
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.sequence import Sequence, SequenceState
@@ -32,6 +31,7 @@ from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
 __all__ = [
     "NO_HOOK",
+    "Cache",
     "CausalModel",
     "Engine",
     "EngineConfig",
@@ -58,6 +58,20 @@ class CausalModel(Protocol):
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """Float32 logits [R, V] of the batch's logit rows. Raises what the hook raises."""
         ...
+
+
+class Cache(Protocol):
+    """What the engine needs of a paged cache. Blocks are numbered from 0, the swap space's places behind them."""
+
+    num_blocks: int
+    num_places: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As ``CausalModel.forward`` takes it."""
+        ...
+
+    def copy_block(self, source: int, target: int) -> None: ...
 
 
 class StepHook(LayerHook, Protocol):
@@ -180,7 +194,7 @@ class Engine:
     def __init__(
         self,
         model: CausalModel,
-        cache: KVCache,
+        cache: Cache,
         config: EngineConfig,
         guides: Guides | None = None,
         draft_model: DraftModel | None = None,

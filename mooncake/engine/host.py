@@ -138,6 +138,7 @@ class EngineHost:
         self._checkpoint = checkpoint
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
+        self.cache: KVCache
         self.engine: Engine
         self.thread: EngineThread
 
@@ -160,7 +161,7 @@ class EngineHost:
             adapters=self._adapters.adapters,
         )
         num_places = int(self._section.swap_gb * 1e9) // self.plan.layout.block_bytes
-        cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer, num_places)
+        self.cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer, num_places)
         config = EngineConfig(
             block_tokens=self.config.block.tokens,
             chunk_tokens=self._section.chunk_tokens,
@@ -169,7 +170,7 @@ class EngineHost:
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
         )
-        self.engine = Engine(model, cache, config, self._guides)
+        self.engine = Engine(model, self.cache, config, self._guides)
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
         log.info(

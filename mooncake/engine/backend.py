@@ -1,0 +1,101 @@
+"""What an engine computes with: a model on one processor, on a GPU or over several processes, and the cache beside it.
+
+The one place that knows which of them go together. It must not know requests or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.adapters import Adapter
+from mooncake.checkpoint import Checkpoint
+from mooncake.engine.engine import Cache, CausalModel
+from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache
+from mooncake.errors import ConfigError, ModelError
+from mooncake.model import load_model
+from mooncake.precision import Precision
+from mooncake.types import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int  # tokens
+    num_places: int = 0  # for blocks of preempted sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """``close`` ends what was started for it."""
+
+    model: CausalModel
+    cache: Cache
+    close: Callable[[], None] = lambda: None
+
+
+class DeviceCache:
+    """``engine.Cache`` in the memory of a GPU. What is preempted is computed again."""
+
+    num_places = 0
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        self.num_blocks = num_blocks
+        self.tensor = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.tensor[target].copy_(self.tensor[source], non_blocking=True)
+
+
+def on_cpu(checkpoint: Checkpoint, precision: Precision, size: CacheSize, adapters: Sequence[Adapter] = ()) -> Backend:
+    """Raises ModelError."""
+    model = load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, adapters=adapters)
+    return Backend(model, KVCache(size.layout, size.num_blocks, num_places=size.num_places))
+
+
+def on_gpu(
+    checkpoint: Checkpoint, precision: Precision, size: CacheSize, device: str, adapters: Sequence[Adapter] = ()
+) -> Backend:
+    """Decode steps are replayed as CUDA graphs. In Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on
+    the CPU, step by step. Raises ConfigError without a GPU, ModelError for what its kernels do not take."""
+    try:
+        from mooncake.kernels.gpu import INTERPRETED
+        from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
+        from mooncake.model.llama import CausalLM
+    except ImportError as error:
+        raise ConfigError(f"device {device!r} needs Triton: {error}") from None
+    if not (INTERPRETED or torch.cuda.is_available()):
+        raise ConfigError(f"device {device!r}: torch finds no GPU here")
+    if size.layout.dtype == "int8":
+        raise ModelError("int8 pages are for CPUs")
+
+    def build(kernels: PlannedKernels) -> CausalLM:
+        model = load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, kernels, adapters)
+        if not isinstance(model, CausalLM):
+            raise ModelError(f"{checkpoint.config.architecture} does not run on GPUs; the Llama family does")
+        return model
+
+    gpu = GpuModel(
+        build,
+        max_blocks=-(-size.max_model_len // size.layout.block_tokens),
+        dtype=TORCH_DTYPES[precision.dtype],
+        device=None if INTERPRETED else device,
+        buckets=() if INTERPRETED else BUCKETS,
+    )
+    return Backend(gpu, DeviceCache(size.layout, size.num_blocks, gpu.kernels.device))
+
+
+def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:
+    """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
+    from mooncake.model.tensor_parallel import TensorParallelModel
+
+    if precision.coding or size.layout.dtype != precision.dtype:
+        raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
+    model = TensorParallelModel(
+        path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
+    )
+    return Backend(model, model, model.close)

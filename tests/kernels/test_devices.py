@@ -1,0 +1,48 @@
+"""``LLM`` on other devices: the GPU's kernels (in Triton's interpreter) and several processes give the CPU's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tiny_lora import greedy, write_adapter
+from tiny_model import write_tiny_model
+
+from mooncake import LLM, SamplingParams
+from mooncake.errors import InvalidRequest
+from mooncake.kernels.gpu import INTERPRETED
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 35), (1, 4))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("tiny")
+    base = write_tiny_model(folder, head_dim=16, hidden_size=64)
+    return folder, {"": base, "adapted": write_adapter(folder / "adapter", base, seed=1)}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
+def test_an_engine_on_a_gpu_gives_the_tokens_of_transformers(models: tuple[Path, dict[str, Any]]) -> None:
+    folder, by_name = models
+    adapters = {"adapted": str(folder / "adapter")}
+    with LLM(str(folder), kv_gb=0.005, block_tokens=16, chunk_tokens=32, device="cuda", adapters=adapters) as llm:
+        names = ["", "adapted"]
+        answers = llm.generate(PROMPTS, GREEDY, adapter=names)
+    for name, prompt, answer in zip(names, PROMPTS, answers, strict=True):
+        assert answer.token_ids == greedy(by_name[name], prompt, 3)
+
+
+def test_an_engine_over_two_processes_gives_the_tokens_of_transformers(models: tuple[Path, dict[str, Any]]) -> None:
+    folder, by_name = models
+    with LLM(str(folder), kv_gb=0.005, block_tokens=16, tensor_parallel=2) as llm:
+        answers = llm.generate(PROMPTS, GREEDY)
+    assert [answer.token_ids for answer in answers] == [greedy(by_name[""], prompt, 3) for prompt in PROMPTS]
+    with pytest.raises(InvalidRequest, match="tensor_parallel"):
+        LLM(str(folder), tensor_parallel=2, device="cuda")
