@@ -219,9 +219,9 @@ class HealthWatch:
         return max(math.log(self.limits.slow_ratio), self.limits.slow_errors * pace.deviation)
 
     def _all_slow(self, group: str) -> bool:
-        """Half of its kind are: the cause is not the node."""
+        """More than half of its kind are: the cause is not the node."""
         paces = [self._paces[name] for name, record in self._records.items() if record.group == group]
-        return len(paces) > 1 and 2 * sum(map(self._is_slow, paces)) >= len(paces)
+        return len(paces) > 1 and 2 * sum(map(self._is_slow, paces)) > len(paces)
 
     def _may_lose(self, group: str) -> bool:
         """Whether one node more of the group may be taken out: never the last, nor more than a share of them."""
