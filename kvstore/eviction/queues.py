@@ -106,14 +106,21 @@ class SIEVE(LeafFirst):
 
     def _next(self, now: float) -> Key | None:
         while self._ahead or self._passed:
-            if not self._ahead:
-                self._ahead, self._passed = self._passed, self._ahead
+            self._turn()
             key, _ = self._ahead.popitem(last=False)
-            if key not in self._read:
+            was_read = key in self._read
+            if was_read:
+                self._read.discard(key)
+                self._passed[key] = None
+            self._turn()  # at once: what comes from now on is newer than all that the hand has still to see
+            if not was_read:
                 return key
-            self._read.discard(key)
-            self._passed[key] = None
         return None
+
+    def _turn(self) -> None:
+        """From the newest back to the oldest."""
+        if not self._ahead:
+            self._ahead, self._passed = self._passed, self._ahead
 
     def _forget(self, block: Block) -> None:
         self._read.discard(block.key)

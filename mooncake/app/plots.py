@@ -50,7 +50,7 @@ def write_hit_rates(path: Path, title: str, curves: Mapping[str, Sequence[tuple[
         axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache")
         axes.set(title=title, xlabel="capacity, blocks", ylabel="prompt blocks found in cache", xscale="log")
 
-    _figure(path, draw)
+    _figure(path, draw, is_crowded=True)
 
 
 def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float]]) -> None:
@@ -65,7 +65,7 @@ def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float
     _figure(path, draw)
 
 
-def _figure(path: Path, draw: object) -> Path:
+def _figure(path: Path, draw: object, is_crowded: bool = False) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -76,7 +76,9 @@ def _figure(path: Path, draw: object) -> Path:
     draw(axes)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
+    if is_crowded:
+        figure.legend(frameon=False, fontsize="small", loc="outside right center")
+    elif axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     figure.savefig(path)
     return path

@@ -174,6 +174,13 @@ def test_s3_fifo_lets_blocks_prove_themselves() -> None:
     assert order(policy) == [0, 2]
 
 
+def test_the_hand_of_sieve_begins_anew_though_newer_blocks_come_when_it_has_seen_all() -> None:
+    policy = filled(SIEVE(), "abc", "ab")
+    assert policy.victim(0.0) == "c"  # the newest; the hand is through
+    policy.insert(Block("d", None, 0), 0.0)
+    assert policy.victim(0.0) == "a"  # which nobody has read since
+
+
 def test_sieve_spares_what_was_read_where_it_stands() -> None:
     policy = filled(SIEVE(), "abcd", "ac")
     assert policy.victim(60.0) == "b"  # the hand spared a and stands before c
