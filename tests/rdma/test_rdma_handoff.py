@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.rdma, pytest.mark.slow]  # minutes, for torch alone, i
 
 BLOCK_TOKENS = 16
 EPOCH = 9
-PROMPT = np.random.default_rng(0).integers(0, 256, 40).astype(np.uint32)
-GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+PROMPT = np.random.default_rng(0).integers(0, 256, 20).astype(np.uint32)
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 def sequence(**settings: int | bool) -> Sequence:
