@@ -110,6 +110,23 @@ class Admission:
     ) -> Verdict:
         """Whether the request fits where it would be placed."""
         self._look_back(question, now)
+        verdict, joins_at = self._judge(question, placement, now, kind, max_tokens)
+        if verdict.is_admitted:
+            self.stats.admitted += 1
+            return verdict
+        self.stats.refused += 1
+        if verdict.decode_load > 1.0 and placement.decode is not None:
+            self._refused.append((joins_at, verdict.decode_load, placement.decode.node_id))
+        return verdict._replace(is_admitted=self.mode is Mode.OFF)
+
+    def fits(self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int) -> bool:
+        """As ``decide``, for somebody who only wants to know: nothing is counted."""
+        return self._judge(question, placement, now, kind, max_tokens)[0].is_admitted
+
+    def _judge(
+        self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int
+    ) -> tuple[Verdict, float]:
+        """What the rule says, and when the request would begin to decode (s)."""
         view = question.view
         decode = view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
         joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
@@ -117,13 +134,8 @@ class Admission:
         prefill_load = placement.predicted_ttft_ms / self.limits.ttft_ms
         decode_load = 0.0 if decode == NONE else self.rule(self, coming)
         if self.rule is no_rule or max(prefill_load, decode_load) <= 1.0:
-            self.stats.admitted += 1
-            return Verdict(True, prefill_load, decode_load)
-        retry_s = self._retry_s(coming, prefill_load, decode_load)
-        self.stats.refused += 1
-        if decode_load > 1.0 and placement.decode is not None:
-            self._refused.append((joins_at, decode_load, placement.decode.node_id))
-        return Verdict(self.mode is Mode.OFF, prefill_load, decode_load, retry_s)
+            return Verdict(True, prefill_load, decode_load), joins_at
+        return Verdict(False, prefill_load, decode_load, self._retry_s(coming, prefill_load, decode_load)), joins_at
 
     def admitted(self, ticket: Ticket, coming_kind: Kind, max_tokens: int, placement: Placement, now: float) -> None:
         """It was placed and booked."""

@@ -97,6 +97,14 @@ class Brain:
         if flight.attempts == 1:
             flight.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
 
+    def would_admit(self, flight: Flight, now: float) -> bool:
+        """Whether the request would be let in if it came now; nothing comes of it."""
+        question = self.scheduler.ask(self._facts(flight), now)
+        placement = self.scheduler.answer(question)
+        return self.admission is None or self.admission.fits(
+            question, placement, now, self._kind(flight), self._max_tokens
+        )
+
     def prefill_ended(self, flight: Flight, now: float) -> bool:
         """The first token is there. False: the request is to be dropped."""
         assert flight.ticket is not None

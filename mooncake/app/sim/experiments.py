@@ -150,15 +150,24 @@ def capacity(traces: Traces) -> Finding:
             found = 100 * (shares["paper-16"][at] / max(best, 1e-9) - 1)
             rows.append(Row(f"{name}, gain over the best baseline at {100 * (at + 1)} ms, %", gain, found))
             wins &= found >= -0.5
+    coupled = [row for row in rows if row.what.startswith(("synthetic, vllm-16", "synthetic, vllm-prefix"))]
+    near = all(abs(row.measured - (row.published or 0.0)) <= 5.0 for row in coupled)
+    gains = all(row.measured >= 0.5 * (row.published or 0.0) for row in rows if "gain" in row.what)
     return Finding(
         "fig6",
         "FAST'25 Figs 6 and 7: effective request capacity against coupled baselines",
         "first 4,000 conversation and 2,000 synthetic requests at the trace's rate, 16 machines each; baselines take "
         "requests round robin and run the shipped batching code step by step on the same curve",
         rows,
-        "partly" if wins else "not reproduced",
-        "the order (disaggregated first at every limit) is kept, the size of the gain not: our coupled machines have "
-        "no overhead of vLLM 0.5.1's own and keep up with this rate, the paper's did not",
+        _verdict(wins and near and gains, wins),
+        "disaggregated first at every limit"
+        + (
+            "; the plain and the prefix-caching baseline on synthetic are within 5 points of the paper's"
+            if near
+            else "; the baselines' shares differ"
+        )
+        + ". The size of the gain is not: with chunked prefill the shipped batching code keeps its steps below 100 ms "
+        "on this curve, which vLLM 0.5.1 did not; on conversation our baselines are faster than the paper's, too",
     )
 
 
@@ -316,7 +325,7 @@ def ratio(traces: Traces) -> Finding:
 def rejections(traces: Traces) -> Finding:
     """arXiv Table 3: rejected requests at twice the speed, by admission."""
     published = {"baseline": 4183.0, "early": 3771.0, "predicted": 3589.0}
-    trace = traces.toolagent()
+    trace = traces.toolagent()[:REJECTIONS_LOOKED_AT]
     # Not said: the limits. These let 82 % in with the baseline, as the published count does.
     cluster = load_preset("paper-16").with_slo(ttft_s=30.0, tbt_ms=OVERLOAD_TBT_MS)
     found: dict[str, Summary] = {}
@@ -328,7 +337,8 @@ def rejections(traces: Traces) -> Finding:
     rejected = {name: float(one.rejected + one.rejected_late) for name, one in found.items()}
     base = max(rejected["baseline"], 1.0)
     rows = [Row(f"{name}, rejected / baseline", published[name] / 4183.0, rejected[name] / base) for name in published]
-    rows += [Row(f"{name}, rejected of {len(trace):,}", published.get(name), rejected[name]) for name in rejected]
+    share = {name: 100 * count / 23_000 for name, count in published.items()}
+    rows += [Row(f"{name}, rejected, %", share.get(name), 100 * rejected[name] / len(trace)) for name in rejected]
     rows += [Row(f"{name}, goodput %", None, 100 * one.goodput) for name, one in found.items()]
     rows += [Row(f"{name}, wasted prefill %", None, 100 * one.wasted_prefill) for name, one in found.items()]
     rows += [Row(f"{name}, deviation of decode load", None, value) for name, value in swing.items()]
@@ -338,8 +348,9 @@ def rejections(traces: Traces) -> Finding:
     return Finding(
         "table3",
         "arXiv 2407.00079 Table 3 and Fig. 9: rejections under overload, and the swing of decode load",
-        f"8 prefill and 8 decode machines, tool&agent shape at {OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT "
-        f"{OVERLOAD_TBT_MS:g} ms (the published limits for this table are not said)",
+        f"8 prefill and 8 decode machines, the first {len(trace):,} requests of the tool&agent shape at "
+        f"{OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT {OVERLOAD_TBT_MS:g} ms (the published limits for this "
+        "table are not said)",
         rows,
         _verdict(in_order and near, in_order),
         ("order kept" if in_order else "order differs")
@@ -347,7 +358,7 @@ def rejections(traces: Traces) -> Finding:
     )
 
 
-OVERLOAD_SPEED, OVERLOAD_TBT_MS = 2.0, 100.0
+OVERLOAD_SPEED, OVERLOAD_TBT_MS, REJECTIONS_LOOKED_AT = 2.0, 100.0, 8_000
 
 
 def decode_swing(simulation: Simulation) -> float:

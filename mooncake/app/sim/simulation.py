@@ -137,7 +137,7 @@ class Simulation:
     def _arrive(self) -> None:
         index = self._order[self._next]
         self._next += 1
-        keys = self._block_keys(self.trace[index])
+        keys = self.block_keys(self.trace[index])
         results = self.results
         flight = Flight(index, results.input_tokens.item(index), results.output_tokens.item(index), keys)
         self._flying[flight] = None
@@ -145,7 +145,7 @@ class Simulation:
         self._place(flight)
         self._plan_arrival()
 
-    def _block_keys(self, request: TraceRequest) -> list[BlockKey]:
+    def block_keys(self, request: TraceRequest) -> list[BlockKey]:
         """Names of the prompt's full blocks. A trace's id names a block with all before it, so the name of a coarser
         block is that of the last of its parts."""
         full = request.input_length // self._block_tokens

@@ -1,0 +1,47 @@
+"""Refusals judged afterwards: an oracle's replay, and when the door would have opened."""
+
+import numpy as np
+
+from mooncake.app.sim.cluster import Cluster, load_preset
+from mooncake.app.sim.hindsight import RetryProbe, false_rejections
+from mooncake.app.sim.requests import Fate
+from mooncake.app.sim.simulation import Run, Simulation
+from mooncake.trace import TraceRequest
+
+
+def cluster(admission: str = "none") -> Cluster:
+    """One machine of each role, of which a prompt of 8,000 tokens takes about a second."""
+    found = load_preset("paper-16").with_counts(prefill=1, decode=1).with_slo(ttft_s=5.0)
+    return found.with_conductor(admission=admission)
+
+
+def prompts(count: int, every_ms: float) -> list[TraceRequest]:
+    """None shares anything with another."""
+    return [TraceRequest(at * every_ms, 8000, 20, tuple(range(16 * at, 16 * at + 16))) for at in range(count)]
+
+
+def test_who_would_have_met_the_limits_and_hurt_nobody_was_refused_wrongly() -> None:
+    trace = prompts(12, every_ms=3000.0)
+    results = Simulation(cluster(), trace, Run(jitter_s=0.0)).run()
+    results.fate[5] = Fate.REJECTED
+    assert false_rejections(cluster(), trace, results, 4, seed=1) == 1.0
+
+
+def test_who_would_have_come_too_late_or_made_others_late_was_refused_rightly() -> None:
+    trace = prompts(24, every_ms=250.0)
+    results = Simulation(cluster("early"), trace, Run(jitter_s=0.0)).run()
+    assert (results.fate == Fate.REJECTED).sum() >= 8
+    assert false_rejections(cluster("early"), trace, results, 4, seed=1) == 0.0
+
+
+def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never() -> None:
+    burst, later = prompts(12, every_ms=50.0), TraceRequest(30_000.0, 600, 2, (10**6,))
+    simulation = Simulation(cluster("early"), [*burst, later], Run(jitter_s=0.0))
+    probe = RetryProbe(simulation)
+    results = simulation.run()
+    refused = set(np.flatnonzero(results.fate == Fate.REJECTED).tolist())
+    assert refused and set(probe.waits_s) == refused, "the queue ends long before the last request comes"
+    for at, wait_s in probe.waits_s.items():
+        assert 0.0 < wait_s <= 12.0
+        assert np.isnan(results.ttft_s[at])
+    assert len(probe.errors()) == len(refused)
