@@ -40,6 +40,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.version = 0
+        self.longest = 0  # of the runs that were told last
         self.dropped = 0  # stored events that found the index full
         self._max_blocks = max_blocks
         self._num_blocks = 0
@@ -176,6 +177,7 @@ class PrefixIndex:
     def runs(self, keys: Sequence[bytes]) -> npt.NDArray[np.float64]:
         """How many leading blocks of ``keys`` every node holds, by slot. Keys may be whole or cut."""
         runs: npt.NDArray[np.float64] = np.zeros(self._num_slots)
+        self.longest = 0
         if not keys:
             return runs
         shards, cut = self._shards, INDEX_KEY_BYTES
@@ -196,6 +198,7 @@ class PrefixIndex:
                 else:
                     high = middle
             self._assign(alive, low, runs)  # those that go on are assigned again
+            self.longest = low
             if low == end:
                 return runs
             key = keys[low]
@@ -221,10 +224,12 @@ class PrefixIndex:
                 continue
             if held != alive and high > low:
                 self._assign(alive, high, runs)
-                alive = held
+                self.longest, alive = high, held
             low = high
             ahead.pop()
-        self._assign(alive, len(keys), runs)
+        if alive:
+            self._assign(alive, len(keys), runs)
+            self.longest = len(keys)
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """As ``runs``, by node; nodes that hold none are left out."""

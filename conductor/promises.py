@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from conductor.fleet import Ticket
 from conductor.view import NONE, Floats, View
 
@@ -35,8 +33,11 @@ class Promises:
         if len(keys) > held and len(keys) % stride:
             marks.append(keys[-1])
         nodes, here = self._nodes, (ticket.prefill_id,)
-        for mark in marks:
-            nodes[mark] = nodes.get(mark, ()) + here
+        if nodes.keys().isdisjoint(marks):
+            nodes.update(dict.fromkeys(marks, here))
+        else:
+            for mark in marks:
+                nodes[mark] = nodes.get(mark, ()) + here
         self._marks[ticket] = marks
 
     def kept(self, ticket: Ticket) -> None:
@@ -50,11 +51,11 @@ class Promises:
                 at = waiting.index(ticket.prefill_id)
                 nodes[mark] = waiting[:at] + waiting[at + 1 :]
 
-    def count(self, keys: Sequence[bytes], view: View, runs: Floats) -> None:
-        """Raise the runs of those prefill nodes that wait for more of ``keys`` than any cache holds."""
+    def count(self, keys: Sequence[bytes], view: View, runs: Floats, longest: int) -> None:
+        """Raise the runs of those prefill nodes that wait for more of ``keys`` than the ``longest`` run in a cache."""
         if not self._nodes:
             return
-        depth = self._depth(keys, int(np.maximum.reduce(runs)))
+        depth = self._depth(keys, longest)
         if depth:
             positions = {view.prefill_at.get(node_id, NONE) for node_id in self._nodes[keys[depth - 1]]} - {NONE}
             runs[view.prefill.slots[list(positions)]] = depth
@@ -71,7 +72,7 @@ class Promises:
             else:
                 high = middle - 1
         first = max(low * stride, held)
-        for at in range(min((low + 1) * stride, len(keys)) - 1, first - 1, -1):  # where a shorter prompt ends
-            if keys[at] in nodes:
-                return at + 1
+        end = min((low + 1) * stride, len(keys))
+        if not nodes.keys().isdisjoint(keys[first:end]):  # a shorter prompt ends there
+            return next(at + 1 for at in range(end - 1, first - 1, -1) if keys[at] in nodes)
         return low * stride if low > base else 0

@@ -66,7 +66,7 @@ class Scheduler:
         view = self.fleet.view(now)
         runs = self.fleet.index.runs(facts.keys)
         if self._promises is not None:
-            self._promises.count(facts.keys, view, runs)
+            self._promises.count(facts.keys, view, runs, self.fleet.index.longest)
         question = Question(facts, view, self.shape, now * 1e3, runs)
         if facts.excluded:
             question.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)

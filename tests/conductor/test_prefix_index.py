@@ -60,6 +60,7 @@ def test_runs_of_caches_that_drop_leaves_first_are_exact(held: dict[str, list[in
             index.apply(node, [BlockEvent(False, key) for key in reversed(keys[run:])])
     found = index.match(CHAINS[chain][:length])
     assert found == {node: min(runs[chain], length) for node, runs in held.items() if min(runs[chain], length)}
+    assert index.longest == max(found.values(), default=0)
 
 
 def test_a_node_that_tells_all_anew_leaves_nothing_of_before() -> None:

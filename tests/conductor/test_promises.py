@@ -76,7 +76,7 @@ def test_marks_against_comparing_every_block() -> None:
             waiting.append((ticket, keys))
         asked = chain(1, 40, beyond=int(rng.integers(2, 5)), shared=int(rng.integers(30)))
         runs = np.zeros(64)
-        promises.count(asked, view, runs)
+        promises.count(asked, view, runs, int(runs.max()))
         deepest = 0
         for node_id, slot in zip(("p0", "p1", "p2"), view.prefill.slots, strict=True):
             theirs = [keys for ticket, keys in waiting if ticket.prefill_id == node_id]
