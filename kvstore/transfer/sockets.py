@@ -77,7 +77,7 @@ class Wire:
 
     def receive_into(self, parts: Sequence[memoryview], deadline: float) -> None:
         """Fill all ``parts`` (bytes, none empty), in order. Raises like ``receive``."""
-        waiting = list(parts)
+        waiting = parts
         while waiting:
             self._arm(socket.SO_RCVTIMEO, deadline)
             try:
@@ -93,7 +93,7 @@ class Wire:
 
     def send(self, parts: Sequence[memoryview | bytes], deadline: float, more: bool = False) -> None:
         """Send all ``parts`` (bytes), in order; with ``more``, more follows at once. Raises like ``receive``."""
-        waiting = [memoryview(part) for part in parts]
+        waiting: Sequence[memoryview | bytes] = parts
         while waiting:
             self._arm(socket.SO_SNDTIMEO, deadline)
             try:
@@ -137,12 +137,12 @@ class Wire:
         self._ticks[option] = seconds
 
 
-def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
+def _after(parts: Sequence[memoryview | bytes], moved: int) -> list[memoryview]:
     """What is left of ``parts`` after ``moved`` bytes. Mostly nothing: the kernel moves whole batches."""
     if moved == sum(map(len, parts)):
         return []
     for index, part in enumerate(parts):
         if moved < len(part):
-            return [part[moved:], *parts[index + 1 :]]
+            return [memoryview(part)[moved:], *(memoryview(rest) for rest in parts[index + 1 :])]
         moved -= len(part)
     return []
