@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-
 MOST_DEVIATION = 1.0  # of one step, in ln
 
 
@@ -79,16 +78,16 @@ class _Pace:
         self.deviation = 0.1
         self.count = 0
 
-    def add(self, log_ratio: float, learns: bool) -> None:
+    def add(self, log_ratio: float, learning: float) -> None:
+        """``learning``: 1 as usual, 0 not at all."""
         self.count += 1
         self.lately += max(0.15, 1.0 / self.count) * (log_ratio - self.lately)
-        if learns:
-            if self.count == 1:
-                self.usual = log_ratio
-            # A hiccup is no reason to expect more of them, and soon forgotten.
-            apart = min(abs(log_ratio - self.usual), MOST_DEVIATION)
-            self.deviation += max(0.03, 1.0 / (self.count + 4)) * (apart - self.deviation)
-            self.usual += max(0.01, 1.0 / self.count) * (log_ratio - self.usual)
+        if self.count == 1:
+            self.usual = log_ratio
+        # A hiccup is no reason to expect more of them, and soon forgotten.
+        apart = min(abs(log_ratio - self.usual), MOST_DEVIATION)
+        self.deviation += learning * max(0.03, 1.0 / (self.count + 4)) * (apart - self.deviation)
+        self.usual += learning * max(0.01, 1.0 / self.count) * (log_ratio - self.usual)
 
     @property
     def slowness(self) -> float:
@@ -141,10 +140,12 @@ class HealthWatch:
         return pace is not None and 2.0 * pace.slowness > self._slow_from(pace)
 
     def measured(self, node_id: str, ms: float, predicted_ms: float) -> None:
-        """One step. What is slow lately is not learned as usual, so that sickness does not become normal."""
+        """One step. What is slow lately is not learned as usual, and hardly what may be, so that sickness does not
+        become normal."""
         pace = self._paces.get(node_id)
         if pace is not None and ms > 0.0 and predicted_ms > 0.0:
-            pace.add(math.log(ms / predicted_ms), learns=not self._is_slow(pace))
+            learning = 0.0 if self._is_slow(pace) else 0.1 if self.may_be_slow(node_id) else 1.0
+            pace.add(math.log(ms / predicted_ms), learning)
 
     def checksum_error(self, node_id: str, now: float) -> None:
         """A block that the node wrote or kept had other bytes than it should."""
