@@ -10,9 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
@@ -28,7 +25,7 @@ from rich.progress import Progress
 import kvstore
 from kvstore.node import StoreNode
 from mooncake.app.bench_report import Figure, Report, progress, tell
-from mooncake.app.peers.process import end_group, read_line, signal_group
+from mooncake.app.peers.turns import PeerInTurns
 from mooncake.config import load_config
 from mooncake.errors import Cancelled, ConfigError, InternalError, NodeUnavailable
 
@@ -122,7 +119,8 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         memory = np.random.default_rng(options.seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
         subjects: list[Subject] = [stack.enter_context(_Ours(t, address, memory)) for t in options.transports]
         if options.mooncake_python:
-            subjects.append(stack.enter_context(_Theirs(options.mooncake_python)))
+            peer = PeerInTurns(THEIRS, options.mooncake_python, SCRIPT)
+            subjects.append(_Theirs(stack.enter_context(peer)))
         subjects.append(_Copy(memory))
         tasks = [(what, size) for size in SIZES for what in ("get", "put", "get batch")] + [("exists", 0)]
         kept: dict[tuple[str, str, int], list[Answer]] = {}
@@ -258,62 +256,16 @@ class _Copy:
 
 
 class _Theirs:
-    """``store_script.py`` under the other Python; stopped while it is not at its turn."""
+    """``store_script.py`` under the other Python."""
 
-    name = THEIRS
-
-    def __init__(self, python: str) -> None:
-        self._python = python
-        self._ending = ExitStack()
-
-    def __enter__(self) -> _Theirs:
-        with ExitStack() as stack:
-            self._log = stack.enter_context(tempfile.TemporaryFile())
-            try:
-                self._process = subprocess.Popen(
-                    [self._python, str(SCRIPT)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._log,
-                    process_group=0,
-                )
-            except OSError as error:
-                raise NodeUnavailable(f"cannot start {THEIRS} with {self._python}: {error.strerror}") from None
-            stack.callback(end_group, self._process)
-            while b"ready" not in self._line():
-                pass
-            signal_group(self._process, signal.SIGSTOP)
-            self._ending = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.close()
+    def __init__(self, peer: PeerInTurns) -> None:
+        self.name = peer.name
+        self._peer = peer
 
     def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
         if operation == "get batch":
             return None
-        assert self._process.stdin is not None
-        signal_group(self._process, signal.SIGCONT)
-        try:
-            task = {"operation": operation, "size": size, "seconds": seconds}
-            self._process.stdin.write(msgspec.json.encode(task) + b"\n")
-            self._process.stdin.flush()
-            while not (line := self._line()).startswith(b"{"):  # it may talk in between
-                pass
-            return msgspec.json.decode(line, type=Answer)
-        except (BrokenPipeError, msgspec.DecodeError) as error:
-            raise InternalError(f"{THEIRS}: {error}") from None
-        finally:
-            signal_group(self._process, signal.SIGSTOP)
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        line = read_line(self._process.stdout, DEADLINE_S)
-        if line:
-            return line
-        self._log.seek(0)
-        words = self._log.read().decode(errors="replace").strip().splitlines()
-        raise NodeUnavailable(f"{THEIRS} ended or hangs: {words[-1] if words else 'without a word'}")
+        return self._peer.ask({"operation": operation, "size": size, "seconds": seconds}, Answer)
 
 
 @contextlib.contextmanager
