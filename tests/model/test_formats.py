@@ -73,6 +73,19 @@ def test_one_call_gives_the_bits_of_the_pass_step_by_step(dtype: str, kv_dtype: 
     assert calls == expected_calls == [(when, layer) for layer in layers for when in ("before", "after")]
 
 
+def test_logits_stay_while_anyone_holds_a_row_and_their_memory_is_used_again_after() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    model = CausalLM(checkpoint.config, load_weights(checkpoint, "bfloat16"), 64, CpuKernels(load_library()))
+    cache = KVCache(checkpoint.kv_layout(BLOCK, "bfloat16"), 4).tensor
+    row = model.forward(batch_of(5), cache, NoHook())[1].numpy()
+    before = row.copy()
+    other = model.forward(batch_of(6), cache, NoHook())
+    assert (row == before).all() and not (other[1].numpy() == before).all()
+    del other
+    place = model.forward(batch_of(7), cache, NoHook()).data_ptr()
+    assert model.forward(batch_of(8), cache, NoHook()).data_ptr() == place
+
+
 def test_what_a_hook_raises_ends_the_pass() -> None:
     checkpoint = open_checkpoint("smollm2")
     model = CausalLM(checkpoint.config, load_weights(checkpoint, "bfloat16"), 64, CpuKernels(load_library()))
