@@ -177,6 +177,8 @@ class HealthWatch:
             if to is None or (to is Health.DRAINING and not self._may_lose(record.group)):
                 continue
             record.state, record.since = to, now
+            if to is Health.ISOLATED:
+                record.probes_ok = 0  # those before were of a node at work
             if to is Health.PROBATION:
                 self._paces[node_id] = _Pace()
                 record.complained_since, record.errors = math.inf, None
