@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvstore.checksum import Checksums
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, is_sealed_size
+from mooncake.errors import NodeUnavailable
 from mooncake.native import BuildFailed, load_native
 
 log = logging.getLogger(__name__)
@@ -245,21 +246,23 @@ class BoardReader:
         return is_right and nbytes >= self._min_range_bytes * ranges
 
     def write(self, slot: int, data: memoryview, ranges: int) -> Checksums:
-        """Copy into a slot that is ours to write, and make the checksums of what is copied, in one pass."""
+        """Copy into a slot that is ours to write, and make the checksums of what is copied, in one pass. Raises
+        NodeUnavailable once this has been closed."""
+        if not self._enter():
+            raise NodeUnavailable("this client of the store has been closed")
         sums: Checksums = np.zeros(ranges, dtype=np.uint64)
-        if self._enter():
-            try:
-                source = np.frombuffer(data, dtype=np.uint8)
-                self._library.board_write(
-                    self._reader,
-                    slot,
-                    source.ctypes.data_as(_ADDRESS),
-                    len(source),
-                    ranges,
-                    sums.ctypes.data_as(_ADDRESS),
-                )
-            finally:
-                self._leave()
+        try:
+            source = np.frombuffer(data, dtype=np.uint8)
+            self._library.board_write(
+                self._reader,
+                slot,
+                source.ctypes.data_as(_ADDRESS),
+                len(source),
+                ranges,
+                sums.ctypes.data_as(_ADDRESS),
+            )
+        finally:
+            self._leave()
         return sums
 
     def close(self) -> None:

@@ -153,6 +153,8 @@ async def test_either_side_notices_the_end_of_the_other(desk):
     other = await asyncio.to_thread(BoardReader.open, desk.door.path)
     assert other is not None and len(desk.board._lanes) == 2
     other.close()
+    with pytest.raises(NodeUnavailable):
+        other.write(0, memoryview(bytes(SLOT_BYTES)), 1)
     assert other.exists([b"key"]) is None and other.length(b"key") is None
     async with asyncio.timeout(10):
         while len(desk.board._lanes) > 1:  # noqa: ASYNC110
