@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mooncake.kernels import Kernels, reference
-from mooncake.kernels.cpu import CpuKernels, OneDnnLinear
+from mooncake.kernels.cpu import CpuKernels, OneDnnLinear, PanelLinear
 from mooncake.kernels.cpu_build import load_library
 from mooncake.kernels.reference import Coding
 
@@ -280,6 +280,16 @@ def test_onednn_is_the_reference(cpu: CpuKernels) -> None:
     weight, hidden = (torch.randn(70, 33) * 33**-0.5).bfloat16(), torch.randn(13, 33)
     expected = reference.linear(weight)(hidden)
     torch.testing.assert_close(OneDnnLinear(weight, None)(hidden), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_bfloat16_goes_to_onednn_where_the_processor_multiplies_it(has_units: bool) -> None:
+    kernels = CpuKernels(load_library())
+    kernels.has_native_bf16 = has_units
+    weight = torch.randn(32, 64)
+    assert isinstance(kernels.linear(weight.bfloat16()), OneDnnLinear if has_units else PanelLinear)
+    for others in (kernels.linear(weight), kernels.linear(weight.bfloat16(), None, "w8a8")):
+        assert isinstance(others, PanelLinear)
 
 
 def test_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
