@@ -11,12 +11,21 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.contract import (
+    NO_HOOK,
+    Cache,
+    CausalModel,
+    EngineConfig,
+    EngineLoad,
+    Reservation,
+    StepHook,
+    StepOutput,
+)
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
@@ -26,8 +35,7 @@ from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_curve import StepCurve
 from mooncake.errors import Cancelled, HandoffFailed, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
-from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
+from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 __all__ = [
     "NO_HOOK",
@@ -44,119 +52,7 @@ __all__ = [
 ]
 
 
-class HasVocabulary(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class CausalModel(Protocol):
-    """What the engine needs of a model (``mooncake.model``)."""
-
-    @property
-    def config(self) -> HasVocabulary: ...
-
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """Float32 logits [R, V] of the batch's logit rows. Raises what the hook raises."""
-        ...
-
-
-class Cache(Protocol):
-    """What the engine needs of a paged cache. Blocks are numbered from 0, the swap space's places behind them."""
-
-    num_blocks: int
-    num_places: int
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """As ``CausalModel.forward`` takes it."""
-        ...
-
-    def copy_block(self, source: int, target: int) -> None: ...
-
-
-class StepHook(LayerHook, Protocol):
-    """What happens around steps, on the engine's thread.
-
-    A KVLoadFailed from any method but ``end_step`` abandons the step: no sequence advances.
-    """
-
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
-        """The sequence has its blocks. ``to_load`` must be filled before their layers are read: (index in the
-        sequence, block id, key). Called once for each admission, also when there is nothing to load."""
-
-    def begin_step(self, plan: StepPlan) -> None:
-        """The step's first layer is next. Called again for the same sequences after a step that was abandoned."""
-
-    def end_step(self, plan: StepPlan) -> None:
-        """Its tokens and KV count; full blocks are sealed. Sequences that end here still have their blocks."""
-
-
-class _NoStepHook(NoHook):
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
-        if to_load:
-            raise KVLoadFailed("there is nothing to load blocks with", (sequence.request_id,))
-
-    def begin_step(self, plan: StepPlan) -> None:
-        pass
-
-    def end_step(self, plan: StepPlan) -> None:
-        pass
-
-
-NO_HOOK: StepHook = _NoStepHook()
-
 _UNDER_WAY = frozenset({SequenceState.WAITING, SequenceState.RUNNING})
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    block_tokens: int = 64
-    chunk_tokens: int = 256  # most prompt tokens computed in one step; 0: whole prompts
-    max_sequences: int = 64  # running at once
-    max_model_len: int = 2048  # tokens of prompt and answer
-    max_waiting: int = 1024  # sequences; more are refused
-    tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
-    speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
-    keep_events: bool = True  # whether someone takes the block pool's events
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """A new token of answer ``choice`` to a request. ``finish_reason`` is set on its last one."""
-
-    request_id: str
-    token: SampledToken
-    finish_reason: FinishReason | None
-    choice: int = 0
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token: of all prompt tokens but one
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …"""
-
-    first_block: int
-    block_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    running: int  # sequences
-    waiting: int
-    waiting_tokens: int  # of prompts, not computed yet
-    context_tokens: int  # of running sequences
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_in_use: int
-    preemptions: int  # since the start, as all that follow
-    swapped_blocks: int  # kept for preempted sequences
-    forks: int  # sequences that began over another one's blocks
-    shared_blocks: int  # full blocks that they did not have to hold a second time
-    copied_blocks: int  # copies on write
-    computed_tokens: int  # put through the model
-    drafted_tokens: int  # guesses
-    accepted_tokens: int  # of them, that came true
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import Checkpoint
-from mooncake.engine.engine import CausalModel, Engine, EngineConfig, HasVocabulary
+from mooncake.engine.contract import CausalModel, EngineConfig, HasVocabulary
+from mooncake.engine.engine import Engine
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import chain_seed, kv_fingerprint
