@@ -364,6 +364,11 @@ class StoreIndex:
         self._leases[lease_id] = _OpenLease(expires_s, content)
         return Lease(lease_id, expires_s, tuple(map(self._leased, run)))
 
+    def touch(self, key: BlockKey, now: float) -> None:
+        """A block was offered again: that is a use of it, if it is here."""
+        if (index := self._sealed.get(key)) is not None:
+            self._touch(index, now)
+
     def was_read(self, slots: Iterable[int], now: float) -> list[BlockKey]:
         """These were found in the listing and read without a lease. Returns the blocks that are in them."""
         keys: list[BlockKey] = []

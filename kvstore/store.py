@@ -211,6 +211,7 @@ class Store:
         is_busy = self._index.is_reserved(name.key)
         is_stored = self._index.exists([name.key])[0] or self._is_on_ssd(name)
         if is_stored or reserved is None or not self._index.name_reserved(grant, name, length, len(checksums), tenant):
+            self._index.touch(name.key, time.monotonic())
             self._index.abort(grant)
             return Committed.STORED if is_stored else Committed.BUSY if is_busy else Committed.OVER
         self._index.seal(grant, checksums, time.monotonic())
