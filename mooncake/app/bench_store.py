@@ -154,7 +154,9 @@ def compare(report: Report) -> None:
             report.compare(f"shm_{operation}_{label}_vs_mooncake", shm, theirs)
             report.compare(f"shm_{operation}_{label}_vs_memcpy", shm, copy)
     name = f"exists, {EXISTS} keys"
-    report.compare("exists_250_time_vs_mooncake", report.find(f"{OURS} tcp", name), report.find(THEIRS, name))
+    for label, transport in (("", "tcp"), ("shm_", "shm")):
+        ours = report.find(f"{OURS} {transport}", name)
+        report.compare(f"{label}exists_250_time_vs_mooncake", ours, report.find(THEIRS, name))
 
 
 # The subjects
