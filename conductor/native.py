@@ -162,4 +162,4 @@ class NativeSearch:
 
 def _address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
     """Of an array that its caller keeps, and may write."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.size else 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0

@@ -393,7 +393,7 @@ class Int8Linear:
 
     def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Activations as they are coded, ``[T, in]``."""
-        return hidden if self._block == 1 else (hidden.unflatten(1, (-1, self._block)) @ self._mixing).flatten(1)
+        return hidden if self._block == 1 else (hidden.reshape(len(hidden), -1, self._block) @ self._mixing).flatten(1)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape

@@ -93,7 +93,7 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
     """
     mixed, step = rows.float(), 1
     while step < hadamard_size(rows.shape[-1]):
-        first, second = mixed.unflatten(-1, (-1, 2, step)).unbind(-2)
+        first, second = mixed.reshape(*mixed.shape[:-1], -1, 2, step).unbind(-2)
         mixed = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         step *= 2
     return mixed
