@@ -91,12 +91,16 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
 
     Applied twice it is a multiplication by that size.
     """
-    mixed, step = rows.float(), 1
-    while step < hadamard_size(rows.shape[-1]):
-        first, second = mixed.reshape(*mixed.shape[:-1], -1, 2, step).unbind(-2)
-        mixed = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+    size = hadamard_size(rows.shape[-1])
+    mixed = rows.float().reshape(-1, size).T.clone(memory_format=torch.contiguous_format)  # long runs to add
+    step = 1
+    while step < size:
+        first, second = mixed.view(-1, 2, step, mixed.shape[1]).unbind(1)
+        difference = first - second
+        first += second
+        second.copy_(difference)
         step *= 2
-    return mixed
+    return mixed.T.reshape(rows.shape)
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:

@@ -187,6 +187,7 @@ def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
         assert all(is_gone(pid) for pid in nodes)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_serve_that_is_killed() -> None:
     with started(*SERVE) as process:
         read_until(process, "Ctrl-C stops")

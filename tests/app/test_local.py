@@ -56,6 +56,7 @@ async def test_it_answers_and_leaves_nothing_behind() -> None:
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_comes_back_and_serves() -> None:
     told: list[str] = []
     async with LocalCluster(small_config(), restart=True, tell=told.append) as cluster:

@@ -73,6 +73,7 @@ async def test_four_answers_take_one_prefill_and_one_transfer(channel: grpc.aio.
     await wait_idle(channel, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_beams_and_guides_go_on_after_the_hand_off(channel: grpc.aio.Channel) -> None:
     def here() -> tuple[list[list[int]], str]:

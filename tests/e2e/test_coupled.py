@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 from drive import ask_all
 from live import running_cluster, small_config
 from tiny_lora import greedy
@@ -18,6 +19,7 @@ from mooncake.types import SamplingParams
 NEW = 24
 
 
+@pytest.mark.slow
 async def test_coupled_nodes_answer_exactly_and_hand_nothing_on(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path, head_dim=16)
     config = small_config(

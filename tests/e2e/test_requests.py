@@ -91,6 +91,7 @@ async def test_preemption_changes_no_token() -> None:
     assert [answer.tokens for answer in tight] == [answer.tokens for answer in roomy]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_client_that_leaves_frees_everything_within_a_second(
     pairs: tuple[LocalCluster, grpc.aio.Channel],

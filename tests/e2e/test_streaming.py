@@ -39,7 +39,7 @@ def config_of(node_id: str, *extra: str) -> Config:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_layer_0_is_at_the_decode_host_before_the_last_layer_is_computed(transport: str) -> None:
     link = [f"transfer.transports=['{transport}']", f"transfer.max_mb_per_s={LINK_MB_PER_S}"]
     decode, prefill = DecodeNode(config_of("decode-t", *link)), PrefillNode(config_of("prefill-t", *link))

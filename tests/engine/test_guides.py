@@ -82,6 +82,7 @@ def test_every_kind_of_guide_guides(llm: LLM, kind: GuideKind, text: str, patter
         assert answer.text == "Paris"
 
 
+@pytest.mark.slow
 def test_whoever_takes_an_answer_over_goes_on_in_its_guide(llm: LLM) -> None:
     """The state is made of the guide and the tokens: at every token, another engine would do the same."""
     sampling = guided(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA), temperature=1.0, seed=9)

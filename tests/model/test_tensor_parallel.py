@@ -60,7 +60,7 @@ def whole(model: str, prompts: list[Many[int]], new_tokens: int, limit: int = 25
     return answers(Engine(load_model(checkpoint, "float32"), cache, config_of(limit)), prompts, new_tokens)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_tokens_of_one_process(folder: Path, size: int) -> None:
     """With four ranks each KV head is on two of them."""
     random = np.random.default_rng(0)

@@ -75,6 +75,7 @@ async def prefill_on_a_fresh_node(store: StoreNode, name: str, *settings: str) -
         await node.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_stored_prefix_is_loaded_and_a_corrupt_one_is_computed_again() -> None:
     async with store_node() as store:
