@@ -28,8 +28,10 @@ import xxhash
 from typing_extensions import Buffer
 
 from kvstore.checksum import checksum, range_checksums
-from kvstore.client import DEFAULT_TIMEOUT_S, ReadRange, StoreClient, StoredBlock, StoreStats
-from kvstore.transfer.engine import TransferEngine
+from kvstore.client import StoreClient
+from kvstore.client_calls import DEFAULT_TIMEOUT_S
+from kvstore.client_types import StoredBlock, StoreStats
+from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import (
     ChecksumMismatch,
     InvalidRequest,

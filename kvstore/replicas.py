@@ -11,8 +11,9 @@ import contextlib
 import time
 from typing import Any
 
-from kvstore.client import Lease, StoreClient
-from kvstore.index import BlockName
+from kvstore.client import StoreClient
+from kvstore.client_types import Lease
+from kvstore.index_types import BlockName
 from kvstore.segment import Segment
 from kvstore.store import Sealing, Store
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine

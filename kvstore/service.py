@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
-from kvstore.index import BlockName, Grant, LeasedBlock, Offer
+from kvstore.index_types import BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Committed, Sealing, Store
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb

@@ -16,7 +16,8 @@ from enum import Enum
 from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
-from kvstore.index import BlockName, Counts, Grant, Held, Lease, Offer, Reserved, StoreIndex
+from kvstore.index import StoreIndex
+from kvstore.index_types import BlockName, Counts, Grant, Held, Lease, Offer, Reserved
 from kvstore.segment import Segment
 from kvstore.sights import Sights
 from kvstore.ssd_record import PAGE, BlockHeader, padded

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from kvstore.client import Lease, StoreClient
+from kvstore.client import StoreClient
+from kvstore.client_types import Lease
 from kvstore.layout import ShardedLayout
 from kvstore.layout_plan import Plan, plan
 from kvstore.layout_reader import Shard

@@ -17,7 +17,8 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
-from kvstore.client import Reservation, StoreClient
+from kvstore.client import StoreClient
+from kvstore.client_types import Reservation
 from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost

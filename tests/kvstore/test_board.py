@@ -214,7 +214,7 @@ def test_without_a_compiler_blocks_are_asked_for_over_the_wire(keep, tmp_path):
         "        assert await pool.put('block', bytes(5000))\n"
         "        assert await pool.exists(['block', 'none']) == [True, False]\n"
         "        assert await pool.get('block') == bytes(5000)\n"
-        "        assert all(store._board is None for store in pool._stores.values())\n"
+        "        assert all(store._near.board is None for store in pool._stores.values())\n"
         "asyncio.run(main())\n"
     )
     env = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -253,7 +253,7 @@ async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_sa
     async with await kvstore.Client.connect(actor.greeting["control"]) as pool:
         [store] = pool._stores.values()
         assert await pool.put("one", data)
-        store._ahead_timer.cancel()  # an event loop that hangs
+        store._near._ahead_timer.cancel()  # an event loop that hangs
         eventually(lambda: actor.ask("counts")["quarantined"] == 1)
         assert await pool.put("two", data) and await pool.exists(["one", "two"]) == [True, True]
         assert actor.ask("counts")["quarantined"] == 0
@@ -266,7 +266,7 @@ def test_what_a_killed_client_had_in_advance_comes_back(keep, eventually):
         "async def main():\n"
         f"    pool = await kvstore.Client.connect({actor.greeting['control']!r})\n"
         "    assert await pool.put('block', bytes(5000))\n"
-        "    assert [store._ahead for store in pool._stores.values()] != [None]\n"
+        "    assert [store._near._ahead for store in pool._stores.values()] != [None]\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.index import BlockName, Grant, StoreIndex
+from kvstore.index import StoreIndex
+from kvstore.index_types import BlockName, Grant
 from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockKey
 

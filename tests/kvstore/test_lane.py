@@ -29,7 +29,7 @@ async def node() -> AsyncIterator[StoreNode]:
 
 async def test_errors_arrive_as_they_were_raised(node: StoreNode) -> None:
     async with await StoreClient.connect(node.control_address) as client:
-        assert client._lane is not None and client._lane.is_open
+        assert client._calls.lane is not None and client._calls.lane.is_open
         with pytest.raises(InvalidRequest, match="do not fit") as caught:
             await client.put(b"k", bytes(BLOCK + 1))
         assert caught.value.param == "length"
@@ -57,21 +57,21 @@ def test_parts_of_an_error_make_the_same_error(error: MooncakeError) -> None:
 
 async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> None:
     async with await StoreClient.connect(node.control_address) as client:
-        assert client._lane is not None
-        client._lane.abort()  # as if the network had cut it
+        assert client._calls.lane is not None
+        client._calls.lane.abort()  # as if the network had cut it
         with pytest.raises(NodeUnavailable):  # whatever was on its way
             await client.put(b"k", b"bytes")
-        assert not client._lane.is_open and await client.put(b"k", b"bytes")
+        assert not client._calls.lane.is_open and await client.put(b"k", b"bytes")
         assert await client.get(b"k") == b"bytes"
         await client.stats()
-        assert client._lane.is_open and await client.get(b"k") == b"bytes"
+        assert client._calls.lane.is_open and await client.get(b"k") == b"bytes"
 
 
 async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> None:
     rng = random.Random(0)
     async with await StoreClient.connect(node.control_address) as client:
         await client.put(b"k", b"bytes")
-        response = await client._stub.Stats(store_pb2.StatsRequest())
+        response = await client._calls.stub.Stats(store_pb2.StatsRequest())
         for _ in range(30):
             reader, writer = await asyncio.open_connection("127.0.0.1", response.lane_port)
             writer.write(rng.randbytes(rng.randrange(1, 200)))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import range_checksums
-from kvstore.client import ReadRange, StoreClient, WriteRange
+from kvstore.client import StoreClient
+from kvstore.transfer.engine import ReadRange, WriteRange
 from mooncake.errors import (
     ChecksumMismatch,
     DeadlineExceeded,

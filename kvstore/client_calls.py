@@ -1,0 +1,146 @@
+"""How a client's calls reach its store: gRPC, or the lane where that stands; and what it says without waiting for it.
+
+What a reservation or a lease ends with is said here, since a store that does not hear of it must be told again or finds
+out by itself. This module must not know how bytes move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from typing import TypeVar
+
+import grpc
+
+from kvstore.client_types import Lease, Reservation, slot_to_wire
+from kvstore.lane import Lane
+from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc import store_pb2_grpc
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.server import Channels, split_address
+
+DEFAULT_TIMEOUT_S = 5.0
+MAX_OWED = 4096
+END_LEASES_AFTER_S = 0.02
+
+T = TypeVar("T")
+
+
+class StoreCalls:
+    """Belongs to one event loop."""
+
+    def __init__(self, address: str, channels: Channels) -> None:
+        self.address = address
+        self.stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
+        self.lane: Lane | None = None
+        self._ended: list[int] = []  # leases
+        self._ending: asyncio.TimerHandle | None = None
+        self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Ends what runs in the background."""
+        self._end_leases()
+        if self._background:
+            await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
+        if self.lane is not None:
+            self.lane.close()
+
+    @property
+    def fast(self) -> store_pb2_grpc.StoreAsyncStub | Lane:
+        """The short way, while it stands."""
+        return self.lane if self.lane is not None and self.lane.is_open else self.stub
+
+    async def open_lane(self, port: int) -> None:
+        if not port or (self.lane is not None and self.lane.is_open):
+            return
+        with contextlib.suppress(NodeUnavailable):  # then there is gRPC
+            self.lane = await Lane.open(self.address, split_address(self.address)[0], port)
+
+    async def call(self, call: Awaitable[T]) -> T:
+        """Wait for an answer. Errors are those of ``mooncake.errors``."""
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, f"store {self.address}") from None
+
+    def later(self, work: Coroutine[object, object, None]) -> None:
+        """Something that a store would find out by itself in time: tell it, but let nobody wait for that."""
+
+        async def run() -> None:
+            with contextlib.suppress(MooncakeError):
+                await work
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # The ends of reservations
+
+    async def abort(self, reservations: Iterable[Reservation], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """When this does not get through, ``repeat_owed`` says it again."""
+        slots = list(reservations)
+        with self.owing(slots):
+            await self.call(self.fast.Abort(pb.AbortRequest(slots=map(slot_to_wire, slots)), timeout=timeout_s))
+
+    @contextlib.contextmanager
+    def owing(self, slots: list[Reservation]) -> Iterator[None]:
+        """Without an answer the store may hold these slots for us until our connections end. Ending a reservation twice
+        is harmless: its epoch is never used again."""
+        try:
+            yield
+        except BaseException:
+            self._owed = (self._owed + slots)[-MAX_OWED:]
+            raise
+
+    def repeat_owed(self) -> None:
+        if self._owed:
+            owed, self._owed = self._owed, []
+            self.later(self.abort(owed))
+
+    # The ends of leases
+
+    async def release(
+        self, lease_ids: Iterable[int], corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        request = pb.ReleaseRequest(lease_ids=lease_ids, corrupt_keys=corrupt_keys)
+        if request.lease_ids or request.corrupt_keys:
+            await self.call(self.fast.Release(request, timeout=timeout_s))
+
+    async def report_corrupt(self, keys: Iterable[bytes], lease_ids: Iterable[int] = ()) -> None:
+        """So that nobody finds them after this returns."""
+        with contextlib.suppress(MooncakeError):
+            await self.release(lease_ids, keys)
+
+    def release_later(self, lease: Lease) -> None:
+        if lease.lease_id:
+            self.later(self.release([lease.lease_id]))
+
+    def release_soon(self, lease: Lease) -> None:
+        """With the next ``acquire``, or after a moment."""
+        self._ended.append(lease.lease_id)
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().call_later(END_LEASES_AFTER_S, self._end_leases)
+
+    def take_ended(self) -> list[int]:
+        """Leases that ended since, to be said with an ``acquire``."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end_leases(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = None
+        if ended := self.take_ended():
+            self.later(self.release(ended))
+
+
+def left_s(deadline: float) -> float:
+    """Raises DeadlineExceeded when there is none left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the time for this call to the store is over")
+    return left

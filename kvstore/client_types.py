@@ -1,0 +1,97 @@
+"""The values in which a client of a store answers, and how they come off the wire and go onto it.
+
+They know nothing of connections, nor of the memory that blocks are read into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvstore.checksum import Checksums, checksums_from_wire
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc.convert import segment_from_wire
+from mooncake.types import SegmentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A slot to write one block into. ``epoch`` goes with every write and fences late ones."""
+
+    segment: SegmentAddress
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that may be read: its slot, its length in bytes, and a checksum for each equal range of it."""
+
+    slot: int
+    length: int
+    checksums: Checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to read ``blocks`` until ``expires_s`` (monotonic clock of this process, on the safe side)."""
+
+    segment: SegmentAddress
+    lease_id: int
+    expires_s: float
+    blocks: tuple[StoredBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store's accounts: ``free + reserved + sealed + quarantined == total``, always."""
+
+    total: int
+    free: int
+    reserved: int
+    sealed: int
+    quarantined: int
+    leases: int
+    counters: Mapping[str, int]
+    ssd_blocks: int = 0
+    ssd_bytes: int = 0
+    ssd_capacity_bytes: int = 0
+    pins: int = 0
+    tenant_bytes: Mapping[str, int] = field(default_factory=dict)  # in DRAM
+
+
+def slot_to_wire(slot: Reservation) -> pb.Slot:
+    return pb.Slot(index=slot.index, epoch=slot.epoch)
+
+
+def reservations_from_wire(response: pb.ReserveResponse) -> list[Reservation | None]:
+    segment = segment_from_wire(response.segment)
+    return [
+        Reservation(segment, slot.slot.index, slot.slot.epoch) if slot.HasField("slot") else None
+        for slot in response.slots
+    ]
+
+
+def lease_from_wire(response: pb.AcquireResponse, asked_s: float) -> Lease:
+    """``asked_s`` is when it was asked for: the store's clock starts later, so ours ends earlier."""
+    blocks = tuple(
+        StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
+    )
+    return Lease(segment_from_wire(response.segment), response.lease_id, asked_s + response.lease_s, blocks)
+
+
+def stats_from_wire(response: pb.StatsResponse) -> StoreStats:
+    return StoreStats(
+        total=response.blocks_total,
+        free=response.blocks_free,
+        reserved=response.blocks_reserved,
+        sealed=response.blocks_sealed,
+        quarantined=response.blocks_quarantined,
+        leases=response.leases,
+        counters=dict(response.counters),
+        ssd_blocks=response.ssd_blocks,
+        ssd_bytes=response.ssd_bytes,
+        ssd_capacity_bytes=response.ssd_capacity_bytes,
+        pins=response.pins,
+        tenant_bytes=dict(response.tenant_bytes),
+    )
