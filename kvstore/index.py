@@ -74,7 +74,8 @@ class StoreIndex:
         is_elsewhere: Callable[[BlockName], bool] = _never,
         listing: Listing | None = None,
     ) -> None:
-        policy = policy or make_policy("lru", num_slots)
+        if policy is None:  # an empty one is false
+            policy = make_policy("lru", num_slots)
         self.counters: Counter[str] = Counter()
         self._lease_s = lease_s
         self._reserve_timeout_s = reserve_timeout_s

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvstore.eviction import make_policy
 from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant
 from mooncake.errors import OutOfBlocks
@@ -64,6 +65,15 @@ def test_a_stored_block_and_one_being_written_get_no_slot() -> None:
     assert (second.grant, second.is_stored) == (None, False)
     assert third.grant is not None and twice.grant is None
     index.check()
+
+
+def test_the_policy_it_is_given_says_who_goes() -> None:
+    fifo = StoreIndex(2, lease_s=1.0, reserve_timeout_s=30.0, policy=make_policy("fifo", 2))
+    store(fifo, [BlockName(key("first"))], now=0.0)
+    store(fifo, [BlockName(key("second"))], now=1.0)
+    fifo.release(fifo.acquire([key("first")], 2.0).lease_id)  # to LRU the second would now be the older one
+    store(fifo, [BlockName(key("third"))], now=3.0)
+    assert stored(fifo, "first", "second", "third") == [False, True, True]
 
 
 def test_leaves_go_before_their_parents_oldest_first() -> None:
