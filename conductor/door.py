@@ -39,7 +39,7 @@ class Door:
         if section.admission not in ADMISSIONS:
             raise ConfigError(f"conductor.admission must be one of {', '.join(ADMISSIONS)}, got {section.admission!r}")
         if section.admission_mode not in tuple(Mode):
-            raise ConfigError(f"conductor.admission_mode must be one of {', '.join(Mode)}")
+            raise ConfigError(f"conductor.admission_mode must be one of {', '.join(Mode)}, got {section.admission_mode!r}")
         limits = Limits(section.ttft_limit_ms or float("inf"), section.tbt_limit_ms or float("inf"))
         self.is_open = limits == Limits()
         self.admission = Admission(ADMISSIONS[section.admission], limits, Mode(section.admission_mode))
@@ -63,7 +63,7 @@ class Door:
             return
         kind = Kind(facts.keys[0] if facts.keys else b"", facts.num_tokens)
         verdict = self._ask(facts, kind, max_tokens)
-        if verdict.is_admitted and self._goes_before_others(band, verdict):
+        if self._fits(verdict) and self._goes_before_others(band, verdict):
             return
         if self.admission.mode is Mode.HARD and band is not Band.BATCH:
             raise Overloaded(_why(verdict), verdict.retry_after_s)
@@ -93,6 +93,10 @@ class Door:
         now = self._clock()
         question = self._scheduler.ask(facts, now)
         return self.admission.decide(question, self._scheduler.answer(question), now, kind, max_tokens)
+
+    def _fits(self, verdict: Verdict) -> bool:
+        """Nobody is held back for room that an empty cluster does not have either: it will not become emptier."""
+        return verdict.is_admitted or (self.admission.mode is Mode.SOFT and not len(self.admission.flights))
 
     def _goes_before_others(self, band: Band, verdict: Verdict) -> bool:
         ahead = self._room.peek(is_idle=False)
@@ -126,7 +130,7 @@ class Door:
             verdict = self._ask(guest.facts, guest.kind, guest.max_tokens)
         except (NodeUnavailable, Overloaded):
             return
-        if not (verdict.is_admitted and self._has_capacity(waiting.band, verdict)):
+        if not (self._fits(verdict) and self._has_capacity(waiting.band, verdict)):
             return
         self._room.pop(is_idle=True)
         if not guest.is_in.done():

@@ -50,6 +50,16 @@ async def test_a_soft_limit_holds_back_until_there_is_room(start_cluster: Any) -
     await cluster.is_quiet()
 
 
+async def test_a_soft_limit_that_no_step_can_keep_lets_one_in_after_the_other(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, tbt_limit_ms=1.0, admission="early", admission_mode="soft")
+    for batch in (1, 2, 4, 8):
+        cluster.core.costs.observe_prefill("p0", 10 * batch, 0, 0.1 * batch)
+        cluster.core.costs.observe_decode("d0", batch, 100 * batch, 10.0 + batch)
+    answers = await asyncio.gather(*(cluster.generate(cluster.request(PROMPT, 4)) for _ in range(3)))
+    assert [tokens for tokens, _ in answers] == [cluster.answer(PROMPT, 4)] * 3
+    await cluster.is_quiet()
+
+
 async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     door = cluster.core.dispatcher.door
