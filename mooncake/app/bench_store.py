@@ -289,7 +289,8 @@ def _store() -> Iterator[str]:
 def _keep(control: Connection) -> None:
     async def serve() -> None:
         size = f"store.dram_gb={NUM_SLOTS * SLOT_BYTES / 1e9 + 1e-6}"
-        node = StoreNode(load_config(None, [size]), SLOT_BYTES, join_cluster=False)
+        stays = "store.eviction=lru"  # what was put last is what is read here
+        node = StoreNode(load_config(None, [size, stays]), SLOT_BYTES, join_cluster=False)
         await node.start()
         await asyncio.to_thread(node.segment.populate)
         control.send(node.control_address)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -158,12 +158,18 @@ def write(folder: Path, line: dict[str, object], rows: list[Compared], live: Rep
     )
 
 
-def markdown(line: dict[str, object], rows: list[Compared]) -> str:
+def markdown(line: Mapping[str, object], rows: Sequence[Compared]) -> str:
+    config = line["config"]
+    assert isinstance(config, dict)
+    held = [row for row in rows if row.limit]
+    within = sum(abs(row.error) <= row.limit for row in held)
     parts = [
         "# The simulator beside a live cluster\n\n",
-        f"Made by `mooncake validate` from {line['validate']} with {line['config']}, seed {line['seed']}: one prefill\n"
-        "and one decode node, each on a core of its own, measured through the running cluster, then replayed and\n"
-        "simulated. Every request of both is in `validation.json`.\n\n",
+        f"Made by `mooncake validate` from {line['validate']}, seed {line['seed']}: one prefill and one decode node, each\n"
+        "on a core of its own, measured through the running cluster, then replayed and simulated. Every request of both\n"
+        "is in `validation.json`. The conductor, the store and the client run beside them on the same cores.\n\n"
+        f"Settings: {', '.join(f'{name} = {value}' for name, value in config.items())}.\n\n"
+        f"**{within} of the {len(held)} figures that have a limit are within it.**\n\n",
         "| | live, ms | simulated, ms | error | allowed |\n|---|---|---|---|---|\n",
     ]
     parts += [
