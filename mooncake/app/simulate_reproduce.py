@@ -42,6 +42,11 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
         (target / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(line), indent=1) + b"\n")
         err.print(f"{name}: {finding.verdict} ({time.perf_counter() - started_s:.0f} s)")
         show(finding)
+        write_page(target)
+
+
+def write_page(target: Path) -> None:
+    """The table of all results that are there."""
     page = markdown(load(target))
     if (target / "validation.md").exists():  # by mooncake validate
         page += "\nHow the simulator compares with a live pair of nodes: [validation.md](validation.md).\n"
