@@ -87,6 +87,8 @@ class DirectorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dram_gb: float = 1.0
+    block_bytes: int = 0  # most bytes of a block; 0: those of one block of the configured model
+    join: bool = True  # the conductor's cluster; false: a pool alone
     lease_s: float = 10.0  # a read lease
     reserve_timeout_s: float = 30.0  # a reservation that is neither sealed nor aborted by then is taken back
     eviction: str = "workload-aware"  # a policy of kvstore.eviction, for DRAM and SSD

@@ -350,8 +350,17 @@ async def test_nobody_there_is_one_clear_error():
         await StoreClient.connect("127.0.0.1:1", timeout_s=2.0)
 
 
-def test_the_process_starts_alone_and_stops_on_a_signal():
-    command = [sys.executable, "-m", "kvstore", "--set", "store.dram_gb=0.05", "--set", "node.conductor=127.0.0.1:1"]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["node.conductor=127.0.0.1:1"], id="its conductor is away"),
+        pytest.param(["store.join=false", "store.block_bytes=1000000"], id="it needs none, nor a model"),
+    ],
+)
+def test_the_process_starts_alone_and_stops_on_a_signal(settings: list[str]):
+    command = [sys.executable, "-m", "kvstore", "--set", "store.dram_gb=0.05"]
+    for setting in settings:
+        command += ["--set", setting]
     with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as process:
         assert process.stderr is not None
         while "serves on" not in (line := process.stderr.readline()):
