@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from mooncake import errors
     from mooncake.client import Client
     from mooncake.llm import LLM
-    from mooncake.types import SamplingParams
+    from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
-__all__ = ["LLM", "Client", "SamplingParams", "errors"]
+__all__ = ["LLM", "BeamSearch", "Client", "Guide", "GuideKind", "SamplingParams", "errors"]
 
 _HOMES = {
     "LLM": "mooncake.llm",
     "Client": "mooncake.client",
     "SamplingParams": "mooncake.types",
+    "BeamSearch": "mooncake.types",
+    "Guide": "mooncake.types",
+    "GuideKind": "mooncake.types",
 }
 
 

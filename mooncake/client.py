@@ -12,6 +12,7 @@ Errors are those of ``mooncake.errors``. It knows the wire and nothing of nodes;
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -23,8 +24,8 @@ from mooncake.rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc.convert import report_from_wire, sampled_from_wire, sampling_to_wire
 from mooncake.rpc.errors import error_from_rpc
-from mooncake.rpc.server import MAX_MESSAGE_BYTES
-from mooncake.types import PrefillReport, SampledToken, SamplingParams
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, check_address
+from mooncake.types import PrefillReport, SampledToken, SamplingParams, check_type
 
 Messages = Sequence[Mapping[str, str]]
 """E.g. ``[{"role": "user", "content": "Hello"}]``."""
@@ -99,7 +100,8 @@ class Client:
     """
 
     def __init__(self, address: str = "127.0.0.1:50051") -> None:
-        self.address = address
+        """Connects with the first call. Raises InvalidRequest when ``address`` is not ``host:port``."""
+        self.address = check_address(address)
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -119,15 +121,18 @@ class Client:
         cache_salt: str = "",
         session: str = "",
         request_id: str = "",
+        priority: int = 0,
+        model: str = "",
         timeout_s: float | None = None,
     ) -> GenerateResult:
         """The whole answer to exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
         ``sampling`` None leaves everything to the server: a seed of its own, and as many tokens as it gives by default
         (16; for messages what the context leaves). ``cache_salt`` narrows which cached blocks may be reused;
-        ``session`` hints which requests belong together.
+        ``session`` hints which requests belong together; a lower ``priority`` comes first; ``model`` names an adapter
+        ("" is the model itself).
         """
-        request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id)
+        request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id, priority, model)
         by_choice: dict[int, list[GenerateChunk]] = {}
         for chunk in self._chunks(request, session, timeout_s):
             by_choice.setdefault(chunk.choice, []).append(chunk)
@@ -145,27 +150,32 @@ class Client:
         cache_salt: str = "",
         session: str = "",
         request_id: str = "",
+        priority: int = 0,
+        model: str = "",
         timeout_s: float | None = None,
     ) -> Iterator[GenerateChunk]:
         """As ``generate``, chunk by chunk. Closing the iterator cancels the request."""
-        request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id)
+        request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id, priority, model)
         return self._chunks(request, session, timeout_s)
 
-    def tokenize(self, text: str | None = None, *, messages: Messages | None = None) -> list[int]:
+    def tokenize(self, text: str | None = None, *, messages: Messages | None = None, model: str = "") -> list[int]:
         if (text is None) == (messages is None):
             raise InvalidRequest("give exactly one of text and messages", "text")
-        if messages is not None:
-            request = pb.TokenizeRequest(chat=_chat(messages))
-        else:
-            request = pb.TokenizeRequest(text=text or "")
+        with _refusing_what_cannot_be_sent():
+            if messages is not None:
+                request = pb.TokenizeRequest(model=model, chat=_chat(messages))
+            else:
+                request = pb.TokenizeRequest(model=model, text=text or "")
         try:
             return list(self._inference.Tokenize(request, timeout=_SHORT_CALL_S).ids)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        with _refusing_what_cannot_be_sent():
+            request = pb.DetokenizeRequest(model=model, ids=token_ids)
         try:
-            return self._inference.Detokenize(pb.DetokenizeRequest(ids=token_ids), timeout=_SHORT_CALL_S).text
+            return self._inference.Detokenize(request, timeout=_SHORT_CALL_S).text
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
@@ -207,7 +217,8 @@ class Client:
 
     def _chunks(self, request: pb.GenerateRequest, session: str, timeout_s: float | None) -> Iterator[GenerateChunk]:
         metadata = (("x-session-affinity", session),) if session else ()
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
+        with _refusing_what_cannot_be_sent():
+            call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             for response in call:
                 yield _chunk(response)
@@ -225,25 +236,43 @@ def _request(
     stop: Sequence[str],
     cache_salt: str,
     request_id: str,
+    priority: int,
+    model: str,
 ) -> pb.GenerateRequest:
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
         raise InvalidRequest("give exactly one of prompt, messages and token_ids", "prompt")
-    request = pb.GenerateRequest(request_id=request_id, stop=stop, cache_salt=cache_salt)
-    if prompt is not None:
-        request.text = prompt
-    elif messages is not None:
-        request.chat.CopyFrom(_chat(messages))
-    elif token_ids is not None:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
-    if sampling is not None:
-        request.sampling.CopyFrom(sampling_to_wire(sampling))
+    with _refusing_what_cannot_be_sent():
+        request = pb.GenerateRequest(
+            request_id=request_id, model=model, stop=stop, cache_salt=cache_salt, priority=priority
+        )
+        if prompt is not None:
+            check_type("prompt", prompt, str, "a text (token ids are given as token_ids)")
+            request.text = prompt
+        elif messages is not None:
+            request.chat.CopyFrom(_chat(messages))
+        elif token_ids is not None:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+        if sampling is not None:
+            check_type("sampling", sampling, SamplingParams)
+            request.sampling.CopyFrom(sampling_to_wire(sampling))
     return request
 
 
 def _chat(messages: Messages) -> pb.ChatMessages:
-    return pb.ChatMessages(
-        messages=[pb.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
-    )
+    try:
+        turns = [pb.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+    except (KeyError, TypeError):
+        raise InvalidRequest('messages look like [{"role": "user", "content": "Hello"}]', "messages") from None
+    return pb.ChatMessages(messages=turns)
+
+
+@contextlib.contextmanager
+def _refusing_what_cannot_be_sent() -> Iterator[None]:
+    """What protobuf and gRPC say of a value that is none of theirs, as our error."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"a value of the request cannot be sent: {error}") from None
 
 
 def _whole(chunks: Sequence[GenerateChunk]) -> GenerateResult:

@@ -5,9 +5,10 @@ Plain frozen data. This module must not know about torch, gRPC, sockets or files
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from numbers import Integral, Real
 from typing import NamedTuple, NewType
 
 import numpy as np
@@ -97,7 +98,7 @@ class SamplingParams:
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest, naming the field, for any value out of range."""
+        """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range."""
         _in_range("max_tokens", self.max_tokens, 1, 1 << 20)
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -118,18 +119,32 @@ class SamplingParams:
         if self.beam_search is not None:
             self._check_beams(self.beam_search)
         if self.guide is not None:
-            if len(self.guide.text) > MAX_GUIDE_CHARS:
-                raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
-            if self.ignore_eos or self.min_tokens:
-                raise InvalidRequest("a guide says when the answer ends: no ignore_eos or min_tokens with it", "guide")
+            self._check_guide(self.guide)
+        check_type("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+        self._check_biases()
+
+    def _check_biases(self) -> None:
+        try:
+            biases = [bias for _, bias in self.logit_bias]
+        except (TypeError, ValueError):
+            raise InvalidRequest("logit_bias must be pairs of a token id and its bias", "logit_bias") from None
+        if len(biases) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries are allowed", "logit_bias")
-        for _, bias in self.logit_bias:
+        for bias in biases:
             _in_range("logit_bias", bias, -100.0, 100.0)
 
+    def _check_guide(self, guide: Guide) -> None:
+        check_type("guide", guide, Guide)
+        check_type("guide", guide.text, str, "a Guide with a text")
+        if len(guide.text) > MAX_GUIDE_CHARS:
+            raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
+        if self.ignore_eos or self.min_tokens:
+            raise InvalidRequest("a guide says when the answer ends: no ignore_eos or min_tokens with it", "guide")
+
     def _check_beams(self, beams: BeamSearch) -> None:
+        check_type("beam_search", beams, BeamSearch)
         _in_range("n", self.n, 1, MAX_BEAMS)
         _in_range("length_penalty", beams.length_penalty, -10.0, 10.0)
         if self.best_of not in (0, self.n):
@@ -158,9 +173,21 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+def check_type(name: str, value: object, kind: type, words: str = "") -> None:
+    """Raises InvalidRequest unless ``value`` is one of ``kind``, which ``words`` say better than its name."""
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} must be {words or f'a {kind.__name__}'}, got {value!r:.60}", name)
+
+
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {value!r}", name)
+    """Between whole bounds only whole numbers lie; not-a-number lies nowhere."""
+    if isinstance(low, int):
+        check_type(name, value, Integral, "a whole number")
+    else:
+        check_type(name, value, Real, "a number")
+    if not low <= value <= high:
+        form = "d" if isinstance(low, int) else "g"
+        raise InvalidRequest(f"{name} must be between {low:{form}} and {high:{form}}, got {value!r}", name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
+from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc.errors import status_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -176,4 +176,20 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-__all__: Sequence[str] = ("MAX_MESSAGE_BYTES", "Channels", "RpcServer", "join_address", "remaining_s", "split_address")
+def check_address(address: str) -> str:
+    """What a person gave as an address, unless it is none. Raises InvalidRequest."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise InvalidRequest(f"an address is HOST:PORT, such as 127.0.0.1:50051; got {address!r}", "address")
+    return address
+
+
+__all__: Sequence[str] = (
+    "MAX_MESSAGE_BYTES",
+    "Channels",
+    "RpcServer",
+    "check_address",
+    "join_address",
+    "remaining_s",
+    "split_address",
+)

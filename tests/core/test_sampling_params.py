@@ -1,0 +1,73 @@
+"""What a person can get wrong about a request is one typed error that names the field, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mooncake
+from mooncake.client import Client
+from mooncake.errors import InvalidRequest
+from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param", "words"),
+    [
+        ({"beam_search": True}, "beam_search", "must be a BeamSearch, got True"),
+        ({"n": 2, "beam_search": BeamSearch(length_penalty="x")}, "length_penalty", "must be a number, got 'x'"),
+        ({"guide": "[0-9]+"}, "guide", "must be a Guide, got '[0-9]+'"),
+        ({"guide": Guide(GuideKind.REGEX, 5)}, "guide", "must be a Guide with a text, got 5"),
+        ({"temperature": "x"}, "temperature", "must be a number, got 'x'"),
+        ({"temperature": math.nan}, "temperature", "must be between 0 and 100, got nan"),
+        ({"max_tokens": 1.5}, "max_tokens", "must be a whole number, got 1.5"),
+        ({"max_tokens": 0}, "max_tokens", "must be between 1 and 1048576, got 0"),
+        ({"n": None}, "n", "must be a whole number, got None"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "must be a list of token ids, got 5"),
+        ({"logit_bias": {5: 1.0}}, "logit_bias", "must be pairs of a token id and its bias"),
+        ({"logit_bias": ((5, "x"),)}, "logit_bias", "must be a number, got 'x'"),
+    ],
+)
+def test_a_wrong_value_is_told_by_its_field(wishes: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**wishes)
+    assert (refused.value.param, refused.value.message) == (param, f"{param} {words}")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    sampling = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5))
+    assert sampling.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"prompt": [1, 2, 3]}, "prompt must be a text (token ids are given as token_ids), got [1, 2, 3]"),
+        ({"prompt": "x", "sampling": {"max_tokens": 4}}, "sampling must be a SamplingParams, got {'max_tokens': 4}"),
+        ({"messages": ["Hello"]}, "messages look like"),
+        ({"messages": [{"role": "user"}]}, "messages look like"),
+        ({"token_ids": [-1]}, "a value of the request cannot be sent"),
+        ({"token_ids": ["x"]}, "a value of the request cannot be sent"),
+        ({"prompt": "x", "priority": 1 << 40}, "a value of the request cannot be sent"),
+        ({"prompt": "x", "timeout_s": "soon"}, "a value of the request cannot be sent"),
+    ],
+)
+def test_a_client_refuses_what_cannot_be_sent(wishes: dict[str, Any], words: str) -> None:
+    with Client("127.0.0.1:9") as client, pytest.raises(InvalidRequest) as refused:
+        client.generate(**wishes)
+    assert refused.value.message.startswith(words)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "127.0.0.1", "127.0.0.1:", ":50051", "http://here"])
+def test_a_client_wants_host_and_port(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="an address is HOST:PORT"):
+        Client(address)
+    Client("[::1]:50051").close()
+
+
+def test_what_a_request_is_made_of_is_found_in_the_package_itself() -> None:
+    assert (mooncake.SamplingParams, mooncake.BeamSearch) == (SamplingParams, BeamSearch)
+    assert (mooncake.Guide, mooncake.GuideKind) == (Guide, GuideKind)
