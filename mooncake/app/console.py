@@ -50,8 +50,9 @@ def answer_line(usage: Usage, timings: RequestTimings) -> str:
         parts.append(f"{tokens_per_s(timings):.1f} tokens/s")
     parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens reused")
     if timings.prefill_node:
-        via = f" ({report.transport})" if report.transport else ""
-        parts.append(f"{timings.prefill_node} → {timings.decode_node}{via}")
+        # a coupled node hands off to nobody
+        nodes = " → ".join(filter(None, (timings.prefill_node, timings.decode_node)))
+        parts.append(nodes + (f" ({report.transport})" if report.transport else ""))
     return " · ".join(parts)
 
 

@@ -54,7 +54,9 @@ class ReplayReport:
     options: ReplayOptions
     summary: LoadSummary
     endless_cache: HitRates  # of the requests that succeeded, served one after the other by an endless cache
-    results: tuple[RequestResult, ...]
+    results: tuple[RequestResult, ...]  # of the requests that ended
+    planned: int  # requests
+    sent: int  # of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Replay:
     ) -> None:
         self.results: list[RequestResult] = []
         self.running = 0
+        self.sent = 0
         self._address = address
         self._options = options
         self._on_result = on_result
@@ -128,6 +131,8 @@ class Replay:
             summary=summarize(results, block_tokens, self._now_s(), self._options.slo),
             endless_cache=endless_cache(served, self._options.tokens_per_block, self._model),
             results=tuple(results),
+            planned=len(requests),
+            sent=self.sent,
         )
 
     async def _served_model(self) -> inference_pb2.ModelInfo:
@@ -182,6 +187,7 @@ class Replay:
     async def _stream(self, arrival: Arrival, message: inference_pb2.GenerateRequest, sent_s: float) -> RequestResult:
         times_s: list[float] = []
         last = inference_pb2.GenerateResponse()
+        self.sent += 1
         async for last in self._stub().Generate(message, timeout=self._options.timeout_s):
             times_s.extend([self._now_s()] * len(last.tokens))
         usage = last.usage
@@ -236,6 +242,8 @@ def write_json(report: ReplayReport, path: Path, trace: str) -> None:
             "model": report.model,
             "config": _finite(asdict(report.options)),
             "seed": report.options.seed,
+            "planned": report.planned,
+            "sent": report.sent,
             "summary": asdict(report.summary),
             "endless_cache": asdict(report.endless_cache),
             "results": [asdict(result) for result in report.results],

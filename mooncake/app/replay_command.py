@@ -16,6 +16,8 @@ from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.errors import Cancelled
 from mooncake.trace import load_trace, scale
 
+NO_SAMPLE = "–"
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutput:
@@ -81,24 +83,31 @@ class Meter:
 def print_report(report: ReplayReport) -> None:
     summary = report.summary
     out.print(
-        f"[bold]{summary.ok} of {summary.requests} requests[/] in {summary.duration_s:.1f} s · "
+        f"[bold]{summary.ok} of {report.planned} requests[/] in {summary.duration_s:.1f} s · "
         f"{summary.rejected} rejected · {summary.failed} failed · {summary.too_long} too long for the model · "
-        f"{summary.completion_tokens_per_s:.1f} tokens/s\n"
+        f"{summary.completion_tokens_per_s:.1f} tokens/s"
     )
+    if len(report.results) < report.planned:
+        out.print(f"stopped early: {report.sent} of {report.planned} requests sent, {summary.ok} answered")
+    out.print()
+    tried = [result for result in report.results if result.outcome is not Outcome.TOO_LONG]
+    answered = [result for result in tried if result.outcome is Outcome.OK]
+    with_gaps = [result for result in answered if result.gaps_ms]
     table = plain_table("latency, by request", "p50", "p90", "p99", "max", "mean")
-    for name, spread in (
-        ("TTFT", summary.ttft_ms),
-        ("TBT, mean of the longest tenth of gaps", summary.tail_tbt_ms),
-        ("TBT, mean of all gaps", summary.mean_tbt_ms),
-        ("whole answer", summary.total_ms),
-        ("sent later than planned", summary.late_ms),
+    for name, spread, samples in (
+        ("TTFT", summary.ttft_ms, answered),
+        ("TBT, mean of the longest tenth of gaps", summary.tail_tbt_ms, with_gaps),
+        ("TBT, mean of all gaps", summary.mean_tbt_ms, with_gaps),
+        ("whole answer", summary.total_ms, answered),
+        ("sent later than planned", summary.late_ms, tried),
     ):
-        table.add_row(name, *_cells(spread))
+        table.add_row(name, *(_cells(spread) if samples else [NO_SAMPLE] * 5))
     out.print(table)
     out.print()
     table = plain_table("prompt served from cache", "by block", "by token", "mean of requests")
     for name, rates in (("measured", summary.hits), ("endless cache, one by one", report.endless_cache)):
-        table.add_row(name, f"{rates.block:.2%}", f"{rates.token:.2%}", f"{rates.request_mean:.2%}")
+        shares = (rates.block, rates.token, rates.request_mean)
+        table.add_row(name, *(f"{share:.2%}" if answered else NO_SAMPLE for share in shares))
     out.print(table)
     slo = report.options.slo
     if slo.is_set:

@@ -36,10 +36,15 @@ def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> Non
                 messages=messages, sampling=options.sampling, stop=options.stop, timeout_s=options.timeout_s
             )
         answer = Answer()
-        for chunk in chunks:
-            answer.add(chunk)
-            if not as_json:
-                _write(chunk.text)
+        try:
+            for chunk in chunks:
+                answer.add(chunk)
+                if not as_json:
+                    _write(chunk.text)
+        except (MooncakeError, KeyboardInterrupt):
+            if answer.text and not as_json:
+                _write("\n")  # what is said next begins a line of its own
+            raise
     if as_json:
         last = answer.last
         print_json(

@@ -11,6 +11,7 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from mooncake.app.talk import TalkOptions, generate
 from mooncake.client import Client
 from mooncake.errors import (
     ContextTooLong,
@@ -18,6 +19,7 @@ from mooncake.errors import (
     HandoffFailed,
     InvalidRequest,
     NodeUnavailable,
+    NotFound,
     Overloaded,
 )
 from mooncake.rpc import inference_pb2 as pb
@@ -92,6 +94,25 @@ async def test_an_answer_has_tokens_text_usage_and_timings(front):
     assert front.script.asked[0].sampling.seed == 9
 
 
+async def test_the_client_says_what_comes_first_and_which_model_answers(front):
+    await say(front, prompt="ab", priority=-7, model="bytes", session="s-1")
+
+    [asked] = front.script.asked
+    assert (asked.priority, asked.session) == (-7, "s-1")
+    with pytest.raises(NotFound, match="'other' is not served here"):
+        await say(front, prompt="ab", model="other")
+
+
+async def test_a_person_reads_an_error_after_streamed_text_on_a_line_of_its_own(front, capsys):
+    front.script.error, front.script.error_after = HandoffFailed("lost"), 5
+    options = TalkOptions(front.grpc_address, SamplingParams(max_tokens=9))
+
+    with pytest.raises(HandoffFailed):
+        await asyncio.to_thread(generate, "x", options, raw=True, as_json=False)
+
+    assert capsys.readouterr().out == "Hello\n"
+
+
 async def test_the_client_streams_and_closing_it_cancels(front):
     front.script.ends, front.script.delay_s = False, 0.01
 
@@ -111,7 +132,7 @@ async def test_the_client_streams_and_closing_it_cancels(front):
 async def test_the_other_calls_of_the_client(front):
     def ask():
         with Client(front.grpc_address) as client:
-            tokens = client.tokenize("hé")
+            tokens = client.tokenize("hé", model="bytes")
             chat = client.tokenize(messages=[{"role": "user", "content": "x"}])
             return tokens, bytes(chat), client.detokenize(tokens), client.models()[0]
 

@@ -1,0 +1,40 @@
+"""What a command says, from figures that a reader can check."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.app.console import answer_line
+from mooncake.app.replay import Replay, ReplayOptions
+from mooncake.app.replay_command import print_report
+from mooncake.client import RequestTimings, Usage
+from mooncake.trace import TraceRequest
+from mooncake.types import PrefillReport
+
+
+@pytest.mark.parametrize(
+    ("decode_node", "transport", "nodes"),
+    [
+        ("decode-0", "shm", "prefill-0 → decode-0 (shm)"),
+        ("decode-0", "", "prefill-0 → decode-0"),
+        ("", "", "prefill-0"),
+    ],
+)
+def test_an_answers_line_names_the_nodes_that_it_ran_on(decode_node: str, transport: str, nodes: str) -> None:
+    timings = RequestTimings(120.0, 25.0, 30.0, 500.0, PrefillReport(transport=transport), "prefill-0", decode_node)
+    line = answer_line(Usage(100, 9, 64), timings)
+    assert line == f"TTFT 120 ms · TBT 25 ms · 40.0 tokens/s · 64 of 100 prompt tokens reused · {nodes}"
+
+
+def test_a_replay_stopped_before_its_first_answer_shows_no_figure_that_nobody_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replay = Replay("127.0.0.1:9", ReplayOptions())
+    replay.sent = 1
+    print_report(replay.report([TraceRequest(0, 512, 8, (1,))] * 3))
+    said = capsys.readouterr().out
+    assert "0 of 3 requests" in said
+    assert "stopped early: 1 of 3 requests sent, 0 answered" in said
+    rows = {line.split("  ")[0]: line.split()[-1] for line in said.splitlines() if line}
+    assert rows["TTFT"] == rows["whole answer"] == rows["measured"] == "–"
+    assert " 0.0 ms" not in said
