@@ -14,7 +14,7 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
@@ -59,8 +59,7 @@ class _Frames(asyncio.Protocol, ABC):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # by what it does: uvloop's are of no class of asyncio's
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

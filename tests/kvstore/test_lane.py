@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvstore.client import StoreClient
+from kvstore.lane import Lane, LaneServer
 from kvstore.node import StoreNode
+from mooncake.app.role_main import run_async
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, NodeUnavailable, OutOfBlocks, Overloaded
 from mooncake.rpc import store_pb2
@@ -65,6 +67,35 @@ async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> N
         assert await client.get(b"k") == b"bytes"
         await client.stats()
         assert client._calls.lane.is_open and await client.get(b"k") == b"bytes"
+
+
+class Shelf:
+    """A service with one method that answers on the spot and one that waits."""
+
+    async def Exists(self, request: store_pb2.ExistsRequest, context: None) -> store_pb2.ExistsResponse:  # noqa: N802
+        return store_pb2.ExistsResponse(stored=[key == b"k" for key in request.keys])
+
+    async def Acquire(self, request: store_pb2.AcquireRequest, context: None) -> store_pb2.AcquireResponse:  # noqa: N802
+        await asyncio.sleep(0)
+        return store_pb2.AcquireResponse(lease_id=len(request.keys))
+
+
+def test_it_carries_calls_on_the_event_loop_that_nodes_run_on() -> None:
+    pytest.importorskip("uvloop")
+
+    async def ask() -> tuple[list[bool], int]:
+        assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+        server = LaneServer(Shelf())
+        lane = await Lane.open("shelf", "127.0.0.1", await server.start("127.0.0.1"))
+        try:
+            exists = await lane.Exists(store_pb2.ExistsRequest(keys=[b"k", b"x"]), timeout=5)
+            acquired = await lane.Acquire(store_pb2.AcquireRequest(keys=[b"k"]), timeout=5)
+            return list(exists.stored), acquired.lease_id
+        finally:
+            lane.close()
+            await server.stop()
+
+    assert run_async(ask()) == ([True, False], 1)
 
 
 async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> None:
