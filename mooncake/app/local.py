@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from mooncake.app.preflight import check_memory, check_ports, cores_of_nodes, resolve
+from conductor.api import DRAIN_S
+from mooncake.adapters import open_adapters, parse_adapters
+from mooncake.app.preflight import check_choices, check_memory, check_ports, cores_of_nodes, resolve
 from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
@@ -33,7 +35,7 @@ from mooncake.types import Role
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 120.0
-DRAIN_S = 10.0  # for the conductor to finish the requests it has
+CONDUCTOR_GRACE_S = DRAIN_S + 5.0  # for the conductor to finish the requests it has, and to close
 STOP_GRACE_S = 8.0  # for the other nodes to end by themselves
 POLL_S = 0.05
 MIN_BACKOFF_S = 0.25
@@ -135,8 +137,10 @@ class LocalCluster:
 
     async def start(self) -> None:
         """Check everything that can be checked, then start the processes. ``wait_ready`` comes next."""
+        check_choices(self.config)
         check_ports(self.config)
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
+        await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
         check_memory(self.config, checkpoint.config)
         self._fatal = asyncio.get_running_loop().create_future()
         self.folder = Path(tempfile.mkdtemp(prefix="mooncake-"))
@@ -172,7 +176,7 @@ class LocalCluster:
         """End every process, the conductor first so that requests can finish. Idempotent."""
         self._stopping = True
         children = list(self.children.values())
-        await _end([child for child in children if child.role == "conductor"], DRAIN_S)
+        await _end([child for child in children if child.role == "conductor"], CONDUCTOR_GRACE_S)
         await _end(children, STOP_GRACE_S)
         for watcher in self._watchers:
             watcher.cancel()

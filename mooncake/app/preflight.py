@@ -1,7 +1,7 @@
-"""What a launcher settles before it starts anything: free ports, enough memory, threads a node.
+"""What a launcher settles before it starts anything: names that exist, free ports, enough memory, threads a node.
 
-Each check either passes or raises ConfigError with one sentence that names the flag to change. It starts nothing and
-knows no role.
+Each check either passes or raises ConfigError with one sentence that names the flag to change. It starts nothing, and
+knows of the roles only the names that their parts go by.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from conductor.admission import ADMISSIONS, Mode
+from conductor.policies import POLICIES
+from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.checkpoint import ModelConfig
 from mooncake.config import Config, EngineSection
 from mooncake.errors import ConfigError
@@ -22,6 +25,13 @@ from mooncake.errors import ConfigError
 GB = 1e9
 ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process beside weights and KV: interpreter and torch
 PROCESS_OVERHEAD_GB = 0.1  # of the others
+
+_CHOICES: dict[str, Collection[str]] = {
+    "conductor.policy": POLICIES,
+    "conductor.admission": ADMISSIONS,
+    "conductor.admission_mode": tuple(Mode),
+    "store.eviction": EVICTIONS,
+}
 
 
 def resolve(config: Config) -> Config:
@@ -78,6 +88,15 @@ def free_port(host: str) -> int:
     """A TCP port nobody listens on. Another process may still take it before we do."""
     with _bound(host, 0) as listener:
         return int(listener.getsockname()[1])
+
+
+def check_choices(config: Config) -> None:
+    """Raises ConfigError for a policy, rule or mode that does not exist, before several processes say so."""
+    for name, known in _CHOICES.items():
+        section, _, key = name.partition(".")
+        value = getattr(getattr(config, section), key)
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def check_ports(config: Config) -> None:

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from mooncake.app.extras import require
 from mooncake.app.local import children_of
-from mooncake.app.preflight import available_cores, check_ports, port_holder, resolve
+from mooncake.app.preflight import available_cores, check_choices, check_ports, port_holder, resolve
 from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
@@ -180,6 +180,7 @@ class RayCluster:
             self._private.kill()
 
     def _start(self) -> None:
+        check_choices(self.config)
         if is_loopback(self.config.conductor.host):
             check_ports(self.config)
         children = children_of(self.config)
@@ -267,8 +268,10 @@ class RayCluster:
 
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there was no actor yet
-                stops: list[object] = [actor.stop.remote() for actor in self.actors.values()]  # conductor first
-                ray.wait(stops, num_returns=max(1, len(stops)), timeout=STOP_S)
+                conductor, *nodes = self.actors.values()  # it first, so that requests can finish
+                for actors in ([conductor], nodes):
+                    stops: list[object] = [actor.stop.remote() for actor in actors]
+                    ray.wait(stops, num_returns=max(1, len(stops)), timeout=STOP_S)
             for actor in self.actors.values():
                 ray.kill(actor, no_restart=True)
             if self._group is not None:

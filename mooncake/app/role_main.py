@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mooncake.config import Config, load_config
-from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
+from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class Node(Protocol):
 
 
 def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
-    """Run one node until SIGTERM or SIGINT, then leave with exit code 0; 1 for a MooncakeError, 2 for a ConfigError.
+    """Run one node until SIGTERM or SIGINT, then leave with exit code 0; 2 for a ConfigError or ModelError, which no
+    restart mends, 1 for any other MooncakeError.
 
     A second signal, or ``STOP_GRACE_S`` without an end, stops the process at once.
     """
@@ -54,7 +55,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         die_with_parent()
         pin_to(config.node.cores)
         run_async(_serve(name, build(config)))
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:
         _leave(name, error, 2)
     except MooncakeError as error:
         _leave(name, error, 1)
@@ -85,13 +86,19 @@ class _OneLine(logging.Formatter):
 
 
 def _parse(name: str, argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"Run one {name} process of a cluster.")
+    parser = argparse.ArgumentParser(prog=_program(name), description=f"Run one {name} process of a cluster.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated"
     )
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     return parser.parse_args(argv)
+
+
+def _program(name: str) -> str:
+    """What a person typed to start this process, whose module need not be called as its role is."""
+    spec = sys.modules["__main__"].__spec__
+    return name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 async def _serve(name: str, node: Node) -> None:

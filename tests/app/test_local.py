@@ -104,6 +104,8 @@ async def test_what_can_be_known_beforehand_starts_no_process() -> None:
     for overrides, error, sentence in (
         (["model.path=/nowhere"], ModelError, "/nowhere"),
         (["store.dram_gb=1e6"], ConfigError, "GB of memory"),
+        (["model.adapters=['a=/nope']"], ModelError, "the adapter a: cannot read /nope/adapter_config.json: No such"),
+        (["conductor.policy=nope"], ConfigError, "conductor.policy must be one of .* got 'nope'"),
     ):
         cluster = LocalCluster(small_config(*overrides))
         with pytest.raises(error, match=sentence):

@@ -13,6 +13,7 @@ import pytest
 from mooncake.app.preflight import (
     available_cores,
     available_memory_gb,
+    check_choices,
     check_memory,
     check_ports,
     cores_of_nodes,
@@ -25,6 +26,23 @@ from mooncake.app.preflight import (
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("conductor.policy", "milliseconds, algorithm_1, "),
+        ("conductor.admission", "none, baseline, early, predicted, lookahead, "),
+        ("conductor.admission_mode", "off, soft, hard, "),
+        ("store.eviction", "lru, fifo, "),
+    ],
+)
+def test_a_name_that_does_not_exist_is_told_beside_those_that_do(key: str, known: str) -> None:
+    check_choices(load_config())
+    with pytest.raises(ConfigError) as caught:
+        check_choices(load_config(None, [f"{key}=nope"]))
+    assert caught.value.message.startswith(f"{key} must be one of {known}")
+    assert caught.value.message.endswith(", got 'nope'")
 
 
 def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:

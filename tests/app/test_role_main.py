@@ -16,7 +16,7 @@ ROLE = textwrap.dedent(
     """
     import asyncio, sys, threading
     from mooncake.app.role_main import run_role
-    from mooncake.errors import ModelError
+    from mooncake.errors import ModelError, NodeUnavailable
 
     class Lamp:
         control_address = "nowhere:0"
@@ -27,6 +27,8 @@ ROLE = textwrap.dedent(
         async def start(self):
             if self.mode == "broken":
                 raise ModelError("there is no model in the drawer")
+            if self.mode == "dark":
+                raise NodeUnavailable("the power is out")
             if self.mode == "slow":
                 print("starting", flush=True)
                 await asyncio.sleep(600)
@@ -96,7 +98,8 @@ def test_a_second_signal_does_not_wait() -> None:
 
 def test_expected_errors_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
     for arguments, code, sentence in (
-        (["--set", "model.name=broken"], 1, "lamp: there is no model in the drawer\n"),
+        (["--set", "model.name=dark"], 1, "lamp: the power is out\n"),
+        (["--set", "model.name=broken"], 2, "lamp: there is no model in the drawer\n"),
         (["--set", "model.nam=x"], 2, "lamp: unknown configuration key model.nam; did you mean model.name?\n"),
         (["--config", str(tmp_path / "no.toml")], 2, f"lamp: cannot read the configuration {tmp_path}/no.toml: "),
     ):
@@ -105,6 +108,12 @@ def test_expected_errors_are_one_sentence_and_an_exit_code(tmp_path: Path) -> No
             assert process.returncode == code
             assert err.startswith(sentence)
             assert err.count("\n") == 1
+
+
+def test_help_is_called_as_the_program_was() -> None:
+    command = [sys.executable, "-m", "kvstore", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("usage: python -m kvstore [-h]")
 
 
 def test_a_node_does_not_outlive_its_launcher() -> None:
