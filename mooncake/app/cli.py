@@ -55,6 +55,24 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be re
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
 
+
+def _preset(context: typer.Context, name: str) -> str:
+    """``help`` is an answer of its own, whatever else is missing."""
+    if name == "help" and not context.resilient_parsing:  # which completion is
+        from mooncake.app.simulate import list_presets
+
+        list_presets()
+        raise typer.Exit
+    return name
+
+
+Preset = Annotated[
+    str,
+    typer.Option(
+        help="A described cluster; --preset help lists them.", show_default=False, is_eager=True, callback=_preset
+    ),
+]
+
 BENCHES = {
     "chunked": "mooncake.app.bench_chunked",
     "conductor": "mooncake.app.bench_conductor",
@@ -238,7 +256,7 @@ def validate(context: typer.Context) -> None:
 @app.command()
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
-    preset: Annotated[str, typer.Option(help="A described cluster; --preset help lists them.")] = "",
+    preset: Preset = "",
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
     ] = None,
@@ -269,9 +287,6 @@ def simulate(
     from mooncake.app import simulate as command
     from mooncake.app.sim.simulation import Run
 
-    if preset == "help":
-        command.list_presets()
-        return
     chosen = command.choose_cluster(preset, cluster)
     chosen = command.changed(chosen, policy, admission, prefill, decode)
     run = Run(seed, speed, jitter_ms / 1e3, max_output, tokens_per_block)
@@ -283,7 +298,7 @@ def sweep(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
     vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity or load.")],
     values: Annotated[str, typer.Option(help="With commas between: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
-    preset: Annotated[str, typer.Option(help="A described cluster.")] = "",
+    preset: Preset = "",
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
     ] = None,
@@ -341,6 +356,20 @@ def bench(
     importlib.import_module(BENCHES[name]).main(context.args)
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="The version of this installation.")
+    ] = False,
+) -> None: ...
+
+
 @app.command()
 def version() -> None:
     """The version of this installation."""
@@ -362,7 +391,10 @@ def cache_lab(
     ] = None,
     rules: Annotated[
         str,
-        typer.Option(help="pool: as our pool evicts; tail-first, head-first: as published analyses count, see docs."),
+        typer.Option(
+            help="pool: as our pool evicts; tail-first, head-first: as two published analyses count, which touch a "
+            "prompt's last or first block first (deploy/reproduction/eviction.md)."
+        ),
     ] = "pool",
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
@@ -449,7 +481,9 @@ def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, st
 
 
 def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:
-    return address or _load(path, overrides, {}).conductor_address
+    from mooncake.rpc.server import check_address
+
+    return check_address(address or _load(path, overrides, {}).conductor_address)
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:

@@ -70,6 +70,12 @@ def test_a_preset_that_is_nearly_right_is_named() -> None:
         load_preset("paper16")
 
 
+@pytest.mark.parametrize("command", ["simulate", "sweep"])
+def test_presets_are_listed_without_a_trace(command: str) -> None:
+    output = call(command, "--preset", "help")
+    assert all(name in output for name in preset_names())
+
+
 def test_simulate_prints_the_same_line_twice(trace: Path) -> None:
     lines = [json.loads(call("simulate", trace, "--preset", "paper-16", "--json")) for _ in range(2)]
     assert lines[0].keys() >= TIMES
