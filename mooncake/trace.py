@@ -61,6 +61,11 @@ def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_B
             break
         if not text.strip():
             continue
+        if number == 1 and text.startswith(AZURE_HEADER):
+            raise InvalidRequest(
+                f"{path} is a CSV of lengths without block hashes; what is needed is a trace in Mooncake's JSONL form, "
+                "whose hash_ids say which prompts begin alike"
+            )
         try:
             request = _request(decoder.decode(text), block_tokens)
             if requests and request.timestamp_ms < requests[-1].timestamp_ms:

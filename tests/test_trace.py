@@ -51,6 +51,7 @@ def test_plain_xz_and_gz_files_read_the_same(tmp_path: Path) -> None:
         ('{"timestamp": 0}\n', ":1: Object missing required field `input_length`"),
         (line(tokens=1025), ":1: 1025 tokens are 3 blocks of 512, but there are 2 hash_ids"),
         (line(5) + line(4), ":2: timestamp 4 is before that of the request above"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "is a CSV of lengths without block hashes; what is needed is"),
     ],
 )
 def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
