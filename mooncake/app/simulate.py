@@ -152,7 +152,7 @@ def print_summary(summary: Summary, cluster: Cluster) -> None:
     out.print()
     table = plain_table("", "mean", "p50", "p90", "p99", "max")
     _row(table.add_row, "TTFT", summary.ttft_s, 1e3)
-    _row(table.add_row, "of that, until it is computed", summary.queue_s, 1e3)
+    _row(table.add_row, "of that, before its prefill starts", summary.queue_s, 1e3)
     _row(table.add_row, "TBT, mean of gaps", summary.mean_tbt_ms, 1.0)
     _row(table.add_row, "TBT, longest tenth", summary.tail_tbt_ms, 1.0)
     out.print(table)
@@ -164,7 +164,7 @@ def print_summary(summary: Summary, cluster: Cluster) -> None:
         f"mean of requests {summary.hit_requests:.1%}\n"
         f"machines at work: prefill {summary.prefill_use:.0%} (busiest {summary.prefill_use_max:.0%}), "
         f"decode {summary.decode_use:.0%}; {summary.bytes_moved_gb:,.0f} GB moved\n"
-        f"first token predicted within {summary.ttft_error:.1%} (median)"
+        f"TTFT as the conductor predicted it: {summary.ttft_error:.1%} off (median)"
     )
 
 

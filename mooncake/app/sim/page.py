@@ -56,12 +56,12 @@ def page(simulation: Simulation, summary: Summary) -> str:
         ("prefill machines at work, mean / busiest", f"{summary.prefill_use:.0%} / {summary.prefill_use_max:.0%}"),
         ("decode machines at work", f"{summary.decode_use:.0%}"),
         ("moved between hosts", f"{summary.bytes_moved_gb:,.0f} GB"),
-        ("first token predicted within (median)", f"{summary.ttft_error:.1%}"),
+        ("error of the conductor's TTFT predictions, median", f"{summary.ttft_error:.1%}"),
         ("seed, speed", f"{summary.seed}, {summary.speed:g}"),
     ]
     latency = [
         ("TTFT, s", summary.ttft_s),
-        ("until it is computed, s", summary.queue_s),
+        ("of that, before its prefill starts, s", summary.queue_s),
         ("TBT, mean of gaps, ms", summary.mean_tbt_ms),
         ("TBT, longest tenth, ms", summary.tail_tbt_ms),
     ]
