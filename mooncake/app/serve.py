@@ -10,13 +10,13 @@ from importlib.metadata import version
 
 from rich.markup import escape
 
+from conductor.api import DRAIN_S
 from mooncake.app.console import err, out
 from mooncake.app.local import LocalCluster
 from mooncake.app.ray_cluster import RayCluster
 from mooncake.app.role_main import unless_stopped
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, MooncakeError
-from mooncake.rpc.server import join_address
 
 
 async def serve(config: Config, restart: bool, log_level: str) -> None:
@@ -41,11 +41,12 @@ async def _live(cluster: LocalCluster | RayCluster, end: Callable[[], Awaitable[
     start_s = time.monotonic()
     async with cluster:
         out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
+        _tell_addresses(cluster.http_url, cluster.grpc_address)
         _tell_next(cluster.http_url, cluster.grpc_address)
         try:
             raise await end()
         except asyncio.CancelledError:
-            out.print("\nstopping; running requests may finish (Ctrl-C again stops at once)")
+            out.print(f"\nstopping; requests under way have {DRAIN_S:g} s to finish (Ctrl-C again stops at once)")
             raise
 
 
@@ -55,14 +56,16 @@ async def _forever() -> MooncakeError:
 
 
 def _announce(config: Config) -> None:
-    conductor, cluster = config.conductor, config.cluster
-    http = f"http://{join_address(conductor.host, conductor.http_port)}"
+    cluster = config.cluster
     engines = f"{cluster.coupled} coupled" if cluster.coupled else f"{cluster.prefill} prefill, {cluster.decode} decode"
     nodes = f"{engines}, {cluster.store} store"
     out.print(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
-    out.print(f"  OpenAI   {http}/v1", soft_wrap=True)
-    out.print(f"  gRPC     {join_address(conductor.host, conductor.grpc_port)}", soft_wrap=True)
-    out.print(f"  metrics  {http}/metrics", soft_wrap=True)
+
+
+def _tell_addresses(http_url: str, grpc_address: str) -> None:
+    out.print(f"  OpenAI   {http_url}/v1", soft_wrap=True)
+    out.print(f"  gRPC     {grpc_address}", soft_wrap=True)
+    out.print(f"  metrics  {http_url}/metrics", soft_wrap=True)
 
 
 def _tell_next(http_url: str, grpc_address: str) -> None:
