@@ -11,6 +11,8 @@ from typing import Protocol
 
 from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
 
+DRAIN_S = 10.0  # that requests under way have to end when the conductor is asked to stop
+
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from conductor.api import DRAIN_S
 from conductor.calibration import read_calibration
 from conductor.core import Core
 from conductor.dispatch import ModelFacts
@@ -70,7 +71,9 @@ class ConductorNode:
         )
 
     async def stop(self) -> None:
+        """Let requests under way end for up to ``DRAIN_S``, then close."""
         if self._ingress is not None:
+            await self._ingress.drain(DRAIN_S)
             await self._ingress.stop()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)

@@ -70,6 +70,10 @@ class Ingress:
         """The port that HTTP listens on. Raises ConfigError when it cannot be had."""
         return await self._server.start(*self._address)
 
+    async def drain(self, within_s: float) -> None:
+        """Refuse new requests; return when those that run have ended, after ``within_s`` at the latest."""
+        await self._pipeline.drain(within_s)
+
     async def stop(self) -> None:
         """End what runs with a typed error, then close the port. The gRPC server is its owner's to stop."""
         await self._pipeline.close()

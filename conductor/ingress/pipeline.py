@@ -233,7 +233,10 @@ class Pipeline:
         self._guides = Guides(lambda: tokenizer, model.vocab_size)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._running: set[str] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._waits: set[asyncio.Timeout] = set()
+        self._is_open = True
         self._is_closing = False
 
     def now(self) -> float:
@@ -254,7 +257,7 @@ class Pipeline:
 
     def check_open(self) -> None:
         """Raises NodeUnavailable while shutting down, Overloaded when far more requests run than the core admits."""
-        if self._is_closing:
+        if not self._is_open:
             raise NodeUnavailable("the server is shutting down")
         if len(self._running) >= self._max_running:
             raise Overloaded(f"{len(self._running)} requests are running already")
@@ -420,8 +423,16 @@ class Pipeline:
             async for piece in pieces:
                 await emit(first + piece.choice, piece)
 
+    async def drain(self, within_s: float) -> None:
+        """Refuse new requests, and wait for the end of those that run, for so long."""
+        self._is_open = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._is_idle.wait()
+
     async def close(self) -> None:
         """Refuse new requests, and end those that run with NodeUnavailable."""
+        self._is_open = False
         self._is_closing = True
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
@@ -452,10 +463,13 @@ class Pipeline:
         if request_id in self._running:
             raise InvalidRequest("a request with this id is running already", "request_id")
         self._running.add(request_id)
+        self._is_idle.clear()
         try:
             yield
         finally:
             self._running.discard(request_id)
+            if not self._running:
+                self._is_idle.set()
 
     @contextlib.contextmanager
     def _count_failure(self, answers: Sequence[Answer]) -> Iterator[None]:
