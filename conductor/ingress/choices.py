@@ -216,6 +216,14 @@ class CompletionWriter(ChoiceWriter):
         return [SampledToken(0, echoed[0]), *(self._prompt_scores or ())]
 
 
+class EchoWriter(CompletionWriter):
+    """The prompt alone, for ``max_tokens`` 0: the one token that a node makes at least is not told."""
+
+    def take(self, piece: Piece) -> None:
+        outcome = piece.outcome and replace(piece.outcome, finish_reason=FinishReason.LENGTH)
+        super().take(replace(piece, tokens=(), text="", outcome=outcome))
+
+
 def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:
     """One entry a token of the prompt: None for the first, then the token and the likeliest others by their ids."""
     told: list[dict[str, PromptLogprob] | None] = [None]

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, Extras
+from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter, Extras
 from conductor.ingress.http import (
     ClientGone,
     EventStream,
@@ -148,15 +148,18 @@ class OpenAIApi:
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self._extras(body, logprobs=body.logprobs is not None)
+        is_echo_alone = bool(body.echo) and body.max_tokens == 0  # how likely a text is, as evaluations ask
+        asked = 1 if is_echo_alone else body.max_tokens
+        writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
-            max_tokens = self._pipeline.max_tokens(len(tokens), body.max_tokens, COMPLETION_MAX_TOKENS)
+            max_tokens = self._pipeline.max_tokens(len(tokens), asked, COMPLETION_MAX_TOKENS)
             scores = body.logprobs if body.echo else None
             sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores)
             await self._pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self._pipeline.decode(tokens) if body.echo else ""
             ids = tokens.tolist()
-            writers += [CompletionWriter(len(writers) + i, extras, ids, echo) for i in range(n)]
+            writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call, COMPLETION, jobs, writers))
 
     async def chat(self, request: Request) -> Response:

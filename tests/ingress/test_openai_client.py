@@ -449,6 +449,34 @@ async def test_a_server_that_stops_says_so_to_those_who_wait(open_front):
     assert response.json()["error"]["message"] == "the server is shutting down"
 
 
+async def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new(open_front):
+    async with open_front() as front:
+        front.script.delay_s = 0.02
+        running = asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"}))
+        await front.script.until(lambda: front.script.running)
+        draining = asyncio.create_task(front.ingress.drain(10.0))
+        await asyncio.sleep(0)
+        refused = await front.http.post("/v1/completions", json={"prompt": "y"})
+        await draining
+        assert not front.script.running
+        await front.ingress.stop()
+        answer = (await running).json()["choices"][0]
+
+    assert refused.status_code == 503
+    assert (answer["text"], answer["finish_reason"]) == ("Hello, wörld!", "stop")
+
+
+async def test_a_drain_does_not_wait_longer_than_it_was_told(open_front):
+    async with open_front() as front:
+        front.script.first_delay_s = 60
+        waiting = asyncio.create_task(front.http.post("/v1/completions", json={"prompt": "x"}))
+        await front.script.until(lambda: front.script.running)
+        await front.ingress.drain(0.05)
+        assert front.script.running and not waiting.done()
+        await front.ingress.stop()
+        assert (await waiting).status_code == 503
+
+
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -495,6 +523,26 @@ async def test_echo_with_logprobs_tells_those_of_the_prompt(front, client, n):
         assert choice.logprobs.token_logprobs == [None, -0.25, -0.5, -0.5, -0.5]
         assert choice.logprobs.top_logprobs[:2] == [None, {"i": -0.25, "a": -1.0}]
         assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_alone_is_scored_by_asking_for_no_tokens(front, client, stream):
+    wishes = {"model": "bytes", "prompt": [[72, 105], [72, 111]], "echo": True, "logprobs": 1, "max_tokens": 0}
+    if stream:
+        told = [chunk.choices[0] async for chunk in await client.completions.create(**wishes, stream=True)]
+        choices = sorted((choice for choice in told if choice.text), key=lambda choice: choice.index)
+        assert [choice.finish_reason for choice in told if choice.finish_reason] == ["length", "length"]
+    else:
+        answer = await client.completions.create(**wishes)
+        choices = answer.choices
+        assert [choice.finish_reason for choice in choices] == ["length", "length"]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 0)
+
+    assert [choice.text for choice in choices] == ["Hi", "Ho"]
+    assert [choice.logprobs.tokens for choice in choices] == [["H", "i"], ["H", "o"]]
+    assert [choice.logprobs.token_logprobs for choice in choices] == [[None, -0.25]] * 2
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be between 1 and 1048576, got 0"):
+        await client.completions.create(model="bytes", prompt="Hi", max_tokens=0)
 
 
 async def test_prompt_logprobs_have_vllms_form(front, client):
