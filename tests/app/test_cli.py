@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from mooncake.app.local import LocalCluster
 from mooncake.client import Client
+from mooncake.types import SamplingParams
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 TRACE = "\n".join(
@@ -53,6 +55,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         ),
         (["generate", "Hi", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
         (["chat", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
+        (["status", "--address", "http://127.0.0.1:9"], 2, "an address is HOST:PORT, such as 127.0.0.1:50051; got"),
         (["serve", "--model", "/no/model"], 1, "/no/model"),
         (["serve", "--prefill", "0"], 2, "--prefill"),
         (["serve", "--set", "store.dram_gb=1e6", "--http-port", "0", "--grpc-port", "0"], 2, "GB of memory"),
@@ -84,6 +87,12 @@ def test_help_answers_at_once() -> None:
         assert run("--help").returncode == 0
         times.append(time.monotonic() - start_s)
     assert min(times) < 0.5
+
+
+def test_the_version_is_a_command_and_a_flag() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, run("version").stdout)
+    assert done.stdout.startswith("mooncake 0.")
 
 
 def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
@@ -169,7 +178,8 @@ def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalC
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "1 of 1 requests" in out
+    assert "1 of 2 requests" in out
+    assert "stopped early: 1 of 2 requests sent, 1 answered" in out
     assert err.endswith("mooncake: stopped before the end of the trace\n")
 
 
@@ -179,9 +189,15 @@ def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
         assert all(word in text for word in ("OpenAI", "gRPC", "waiting for", "ready", "mooncake generate"))
         nodes = children(process.pid)
         assert len(nodes) == 4
-        process.send_signal(signal.SIGINT)
+        with Client(re.findall(r"--address (\S+)", text)[0]) as client:
+            answer = client.stream("Once upon a time", sampling=SamplingParams(max_tokens=32, ignore_eos=True))
+            chunks = [next(answer)]
+            process.send_signal(signal.SIGINT)
+            chunks += answer
+        assert chunks[-1].finish_reason == "length", "an answer under way is given to its end"
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0
+        assert "requests under way have 10 s to finish" in out
         assert "stopped" in out
         assert "Traceback" not in err
         assert all(is_gone(pid) for pid in nodes)
