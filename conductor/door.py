@@ -39,7 +39,8 @@ class Door:
         if section.admission not in ADMISSIONS:
             raise ConfigError(f"conductor.admission must be one of {', '.join(ADMISSIONS)}, got {section.admission!r}")
         if section.admission_mode not in tuple(Mode):
-            raise ConfigError(f"conductor.admission_mode must be one of {', '.join(Mode)}, got {section.admission_mode!r}")
+            modes = ", ".join(Mode)
+            raise ConfigError(f"conductor.admission_mode must be one of {modes}, got {section.admission_mode!r}")
         limits = Limits(section.ttft_limit_ms or float("inf"), section.tbt_limit_ms or float("inf"))
         self.is_open = limits == Limits()
         self.admission = Admission(ADMISSIONS[section.admission], limits, Mode(section.admission_mode))

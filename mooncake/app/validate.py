@@ -165,9 +165,9 @@ def markdown(line: Mapping[str, object], rows: Sequence[Compared]) -> str:
     within = sum(abs(row.error) <= row.limit for row in held)
     parts = [
         "# The simulator beside a live cluster\n\n",
-        f"Made by `mooncake validate` from {line['validate']}, seed {line['seed']}: one prefill and one decode node, each\n"
-        "on a core of its own, measured through the running cluster, then replayed and simulated. Every request of both\n"
-        "is in `validation.json`. The conductor, the store and the client run beside them on the same cores.\n\n"
+        f"Made by `mooncake validate` from {line['validate']}, seed {line['seed']}: one prefill and one decode node,\n"
+        "each on a core of its own, measured through the running cluster, then replayed and simulated. Every request of\n"
+        "both is in `validation.json`. Conductor, store and client run beside them on the same cores.\n\n"
         f"Settings: {', '.join(f'{name} = {value}' for name, value in config.items())}.\n\n"
         f"**{within} of the {len(held)} figures that have a limit are within it.**\n\n",
         "| | live, ms | simulated, ms | error | allowed |\n|---|---|---|---|---|\n",
