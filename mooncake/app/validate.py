@@ -166,8 +166,8 @@ def markdown(line: Mapping[str, object], rows: Sequence[Compared]) -> str:
     parts = [
         "# The simulator beside a live cluster\n\n",
         f"Made by `mooncake validate` from {line['validate']}, seed {line['seed']}: one prefill and one decode node,\n"
-        "each on a core of its own, measured through the running cluster, then replayed and simulated. Every request of\n"
-        "both is in `validation.json`. Conductor, store and client run beside them on the same cores.\n\n"
+        "each on a core of its own, measured through the running cluster, then replayed and simulated. Every request\n"
+        "of both is in `validation.json`. Conductor, store and client run beside them on the same cores.\n\n"
         f"Settings: {', '.join(f'{name} = {value}' for name, value in config.items())}.\n\n"
         f"**{within} of the {len(held)} figures that have a limit are within it.**\n\n",
         "| | live, ms | simulated, ms | error | allowed |\n|---|---|---|---|---|\n",
