@@ -118,11 +118,12 @@ class PanelLinear:
     ) -> None:
         outputs, inputs = weight.shape
         width = int(library.mc_panel_width())
-        source, scales, kind = weight.contiguous(), None, _WEIGHT_KINDS.get(weight.dtype, -1)
+        source, scales, kind = weight, None, _WEIGHT_KINDS.get(weight.dtype, -1)
         block = reference.hadamard_size(inputs) if coding == "w8a8" else 1
         if coding:
             source, scales = reference.quantise_rows(weight if block == 1 else reference.hadamard(weight) / block)
             kind = _CODED_KINDS[coding]
+        source = source.contiguous()  # packing reads it by its address
         order = torch.arange(outputs)
         if is_gated:  # as source_row of linear.h
             order = order.view(2, -1, width // 2).transpose(0, 1).flatten()

@@ -100,7 +100,7 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
         first += second
         second.copy_(difference)
         step *= 2
-    return mixed.T.reshape(rows.shape)
+    return mixed.T.contiguous().view(rows.shape)
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:

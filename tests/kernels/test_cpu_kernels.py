@@ -242,7 +242,7 @@ def test_write_kv_is_the_reference(cpu: CpuKernels, dtype: torch.dtype) -> None:
     assert torch.equal(caches[0], caches[1])
 
 
-LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100)]
+LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100), (64, 96), (32, 48)]
 
 
 @WEIGHTS
