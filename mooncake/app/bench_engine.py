@@ -23,9 +23,9 @@ from rich.progress import Progress
 from mooncake.app.bench_kernels import decode_attention_s, gemm_s, read_s, shared_prefix_s, weight_bytes
 from mooncake.app.bench_report import Figure, Report, Value, progress, tell
 from mooncake.app.extras import require
+from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.hf_folder import write_hf_folder
 from mooncake.app.peers.own import OwnEngine, median_outside_s
-from mooncake.app.peers.process import PeerProcess
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
@@ -52,7 +52,7 @@ class Subject(Protocol):
     """An engine that can be given a task."""
 
     @property
-    def engine(self) -> str: ...
+    def name(self) -> str: ...
 
     @property
     def has_prefix_cache(self) -> bool: ...
@@ -199,7 +199,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
     with ExitStack() as stack:
         peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
         for peer in peers:
-            report.config[peer.engine] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+            report.config[peer.name] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
         EngineBench([own, *others, *peers], checkpoint.config.vocab_size, options, report, shown).run()
 
 
@@ -223,18 +223,18 @@ def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnE
     return own
 
 
-def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack, shown: Progress) -> PeerProcess:
+def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack, shown: Progress) -> PeerEngine:
     tell(shown, f"starting {name}")
     if name == "transformers":
         require("transformers", "test", "--against transformers")
         model = options.peer_model or str(checkpoint.path)
-        return PeerProcess(name, sys.executable, model, options.dtype, options.threads)
+        return PeerEngine(name, sys.executable, model, options.dtype, options.threads)
     model = options.peer_model or str(checkpoint.path)
     if model.endswith(".gguf"):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
         write_hf_folder(checkpoint.path, folder, options.vllm_dtype)
         model = str(folder)
-    return PeerProcess(name, options.vllm_python, model, options.vllm_dtype, options.threads)
+    return PeerEngine(name, options.vllm_python, model, options.vllm_dtype, options.threads)
 
 
 def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, report: Report, shown: Progress) -> None:
@@ -308,13 +308,13 @@ class EngineBench:
         look fast.
         """
         options = self.options
-        turns: dict[str, list[Turn]] = {subject.engine: [] for subject in self.subjects}
+        turns: dict[str, list[Turn]] = {subject.name: [] for subject in self.subjects}
         for rep in range(options.reps):
             for subject in self.subjects:
-                tell(self.shown, f"{subject.engine}, batch {batch}, repetition {rep + 1} of {options.reps}")
+                tell(self.shown, f"{subject.name}, batch {batch}, repetition {rep + 1} of {options.reps}")
                 prompts = self._prompts(draw, batch, options.prompt_tokens)
-                turns[subject.engine].append(_take_turn(subject, prompts, options.new_tokens))
-                if isinstance(subject, OwnEngine) and subject.engine == OURS:
+                turns[subject.name].append(_take_turn(subject, prompts, options.new_tokens))
+                if isinstance(subject, OwnEngine) and subject.name == OURS:
                     self._note_steps(subject, batch, rep)
         for engine, taken in turns.items():
             base_s = min(turn.one_token_s for turn in taken)
@@ -342,15 +342,15 @@ class EngineBench:
         )
 
     def _measure_ttft(self, draw: random.Random) -> None:
-        cold: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects}
-        hit: dict[str, list[float]] = {subject.engine: [] for subject in self.subjects if subject.has_prefix_cache}
+        cold: dict[str, list[float]] = {subject.name: [] for subject in self.subjects}
+        hit: dict[str, list[float]] = {subject.name: [] for subject in self.subjects if subject.has_prefix_cache}
         for rep in range(self.options.reps):
             for subject in self.subjects:
-                tell(self.shown, f"{subject.engine}, long prompt, repetition {rep + 1} of {self.options.reps}")
+                tell(self.shown, f"{subject.name}, long prompt, repetition {rep + 1} of {self.options.reps}")
                 prompts = self._prompts(draw, 1, self.options.long_tokens)
-                cold[subject.engine].append(subject.run(prompts, 1))
+                cold[subject.name].append(subject.run(prompts, 1))
                 if subject.has_prefix_cache:
-                    hit[subject.engine].append(subject.run(prompts, 1))
+                    hit[subject.name].append(subject.run(prompts, 1))
         shape: dict[str, Value] = {"prompt": self.options.long_tokens}
         for engine, times in cold.items():
             self.report.add(Figure(engine, "TTFT, cold", "ms", _ms(times), params=shape))

@@ -21,9 +21,9 @@ from mooncake.app.bench_report import Figure, Report, Value, progress, tell
 from mooncake.app.bench_traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
 from mooncake.app.latency import percentile
 from mooncake.app.local import LocalCluster
+from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.hf_folder import write_hf_folder
 from mooncake.app.peers.own import OwnEngine
-from mooncake.app.peers.process import PeerProcess
 from mooncake.app.preflight import available_cores
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -304,7 +304,7 @@ def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
             model = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
             write_hf_folder(checkpoint.path, Path(model), options.config.model.dtype)
         tell(shown, "starting vllm")
-        peer = PeerProcess("vllm", options.vllm_python, model, options.config.model.dtype, available_cores())
+        peer = PeerEngine("vllm", options.vllm_python, model, options.config.model.dtype, available_cores())
         stack.enter_context(peer)
         peer.run([traffic.prompt(64)], 4)
         cold, hit = [], []

@@ -25,7 +25,7 @@ from rich.progress import Progress
 import kvstore
 from kvstore.node import StoreNode
 from mooncake.app.bench_report import Figure, Report, progress, tell
-from mooncake.app.peers.turns import PeerInTurns
+from mooncake.app.peers.process import PeerProcess
 from mooncake.config import load_config
 from mooncake.errors import Cancelled, ConfigError, InternalError, NodeUnavailable
 
@@ -119,7 +119,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         memory = np.random.default_rng(options.seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
         subjects: list[Subject] = [stack.enter_context(_Ours(t, address, memory)) for t in options.transports]
         if options.mooncake_python:
-            peer = PeerInTurns(THEIRS, options.mooncake_python, SCRIPT)
+            peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
             subjects.append(_Theirs(stack.enter_context(peer)))
         subjects.append(_Copy(memory))
         tasks = [(what, size) for size in SIZES for what in ("get", "put", "get batch")] + [("exists", 0)]
@@ -260,7 +260,7 @@ class _Copy:
 class _Theirs:
     """``store_script.py`` under the other Python."""
 
-    def __init__(self, peer: PeerInTurns) -> None:
+    def __init__(self, peer: PeerProcess) -> None:
         self.name = peer.name
         self._peer = peer
 

@@ -28,8 +28,8 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.rails import Rails
-from mooncake.app.peers.turns import PeerInTurns
 from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
@@ -145,7 +145,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
             stack.callback(engine.close)
             subjects.append(_Ours(f"{OURS} {transport}", engine, address, pid, memory))
         if options.mooncake_python:
-            peer = PeerInTurns(THEIRS, options.mooncake_python, SCRIPT)
+            peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
             subjects.append(_Theirs(stack.enter_context(peer)))
         subjects.append(stack.enter_context(_Bare(bare_address, pid, memory)))
         subjects.append(_Copy(memory))
@@ -328,7 +328,7 @@ class _Copy(_Turns):
 class _Theirs:
     """``transfer_script.py`` under the other Python."""
 
-    def __init__(self, peer: PeerInTurns) -> None:
+    def __init__(self, peer: PeerProcess) -> None:
         self.name = peer.name
         self._peer = peer
 

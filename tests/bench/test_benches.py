@@ -16,7 +16,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.app import bench_engine, bench_quality, bench_serve
 from mooncake.app.bench_report import Figure, Report
-from mooncake.app.peers.process import PeerProcess
+from mooncake.app.peers.engine import PeerEngine
 from mooncake.errors import ConfigError, NodeUnavailable
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -125,11 +125,11 @@ def test_a_cluster_and_one_engine_get_the_same_traffic(tiny: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_peer_rests_between_its_turns_and_leaves_nothing_behind(tiny: Path) -> None:
-    with PeerProcess("transformers", sys.executable, str(tiny), "float32", threads=1) as peer:
-        assert state_of(peer.pid) == "T"
+    with PeerEngine("transformers", sys.executable, str(tiny), "float32", threads=1) as peer:
+        assert state_of(peer.process.pid) == "T"
         assert peer.run([[5, 6, 7], [8, 9, 10]], new=2) > 0
-        assert state_of(peer.pid) == "T"
-        pid = peer.pid
+        assert state_of(peer.process.pid) == "T"
+        pid = peer.process.pid
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -147,7 +147,7 @@ def state_of(pid: int) -> str:
     ],
 )
 def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str) -> None:
-    peer = PeerProcess("transformers", python, model, "float32", threads=1)
+    peer = PeerEngine("transformers", python, model, "float32", threads=1)
     with pytest.raises(NodeUnavailable, match=words), peer:
         pass
 

@@ -76,7 +76,7 @@ async def test_a_short_tail_is_computed_where_its_conversation_is_decoded() -> N
         longer = [list(range(20_000 + 1500 * k, 21_500 + 1500 * k)) for k in range(6)]
         under_way = asyncio.create_task(ask_all(channel, longer, 1, at_once=6))
         async with asyncio.timeout(60):
-            while not any(node.load.waiting_tokens for node in (await status(channel)).nodes):
+            while not any(n.load.waiting_tokens for n in (await status(channel)).nodes):  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
         there = [await ask(channel, turn, 24) for turn in turns]
         await under_way

@@ -94,7 +94,7 @@ async def slowed(pid: int) -> AsyncIterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_slow_node_is_taken_out_and_comes_back_when_it_is_well(model: Path) -> None:
-    # In turns, since a scheduler that has seen one node do better may leave the other idle, and then nothing is known of it.
+    # In turns: a scheduler that has seen one node do better may leave the other idle, and then nothing is known of it.
     async with cluster(model, "cluster.prefill=2", "conductor.policy=round_robin") as (running, channel):
         # Long enough for each node to show what is usual of it, and one at a time on each: only a chunk that is
         # computed alone is a measurement.

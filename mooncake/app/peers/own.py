@@ -73,7 +73,7 @@ class OwnEngine:
         kv_gb: float,
         name: str = "mooncake",
     ) -> None:
-        self.engine = name
+        self.name = name
         torch.set_num_threads(threads)
         layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
         self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
