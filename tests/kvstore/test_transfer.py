@@ -352,15 +352,17 @@ def test_a_writer_that_races_with_its_revocation_never_lands_late(segment, pair)
     thread = threading.Thread(target=write)
     thread.start()
     until = soon(60.0)
-    while (landed < 20 or refused < 20) and time.monotonic() < until:
-        server.grant([1], EPOCH)
-        time.sleep(0.002)
-        server.revoke([1])
-        segment.block(1)[: len(data)] = bytes(len(data))
-        time.sleep(0.002)
-        assert not np.frombuffer(segment.block(1), np.uint8).any()
-    ended.set()
-    thread.join()
+    try:
+        while (landed < 20 or refused < 20) and time.monotonic() < until:
+            server.grant([1], EPOCH)
+            time.sleep(0.002)
+            server.revoke([1])
+            segment.block(1)[: len(data)] = bytes(len(data))
+            time.sleep(0.002)
+            assert not np.frombuffer(segment.block(1), np.uint8).any()
+    finally:
+        ended.set()
+        thread.join()
     assert landed >= 20
     assert refused >= 20
 
