@@ -11,6 +11,7 @@ import asyncio
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from conductor.cost import ALL_NODES, CostModel, DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer, Served, Traffic
@@ -39,40 +40,60 @@ class PairCosts:
     decode_beside: float
 
 
-async def measure_pair(served: Served, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> PairCosts:
-    """With prompts of up to ``longest`` tokens, and some more for their answers. Takes about a minute on a core a node.
+class PairSamples:
+    """What was measured so far. Measured before and after what it is to predict, it holds for the time between, too:
+    a shared machine is not equally fast from minute to minute."""
 
-    Raises MooncakeError when the cluster does not answer."""
-    costs = CostModel()
-    request_ms, handoff_ms, tails = [], [], []
-    sizes = [(tokens, count) for tokens, count in PROMPTS if tokens <= longest]
-    for tokens, count in sizes:
-        tell(f"prefill of {tokens} tokens")
-        prompts = [traffic.prompt(tokens) for _ in range(count)]
-        each_ms, beside_ms = _one_by_one(await _ask_all(served, prompts, 2))
-        costs.observe_prefill(ALL_NODES, tokens, 0, each_ms)
-        request_ms.append(beside_ms)
-        for batch in BATCHES if tokens in CONTEXTS else ():
-            tell(f"decode of {batch} sequences of {tokens} tokens")
-            answers = await _ask_all(served, prompts[:batch], STEPS)
-            step_ms, context, tail = _together(answers, tokens)
-            tails.append(tail)
-            costs.observe_decode(ALL_NODES, batch, round(context), step_ms)
-            if batch == 1:
-                handoff_ms.append(answers[0].gaps_ms[0] - step_ms)
-    prefill, decode = costs.prefill(ALL_NODES), costs.decode(ALL_NODES)
-    tell("both at once")
-    beside = sizes[len(sizes) // 2][0]
-    prefill_ms, step_ms, context = await _beside(served, traffic, beside)
-    return PairCosts(
-        prefill,
-        decode,
-        request_ms=max(statistics.median(request_ms), 0.0),
-        handoff_ms=max(statistics.median(handoff_ms), 0.0),
-        decode_tail=max(statistics.median(tails), 1.0) if tails else 1.0,
-        prefill_beside=max(prefill_ms / prefill.ms(beside, 0), 1.0),
-        decode_beside=max(step_ms / decode.ms(BESIDE_BATCH, context), 1.0),
-    )
+    def __init__(self) -> None:
+        self._fitted = CostModel()
+        self._request_ms: list[float] = []
+        self._handoff_ms: list[float] = []
+        self._tails: list[float] = []
+        self._beside: list[_Beside] = []
+
+    async def measure(self, served: Served, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> None:
+        """With prompts of up to ``longest`` tokens, and some more for their answers. Takes about a minute on a core a
+        node. Raises MooncakeError when the cluster does not answer."""
+        sizes = [(tokens, count) for tokens, count in PROMPTS if tokens <= longest]
+        for tokens, count in sizes:
+            tell(f"prefill of {tokens} tokens")
+            prompts = [traffic.prompt(tokens) for _ in range(count)]
+            each_ms, beside_ms = _one_by_one(await _ask_all(served, prompts, 2))
+            self._fitted.observe_prefill(ALL_NODES, tokens, 0, each_ms)
+            self._request_ms.append(beside_ms)
+            for batch in BATCHES if tokens in CONTEXTS else ():
+                tell(f"decode of {batch} sequences of {tokens} tokens")
+                answers = await _ask_all(served, prompts[:batch], STEPS)
+                step_ms, context, tail = _together(answers, tokens)
+                self._tails.append(tail)
+                self._fitted.observe_decode(ALL_NODES, batch, round(context), step_ms)
+                if batch == 1:
+                    self._handoff_ms.append(answers[0].gaps_ms[0] - step_ms)
+        tell("both at once")
+        self._beside.append(await _measure_beside(served, traffic, sizes[len(sizes) // 2][0]))
+
+    def costs(self) -> PairCosts:
+        prefill, decode = self._fitted.prefill(ALL_NODES), self._fitted.decode(ALL_NODES)
+        prefill_slower = [one.prefill_ms / prefill.ms(one.tokens, 0) for one in self._beside]
+        decode_slower = [one.step_ms / decode.ms(BESIDE_BATCH, one.context) for one in self._beside]
+        return PairCosts(
+            prefill,
+            decode,
+            request_ms=max(statistics.median(self._request_ms), 0.0),
+            handoff_ms=max(statistics.median(self._handoff_ms), 0.0),
+            decode_tail=max(statistics.median(self._tails), 1.0) if self._tails else 1.0,
+            prefill_beside=max(statistics.mean(prefill_slower), 1.0),
+            decode_beside=max(statistics.mean(decode_slower), 1.0),
+        )
+
+
+class _Beside(NamedTuple):
+    """While both nodes work: ms of a prompt of so many tokens, ms of a decode step over so much context."""
+
+    tokens: int
+    prefill_ms: float
+    step_ms: float
+    context: float
 
 
 async def _ask_all(served: Served, prompts: list[list[int]], new: int) -> list[Answer]:
@@ -109,8 +130,8 @@ def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: flo
     return statistics.mean(step_ms), sum(contexts), statistics.mean(tails)
 
 
-async def _beside(served: Served, traffic: Traffic, prompt_tokens: int) -> tuple[float, float, float]:
-    """Prompts computed while others are decoded: (ms of a prompt, ms of a step, tokens of context)."""
+async def _measure_beside(served: Served, traffic: Traffic, prompt_tokens: int) -> _Beside:
+    """Prompts computed while others are decoded."""
     all_run, running = asyncio.Event(), set[int]()
 
     def note(client: int, count: int) -> None:
@@ -135,4 +156,4 @@ async def _beside(served: Served, traffic: Traffic, prompt_tokens: int) -> tuple
         for task in decoding:
             task.cancel()
         await asyncio.gather(*decoding, return_exceptions=True)
-    return each_ms, step_ms, context
+    return _Beside(prompt_tokens, each_ms, step_ms, context)

@@ -1,8 +1,8 @@
 """``mooncake validate``: a live cluster and the simulator play the same scaled trace, and their figures side by side.
 
 One prefill and one decode node, each on a core of its own, with links slowed to the regime of a real cluster: that is
-measured (``calibrate_pair``), described as a cluster file, replayed, simulated, and compared. More processes than cores
-separate nothing, so it refuses to run where the two nodes would share one.
+measured before and after the replay (``calibrate_pair``), described as a cluster file, simulated, and compared. More
+processes than cores separate nothing, so it refuses to run where the two nodes would share one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from mooncake.app.bench_report import commit, machine, progress, tell
 from mooncake.app.bench_traffic import ServedByCluster, Traffic
-from mooncake.app.calibrate_pair import PairCosts, measure_pair
+from mooncake.app.calibrate_pair import PairCosts, PairSamples
 from mooncake.app.console import ms, out, plain_table, print_json
 from mooncake.app.latency import Outcome, Spread
 from mooncake.app.local import LocalCluster
@@ -243,18 +243,24 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
     vocab = open_checkpoint(config.model.path).config.vocab_size
     async with LocalCluster(config) as cluster:
         served = ServedByCluster("cluster", cluster.grpc_address)
-        with progress("calibrating") as shown:
-            longest = max(one.input_length for one in trace)
-            costs = await measure_pair(served, Traffic(vocab, options.seed), longest, lambda what: tell(shown, what))
-        await served.close()
+        traffic, samples = Traffic(vocab, options.seed), PairSamples()
+
+        async def calibrate(title: str) -> None:
+            with progress(title) as shown:
+                longest = max(one.input_length for one in trace)
+                await samples.measure(served, traffic, longest, lambda what: tell(shown, what))
+
+        await calibrate("calibrating")
         meter = Meter(len(trace))
         replay_options = ReplayOptions(tokens_per_block=options.tokens_per_block, seed=options.seed, concurrency=256)
         with meter.shown():
             report = await Replay(cluster.grpc_address, replay_options, meter.add).run(trace)
+        await calibrate("calibrating once more")
+        await served.close()
     bad = [result for result in report.results if result.outcome is not Outcome.OK]
     if bad:
         raise InternalError(f"{len(bad)} of {len(trace)} requests were not answered: {bad[0].error or bad[0].outcome}")
-    return costs, report
+    return samples.costs(), report
 
 
 def described_cluster(config: Config, costs: PairCosts, link_mb_per_s: float) -> Cluster:
