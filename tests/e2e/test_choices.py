@@ -55,9 +55,10 @@ async def counters(channel: grpc.aio.Channel, role: str) -> dict[str, int]:
 
 @pytest.mark.timeout(240)
 async def test_four_answers_take_one_prefill_and_one_transfer(channel: grpc.aio.Channel) -> None:
+    await wait_idle(channel)
     before = {role: await counters(channel, role) for role in ("prefill", "decode")}
     together = await ask_for_several(channel, n=NUM_ANSWERS, seed=SEED, **SAMPLING)
-    await wait_idle(channel, 20)
+    await wait_idle(channel)
     after = {role: await counters(channel, role) for role in ("prefill", "decode")}
     prefill, decode = ({key: after[role][key] - before[role][key] for key in after[role]} for role in after)
     assert prefill["tokens_computed"] == len(PROMPT)
@@ -70,7 +71,7 @@ async def test_four_answers_take_one_prefill_and_one_transfer(channel: grpc.aio.
     for number, answer in enumerate(together):
         alone = await ask(channel, PROMPT, 24, seed=SEED + number, **SAMPLING)
         assert answer == alone.tokens, f"answer {number} is another one when it is asked for alone"
-    await wait_idle(channel, 20)
+    await wait_idle(channel)
 
 
 @pytest.mark.slow
@@ -83,13 +84,14 @@ async def test_beams_and_guides_go_on_after_the_hand_off(channel: grpc.aio.Chann
             return [answer.token_ids for answer in found.outputs], guided.text
 
     guide = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [["one", 1], ["two", 2], {"three": [3, 3, 3]}]}))
+    await wait_idle(channel)
     before = await counters(channel, "decode")
     beams = await ask_for_several(channel, n=4, beam_search=common_pb2.BeamSearch(length_penalty=1.0))
     wire = common_pb2.Guide(kind=guide.kind, text=guide.text)
     guided = await ask(channel, PROMPT, 40, ignore_eos=False, guide=wire)
     assert json.loads(guided.text) in json.loads(guide.text)["enum"]
     assert (beams, guided.text) == await asyncio.to_thread(here)
-    await wait_idle(channel, 20)
+    await wait_idle(channel)
     after = await counters(channel, "decode")
     assert after["handoffs_taken"] - before["handoffs_taken"] == 2
     assert after["blocks_shared_by_forks"] > before["blocks_shared_by_forks"]

@@ -68,7 +68,7 @@ async def test_one_after_the_other_hits_exactly_what_the_trace_allows() -> None:
         # the pool holds every block of these requests, so the exact count is that of an endless cache
         assert report.summary.hits == report.endless_cache
         assert report.endless_cache.block > 0.05
-        await wait_idle(channel, 5)
+        await wait_idle(channel)
 
 
 @needs_trace
@@ -80,7 +80,7 @@ async def test_at_the_trace_s_own_pace_all_finish_and_nothing_leaks() -> None:
         assert_all_finished(report)
         # requests that run at the same time cannot reuse each other's blocks yet
         assert 0 < report.summary.hits.block <= report.endless_cache.block
-        await wait_idle(channel, 5)
+        await wait_idle(channel)
         for node in (await status(channel)).nodes:
             load = node.load
             assert load.blocks_free + load.blocks_cached == load.blocks_total, node.info.node_id

@@ -85,8 +85,8 @@ async def test_preemption_changes_no_token() -> None:
     # 6 sequences of 200 tokens want 24 blocks of 2.95 MB; 13 are there
     async with running("decode.kv_gb=0.04") as (_, channel):
         tight = await ask_all(channel, prompts, 100, at_once=6, **HOT)
+        await wait_idle(channel)
         nodes = {node.info.role: node for node in (await status(channel)).nodes}
-        await wait_idle(channel, 10)
         assert nodes["decode"].load.preemptions > 0, "nothing was preempted: the test shows nothing"
     assert [answer.tokens for answer in tight] == [answer.tokens for answer in roomy]
 

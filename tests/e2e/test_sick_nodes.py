@@ -111,7 +111,7 @@ async def test_a_slow_node_is_taken_out_and_comes_back_when_it_is_well(model: Pa
         await wait_health(channel, "prefill-1", "healthy")
         again = await ask_all(channel, prompts(6, 24, tokens=768), 2, at_once=2)
         assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
-        await wait_idle(channel, 4)
+        await wait_idle(channel)
 
 
 @pytest.mark.slow
