@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType, structs
 
+from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.openai_types import (
     AssistantMessage,
     CalledFunction,
@@ -26,7 +27,6 @@ from conductor.ingress.openai_types import (
     ToolCallBody,
     TopLogprob,
 )
-from conductor.ingress.pipeline import Outcome, Piece
 from conductor.ingress.tools import CallReader
 from mooncake.types import FinishReason, SampledToken
 

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
-from conductor.ingress.pipeline import DEADLINE_GRACE_S, Job, Outcome, Piece, Pipeline
+from conductor.ingress.answers import Job, Outcome, Piece
+from conductor.ingress.pipeline import DEADLINE_GRACE_S, Pipeline
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb

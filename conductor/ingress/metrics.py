@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from conductor.ingress.pipeline import Outcome
+from conductor.ingress.answers import Outcome
 from conductor.stats import DispatchStats
 from mooncake.rpc.cluster_pb2 import Load, StatusResponse
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from conductor.ingress.answers import Job, Piece
 from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter, Extras
 from conductor.ingress.http import (
     ClientGone,
@@ -49,7 +50,7 @@ from conductor.ingress.openai_types import (
     stop_strings,
     usage_body,
 )
-from conductor.ingress.pipeline import MAX_CHOICES, Job, Piece, Pipeline
+from conductor.ingress.pipeline import MAX_CHOICES, Pipeline
 from conductor.ingress.tools import CallReader, said_calls, tool_response, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage

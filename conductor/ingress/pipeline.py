@@ -1,24 +1,24 @@
-"""What every front door shares: a checked request becomes token ids, deltas of tokens become text, counts and times.
+"""What every front door shares: a request is checked, becomes token ids and a job, and its answers come back in pieces.
 
-It owns tokenizing, stop strings, usage, latencies and the ranking of several answers. It must not know HTTP, gRPC or
-any wire form, nor where a request runs: below it is only ``conductor.api.Generator``.
+It owns tokenizing, limits, deadlines and the ranking of several answers. It must not know HTTP, gRPC or any wire form,
+nor where a request runs: below it is only ``conductor.api.Generator``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from conductor.api import Delta, Generator, InferenceRequest, RequestSummary
+from conductor.api import Delta, Generator, InferenceRequest
+from conductor.ingress.answers import Answer, Job, Observer, Piece, joined, mean_logprob
 from mooncake.errors import (
     Cancelled,
     ContextTooLong,
@@ -31,9 +31,9 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.guides import Guides
-from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler
+from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from mooncake.tokenizer import ChatMessage, Tokenizer
-from mooncake.types import FinishReason, Guide, SampledToken, SamplingParams, TokenIds
+from mooncake.types import Guide, SamplingParams, TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n
 MAX_MESSAGES = 4096
@@ -62,154 +62,7 @@ class ServedModel:
     adapters: Mapping[str, str] = field(default_factory=dict)  # digests of adapters by the names that clients say
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One checked request. ``arrived_at`` is on the monotonic clock: times count from there, tokenizing included."""
-
-    request: InferenceRequest
-    stop: tuple[str, ...]
-    arrived_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # prompt tokens whose KV was reused
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Milliseconds of one monotonic clock, as the front door saw them."""
-
-    ttft_ms: float
-    mean_tbt_ms: float  # plain mean of the token gaps
-    tail_tbt_ms: float  # mean of the longest tenth of the gaps (FAST'25)
-    total_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    finish_reason: FinishReason
-    usage: Usage
-    latency: Latency
-    summary: RequestSummary
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is new in answer number ``choice``. Text may lag behind the tokens; its last piece, and only that one, has
-    an outcome."""
-
-    tokens: tuple[SampledToken, ...]
-    text: str
-    outcome: Outcome | None = None
-    choice: int = 0
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: of all prompt tokens but the first
-
-
 Emit = Callable[[int, Piece], Awaitable[None]]
-
-
-class Observer(Protocol):
-    """Counts what passes. Called on the event loop, must not block or raise."""
-
-    def first_token(self, ttft_s: float) -> None: ...
-
-    def token_gap(self, gap_s: float) -> None: ...
-
-    def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
-        """An answer is complete. A prompt counts with the first of its answers."""
-
-    def failed(self, code: str) -> None: ...
-
-
-class Stopwatch:
-    """Times of one answer's tokens, all from one clock (seconds)."""
-
-    def __init__(self, arrived_at: float) -> None:
-        self._arrived_at = arrived_at
-        self._last_at = arrived_at
-        self.ttft_s: float | None = None
-        self.gaps_s: list[float] = []
-
-    def token(self, now: float) -> None:
-        if self.ttft_s is None:
-            self.ttft_s = now - self._arrived_at
-        else:
-            self.gaps_s.append(now - self._last_at)
-        self._last_at = now
-
-    def read(self, now: float) -> Latency:
-        gaps = self.gaps_s
-        slowest = sorted(gaps, reverse=True)[: math.ceil(len(gaps) / 10)]
-        return Latency(
-            ttft_ms=1e3 * (self.ttft_s or 0.0),
-            mean_tbt_ms=1e3 * sum(gaps) / len(gaps) if gaps else 0.0,
-            tail_tbt_ms=1e3 * sum(slowest) / len(slowest) if slowest else 0.0,
-            total_ms=1e3 * (now - self._arrived_at),
-        )
-
-
-class Answer:
-    """Deltas of one answer in, pieces out. No I/O, no clock of its own."""
-
-    def __init__(self, job: Job, choice: int, tokenizer: Tokenizer, observer: Observer) -> None:
-        sampling = job.request.sampling
-        self._job = job
-        self._choice = choice
-        self._observer = observer
-        self._assembler = TextAssembler(tokenizer, job.stop)
-        self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
-        self._watch = Stopwatch(job.arrived_at)
-        self._summary = RequestSummary()
-        self._num_tokens = 0
-        self.is_complete = False
-
-    def take(self, delta: Delta, now: float) -> Piece:
-        """Raises InternalError when the core lost a token, Cancelled when it gave the answer up."""
-        if delta.summary is not None:
-            self._summary = delta.summary
-        if delta.finish_reason is FinishReason.ABORT:
-            raise Cancelled("the request was cancelled")
-        tokens: list[SampledToken] = []
-        text: list[str] = []
-        stopped = False
-        for token in delta.tokens:
-            self._count(token, now)
-            tokens.append(token)
-            if token.token_id in self._end_ids:
-                continue  # it ends the answer and is no part of its text
-            piece = self._assembler.push(token.token_id)
-            text.append(piece.text)
-            if stopped := piece.stopped:
-                break
-        reason = FinishReason.STOP if stopped else delta.finish_reason
-        if reason is None:
-            return Piece(tuple(tokens), "".join(text), None, self._choice, delta.prompt_logprobs)
-        if not stopped:
-            last = self._assembler.flush()
-            text.append(last.text)
-            if last.stopped:
-                reason = FinishReason.STOP
-        return Piece(tuple(tokens), "".join(text), self._complete(reason, now), self._choice)
-
-    def _count(self, token: SampledToken, now: float) -> None:
-        if token.index != self._num_tokens:
-            raise InternalError(f"token {token.index} came where token {self._num_tokens} was due")
-        self._num_tokens += 1
-        self._watch.token(now)
-        if self._num_tokens == 1:
-            self._observer.first_token(self._watch.ttft_s or 0.0)
-        else:
-            self._observer.token_gap(self._watch.gaps_s[-1])
-
-    def _complete(self, reason: FinishReason, now: float) -> Outcome:
-        self.is_complete = True
-        usage = Usage(len(self._job.request.tokens), self._num_tokens, self._summary.report.cached_tokens)
-        outcome = Outcome(reason, usage, self._watch.read(now), self._summary)
-        self._observer.finished(outcome, prompt_counts=self._choice == 0)
-        return outcome
 
 
 class Pipeline:
@@ -393,7 +246,7 @@ class Pipeline:
         async with contextlib.aclosing(self._all(replace(job, request=replace(job.request, sampling=ranking)))) as all_:
             async for piece in all_:
                 answers[piece.choice].append(piece)
-        wholes = sorted(map(_whole, answers), key=_mean_logprob, reverse=True)
+        wholes = sorted(map(joined, answers), key=mean_logprob, reverse=True)
         for rank, whole in enumerate(wholes[: sampling.n]):
             tokens = whole.tokens
             if sampling.logprobs is None:
@@ -513,17 +366,6 @@ class UnknownModel(NotFound):
     """The name that clients of OpenAI's API look for."""
 
     code = "model_not_found"
-
-
-def _whole(pieces: Sequence[Piece]) -> Piece:
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
-    scores = pieces[0].prompt_logprobs
-    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].outcome, prompt_logprobs=scores)
-
-
-def _mean_logprob(answer: Piece) -> float:
-    """OpenAI's rank of an answer: the log-probability per token."""
-    return sum(token.logprob.logprob for token in answer.tokens if token.logprob) / max(len(answer.tokens), 1)
 
 
 def _code_of(error: BaseException) -> str:

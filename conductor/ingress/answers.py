@@ -1,0 +1,175 @@
+"""Answers as a front door sees them grow: deltas of tokens become text, counts and times.
+
+Pure: it has no I/O and no clock of its own. It must not know any wire form, nor where a request runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from conductor.api import Delta, InferenceRequest, RequestSummary
+from mooncake.errors import Cancelled, InternalError
+from mooncake.text import TextAssembler
+from mooncake.tokenizer import Tokenizer
+from mooncake.types import FinishReason, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checked request. ``arrived_at`` is on the monotonic clock: times count from there, tokenizing included."""
+
+    request: InferenceRequest
+    stop: tuple[str, ...]
+    arrived_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was reused
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Milliseconds of one monotonic clock, as the front door saw them."""
+
+    ttft_ms: float
+    mean_tbt_ms: float  # plain mean of the token gaps
+    tail_tbt_ms: float  # mean of the longest tenth of the gaps (FAST'25)
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    finish_reason: FinishReason
+    usage: Usage
+    latency: Latency
+    summary: RequestSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new in answer number ``choice``. Text may lag behind the tokens; its last piece, and only that one, has
+    an outcome."""
+
+    tokens: tuple[SampledToken, ...]
+    text: str
+    outcome: Outcome | None = None
+    choice: int = 0
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: of all prompt tokens but the first
+
+
+class Observer(Protocol):
+    """Counts what passes. Called on the event loop, must not block or raise."""
+
+    def first_token(self, ttft_s: float) -> None: ...
+
+    def token_gap(self, gap_s: float) -> None: ...
+
+    def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
+        """An answer is complete. A prompt counts with the first of its answers."""
+
+    def failed(self, code: str) -> None: ...
+
+
+class Stopwatch:
+    """Times of one answer's tokens, all from one clock (seconds)."""
+
+    def __init__(self, arrived_at: float) -> None:
+        self._arrived_at = arrived_at
+        self._last_at = arrived_at
+        self.ttft_s: float | None = None
+        self.gaps_s: list[float] = []
+
+    def token(self, now: float) -> None:
+        if self.ttft_s is None:
+            self.ttft_s = now - self._arrived_at
+        else:
+            self.gaps_s.append(now - self._last_at)
+        self._last_at = now
+
+    def read(self, now: float) -> Latency:
+        gaps = self.gaps_s
+        slowest = sorted(gaps, reverse=True)[: math.ceil(len(gaps) / 10)]
+        return Latency(
+            ttft_ms=1e3 * (self.ttft_s or 0.0),
+            mean_tbt_ms=1e3 * sum(gaps) / len(gaps) if gaps else 0.0,
+            tail_tbt_ms=1e3 * sum(slowest) / len(slowest) if slowest else 0.0,
+            total_ms=1e3 * (now - self._arrived_at),
+        )
+
+
+class Answer:
+    """Deltas of one answer in, pieces out. No I/O, no clock of its own."""
+
+    def __init__(self, job: Job, choice: int, tokenizer: Tokenizer, observer: Observer) -> None:
+        sampling = job.request.sampling
+        self._job = job
+        self._choice = choice
+        self._observer = observer
+        self._assembler = TextAssembler(tokenizer, job.stop)
+        self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
+        self._watch = Stopwatch(job.arrived_at)
+        self._summary = RequestSummary()
+        self._num_tokens = 0
+        self.is_complete = False
+
+    def take(self, delta: Delta, now: float) -> Piece:
+        """Raises InternalError when the core lost a token, Cancelled when it gave the answer up."""
+        if delta.summary is not None:
+            self._summary = delta.summary
+        if delta.finish_reason is FinishReason.ABORT:
+            raise Cancelled("the request was cancelled")
+        tokens: list[SampledToken] = []
+        text: list[str] = []
+        stopped = False
+        for token in delta.tokens:
+            self._count(token, now)
+            tokens.append(token)
+            if token.token_id in self._end_ids:
+                continue  # it ends the answer and is no part of its text
+            piece = self._assembler.push(token.token_id)
+            text.append(piece.text)
+            if stopped := piece.stopped:
+                break
+        reason = FinishReason.STOP if stopped else delta.finish_reason
+        if reason is None:
+            return Piece(tuple(tokens), "".join(text), None, self._choice, delta.prompt_logprobs)
+        if not stopped:
+            last = self._assembler.flush()
+            text.append(last.text)
+            if last.stopped:
+                reason = FinishReason.STOP
+        return Piece(tuple(tokens), "".join(text), self._complete(reason, now), self._choice)
+
+    def _count(self, token: SampledToken, now: float) -> None:
+        if token.index != self._num_tokens:
+            raise InternalError(f"token {token.index} came where token {self._num_tokens} was due")
+        self._num_tokens += 1
+        self._watch.token(now)
+        if self._num_tokens == 1:
+            self._observer.first_token(self._watch.ttft_s or 0.0)
+        else:
+            self._observer.token_gap(self._watch.gaps_s[-1])
+
+    def _complete(self, reason: FinishReason, now: float) -> Outcome:
+        self.is_complete = True
+        usage = Usage(len(self._job.request.tokens), self._num_tokens, self._summary.report.cached_tokens)
+        outcome = Outcome(reason, usage, self._watch.read(now), self._summary)
+        self._observer.finished(outcome, prompt_counts=self._choice == 0)
+        return outcome
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    scores = pieces[0].prompt_logprobs
+    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].outcome, prompt_logprobs=scores)
+
+
+def mean_logprob(answer: Piece) -> float:
+    """OpenAI's rank of an answer: the log-probability per token."""
+    return sum(token.logprob.logprob for token in answer.tokens if token.logprob) / max(len(answer.tokens), 1)
