@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.layout import ShardedLayout
 from mooncake.errors import InvalidRequest
 from mooncake.types import KVLayout
 
 BOX_BYTES = 1 << 20  # read at once into scratch memory: it stays in a core's L2 until it is converted
-DIRECT_BYTES = 64 << 10  # runs from here on are read straight to their place, though they were one at the source
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes that lie in one piece in a source block and, as far as types agree, in one piece in the target block."""
-
-    source_offset: int
-    target_offset: int
-    nbytes: int
+DIRECT_BYTES = 4 << 10  # runs from here on are read straight to their place, though they were one at the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +35,14 @@ class Box:
     target_first: tuple[int, int, int]
     count: tuple[int, int, int]
     reads: tuple[tuple[int, int], ...]  # offset and bytes of each run of the source block, in the order of the box
-    runs: tuple[Run, ...]  # the same with where they belong, when nothing has to be converted; else empty
+    is_direct: bool  # whether it is read straight to its place in the target block, not through scratch memory
+    moves: npt.NDArray[np.int64] = field(compare=False)  # [3, n]: offset in the source block, bytes, place there
+    nbytes: int  # to be read
     has_whole_layers: bool  # of the source block, so that their checksums can be verified
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether it is read straight to its place: where scratch memory would save no range, or runs are long."""
-        if not self.runs:
-            return False
-        return len(self.runs) == len(self.reads) or min(run.nbytes for run in self.runs) >= DIRECT_BYTES
 
     def shape(self, layout: ShardedLayout) -> KVLayout:
         """The box as a block of its own."""
         return KVLayout(*self.count, layout.head_dim, layout.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """To be read."""
-        return sum(nbytes for _, nbytes in self.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +129,13 @@ def _boxes(
         )
         source_format = source.block(rank)
         reads = tuple(_merge(_cells(source_format, at_source, count)))
-        runs: tuple[Run, ...] = ()
+        moves = _gather(reads)
+        is_direct = False
         if source.dtype == target.dtype:
             places = _cells(target.block(target_rank), at_target, count)
-            runs = tuple(_pair(_cells(source_format, at_source, count), places))
+            in_place = _pair(_cells(source_format, at_source, count), places)
+            is_direct = len(in_place) == len(reads) or min(nbytes for _, nbytes, _ in in_place) >= DIRECT_BYTES
+            moves = in_place if is_direct else moves
         yield Box(
             rank,
             first_token // source.block_tokens,
@@ -157,7 +144,9 @@ def _boxes(
             at_target,
             count,
             reads,
-            runs,
+            is_direct,
+            np.array(moves, np.int64).T.copy(),
+            sum(nbytes for _, nbytes in reads),
             has_whole_layers=count[1:] == (source_format.num_kv_heads, source_format.block_tokens),
         )
 
@@ -183,14 +172,24 @@ def _merge(cells: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _pair(sources: Iterable[tuple[int, int]], places: Iterable[tuple[int, int]]) -> list[Run]:
+def _gather(reads: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """One behind the other."""
+    moves: list[tuple[int, int, int]] = []
+    place = 0
+    for offset, nbytes in reads:
+        moves.append((offset, nbytes, place))
+        place += nbytes
+    return moves
+
+
+def _pair(sources: Iterable[tuple[int, int]], places: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Join neighbours that touch on both sides."""
-    runs: list[Run] = []
-    for (source, nbytes), (place, _) in zip(sources, places, strict=True):
-        if runs:
-            last = runs[-1]
-            if (last.source_offset + last.nbytes, last.target_offset + last.nbytes) == (source, place):
-                runs[-1] = Run(last.source_offset, last.target_offset, last.nbytes + nbytes)
+    moves: list[tuple[int, int, int]] = []
+    for (offset, nbytes), (place, _) in zip(sources, places, strict=True):
+        if moves:
+            first, size, there = moves[-1]
+            if (first + size, there + size) == (offset, place):
+                moves[-1] = (first, size + nbytes, there)
                 continue
-        runs.append(Run(source, place, nbytes))
-    return runs
+        moves.append((offset, nbytes, place))
+    return moves

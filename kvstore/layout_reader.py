@@ -21,7 +21,8 @@ from kvstore.checksum import Checksums
 from kvstore.layout import rows
 from kvstore.layout_convert import convert
 from kvstore.layout_plan import BOX_BYTES, Box, Plan
-from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine
+from kvstore.transfer.engine import Request, Transfer, TransferEngine
+from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.shm import SegmentView
 from kvstore.transfer.sockets import time_left
 from kvstore.transfer.transport import PathFailed
@@ -97,9 +98,10 @@ class LayoutReader:
             for transfer, group in direct:
                 transfer.result()
                 for job in group:
-                    _verify(job, job.pieces_in_place())
+                    if job.is_verifiable:
+                        _verify(job, job.pieces_in_place())
         unverified = sum(job.box.nbytes for job in jobs if not job.is_verifiable)
-        return Conversion(sum(job.box.nbytes for job in jobs), unverified, sum(len(job.box.reads) for job in jobs))
+        return Conversion(sum(job.box.nbytes for job in jobs), unverified, sum(job.box.moves.shape[1] for job in jobs))
 
     def close(self) -> None:
         self._helper.shutdown()
@@ -143,15 +145,7 @@ class LayoutReader:
         for job in jobs:
             groups.setdefault(job.box.rank, []).append(job)
         requests = [
-            Request(
-                group[0].shard.address,
-                [
-                    ReadRange(job.slot, run.source_offset, piece)
-                    for job in group
-                    for run, piece in zip(job.box.runs, job.pieces_in_place(), strict=True)
-                ],
-                deadline,
-            )
+            Request(group[0].shard.address, _table(group, [job.target.data for job in group]), deadline)
             for group in groups.values()
         ]
         return list(zip(self._transfer.submit(requests), groups.values(), strict=True))
@@ -167,12 +161,14 @@ class LayoutReader:
             while waiting or reading:
                 while waiting and free:
                     job, scratch = waiting.popleft(), free.popleft()
-                    [transfer] = self._transfer.submit([job.request(scratch.data, deadline)])
+                    request = Request(job.shard.address, _table([job], [scratch.data]), deadline)
+                    [transfer] = self._transfer.submit([request])
                     reading.append((job, scratch, transfer))
                 job, scratch, transfer = reading[0]
                 transfer.result()
                 reading.popleft()
-                _verify(job, [scratch.data[: job.box.nbytes]])
+                if job.is_verifiable:
+                    _verify(job, [scratch.data[: job.box.nbytes]])
                 _place(plan, job, job.box.shape(plan.source), scratch, (0, 0, 0))
                 free.append(scratch)
         finally:  # nothing may write into the scratch memory after this
@@ -196,19 +192,20 @@ class _Job:
     def is_verifiable(self) -> bool:
         return self.checksums is not None and self.box.has_whole_layers
 
-    def request(self, into: memoryview, deadline: float) -> Request:
-        """Its bytes one behind the other."""
-        ranges: list[ReadRange] = []
-        start = 0
-        for offset, nbytes in self.box.reads:
-            ranges.append(ReadRange(self.slot, offset, into[start : start + nbytes]))
-            start += nbytes
-        return Request(self.shard.address, ranges, deadline)
-
     def pieces_in_place(self) -> list[memoryview]:
-        """Where each run goes."""
+        """Of a direct box."""
         memory = self.target.data
-        return [memory[run.target_offset : run.target_offset + run.nbytes] for run in self.box.runs]
+        return [memory[place : place + nbytes] for _, nbytes, place in self.box.moves.T.tolist()]
+
+
+def _table(jobs: Sequence[_Job], memories: Sequence[memoryview]) -> PieceTable:
+    """What they move, each into its memory."""
+    counts = [job.box.moves.shape[1] for job in jobs]
+    rows = np.empty((5, sum(counts)), np.int64)
+    rows[0] = np.repeat([job.slot for job in jobs], counts)
+    rows[3] = np.repeat(np.arange(len(jobs)), counts)
+    rows[[1, 2, 4]] = np.concatenate([job.box.moves for job in jobs], axis=1)
+    return PieceTable.reading(rows, memories)
 
 
 def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
@@ -246,10 +243,9 @@ def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray
 
 
 def _verify(job: _Job, pieces: Sequence[memoryview]) -> None:
-    """Check the layers that the box has whole. ``pieces`` are its bytes, in order. Raises ChecksumMismatch."""
+    """Check its layers. ``pieces`` are the bytes of the box, in order. Raises WrongBytes."""
     box = job.box
-    if job.checksums is None or not box.has_whole_layers:
-        return
+    assert job.checksums is not None
     layer_bytes = box.nbytes // box.count[0]
     rest = deque(pieces)
     for layer in range(box.source_first[0], box.source_first[0] + box.count[0]):

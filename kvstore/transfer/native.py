@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
+from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import ProtocolViolation
 from kvstore.transfer.sockets import PeerClosed, Wire
 from kvstore.transfer.transport import Slice
@@ -82,29 +83,37 @@ class NativeWire(Wire):
         self._move(self._receive_parts, socket.SO_RCVTIMEO, head, part)
 
     def _move(self, move: _Move, option: int, head: bytes | bytearray, part: Slice) -> None:
-        rows = [_address_of(head), len(head), 0]
-        sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
-        for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
-            rows += (_address_of(piece.local), piece.local.nbytes, sum_at)
-        table = array("Q", rows)
+        table = _parts(head, part)
         flow = self._flow
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
         flow.tick_us = round(self._ticks[option] * 1e6)
         code = errno.EINTR
         while code == errno.EINTR:  # Python has handled the signal: go on where we were
-            code = move(self._flow_at, table.buffer_info()[0], len(rows) // 3, part.checksum_bytes, part.deadline)
+            code = move(self._flow_at, table.buffer_info()[0], len(table) // 3, part.checksum_bytes, part.deadline)
         self._ticks[option] = flow.tick_us / 1e6
         _check(code)
 
 
 def suits(part: Slice) -> bool:
     """Whether a call of ``NativeWire`` is worth it, and can take the checksums that are wanted."""
-    if part.nbytes < WORTH_BYTES * len(part.pieces):
+    if part.nbytes < WORTH_BYTES * len(part.pieces) and not isinstance(part.pieces, PieceTable):
         return False
     size = part.checksum_bytes
     return size == 0 or all(
         size >= MIN_SUM_BYTES and not 0 < piece.local.nbytes % size < MIN_SUM_BYTES for piece in part.pieces
     )
+
+
+def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
+    """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
+    rows = array("Q", (_address_of(head), len(head), 0))
+    if isinstance(part.pieces, PieceTable):
+        rows.frombytes(part.pieces.parts().tobytes())
+        return rows
+    sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
+    for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
+        rows.extend((_address_of(piece.local), piece.local.nbytes, sum_at))
+    return rows
 
 
 def _address_of(memory: bytes | bytearray | memoryview) -> int:

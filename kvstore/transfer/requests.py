@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from kvstore.checksum import Checksums
 from kvstore.segment import check_range
+from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation, WireRange
 from kvstore.transfer.transport import Piece, Priority, Slice
 from mooncake.errors import InvalidRequest, MooncakeError
@@ -49,10 +50,11 @@ class Request:
 
     With ``checksum_bytes`` (up to MAX_FRAME_BYTES) the report has a checksum of each so many bytes of each range, and
     of what is left of it, taken from the local memory while the bytes pass: for a read they are of what has arrived.
+    A table, for thousands of short ranges to be read, has none.
     """
 
     address: SegmentAddress
-    ranges: Sequence[WriteRange] | Sequence[ReadRange]
+    ranges: Sequence[WriteRange] | Sequence[ReadRange] | PieceTable
     deadline: float
     priority: Priority = Priority.NORMAL
     checksum_bytes: int = 0
@@ -195,6 +197,8 @@ def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice
         raise InvalidRequest(f"checksums of {unit} bytes each; {MAX_FRAME_BYTES} at most")
     if not request.ranges:
         return [], ()
+    if isinstance(request.ranges, PieceTable):
+        return _cut_table(request, request.ranges, slice_bytes), ()
     address = request.address
     writes = isinstance(request.ranges[0], WriteRange)
     operation = Operation.WRITE if writes else Operation.READ
@@ -212,6 +216,14 @@ def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice
         piece = Piece(WireRange(block, offset, nbytes, epoch), local)
         return [Slice(operation, (piece,), nbytes, request.deadline, unit, checksums)], checksums
     return _cut(request, operation, rows, sums, size), checksums
+
+
+def _cut_table(request: Request, table: PieceTable, slice_bytes: Callable[[int], int]) -> list[Slice]:
+    if request.checksum_bytes:
+        raise InvalidRequest("a table of ranges takes no checksums")
+    table.check(request.address.block_bytes, request.address.num_blocks)
+    parts = table.cut(slice_bytes(table.nbytes))
+    return [Slice(Operation.READ, part, nbytes, request.deadline) for part, nbytes in parts]
 
 
 _Row = tuple[int, int, memoryview, int]  # block, offset, memory, epoch

@@ -7,7 +7,7 @@ have, and fails. Shared memory, TCP, RDMA and the fake for tests all sit behind 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -42,7 +42,7 @@ class Slice:
     """Pieces that travel together: 1 to MAX_RANGES of them, SLICE_BYTES in all or some more, one operation."""
 
     operation: Operation
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     nbytes: int
     deadline: float  # time.monotonic()
     checksum_bytes: int = 0  # 0: no checksums are wanted

@@ -56,13 +56,13 @@ def transfer() -> Iterator[TransferEngine]:
 class Deployment:
     """Every rank's blocks in a segment of its own, served to whoever reads."""
 
-    def __init__(self, layout: ShardedLayout, num_blocks: int) -> None:
+    def __init__(self, layout: ShardedLayout, num_blocks: int, transport: str = "shm") -> None:
         self.layout = layout
         self.segments = [
             Segment.create(f"rank{rank}", layout.block(rank).block_bytes, num_blocks)
             for rank in range(layout.num_ranks)
         ]
-        self.servers = [SegmentServer(segment, f"rank{i}", ("shm",)) for i, segment in enumerate(self.segments)]
+        self.servers = [SegmentServer(segment, f"rank{i}", (transport,)) for i, segment in enumerate(self.segments)]
         for server in self.servers:
             server.start()
 
@@ -167,6 +167,23 @@ def test_every_byte_of_a_target_comes_from_somewhere_once(pair: tuple[ShardedLay
         assert plan(source, target, rank) is how  # computed once
 
 
+@pytest.mark.parametrize(("degree", "tokens", "dtype"), [(3, 64, "float32"), (1, 16, "float32"), (2, 2, "bfloat16")])
+def test_over_tcp_it_is_the_same(degree: int, tokens: int, dtype: str):
+    """Heads and tokens in runs of their own there and back, straight to their places or through scratch memory."""
+    engine = TransferEngine("layout", ("tcp",))
+    other = model(degree, 2, tokens, dtype)
+    with (
+        Deployment(model(dtype=dtype), 2, "tcp") as source,
+        Deployment(other, 128 // tokens, "tcp") as middle,
+        Deployment(model(dtype=dtype), 2, "tcp") as target,
+    ):
+        fill(source, 7)
+        there, back = middle.fill_from(source, engine), target.fill_from(middle, engine)
+        assert np.array_equal(source.segments[0].array, target.segments[0].array)
+        assert any(not box.is_direct for how in there + back for box in how.boxes) is (tokens == 2)
+    engine.close()
+
+
 def model(
     tensor_parallel: int = 1, pipeline_parallel: int = 1, tokens: int = 64, dtype: str = "float32"
 ) -> ShardedLayout:
@@ -186,7 +203,7 @@ def test_a_plan_reads_as_few_runs_as_there_are():
     whole = model().block(0).block_bytes
     boxes = plan(model(), model(), 0).boxes
     assert sum(box.nbytes for box in boxes) == whole
-    assert all(len(box.reads) == 1 == len(box.runs) and box.is_direct for box in boxes)  # cut into pieces of 1 MiB only
+    assert all(len(box.reads) == 1 == box.moves.shape[1] and box.is_direct for box in boxes)  # in 1 MiB pieces
     assert all(len(box.reads) == 1 for box in plan(model(3), model(1), 0).boxes)  # a whole shard is one run
     assert num_reads(model(1), model(3)) == 3 * 30 * 2  # a head of K or of V of one layer is one
     assert num_reads(model(1, 1, 64), model(1, 1, 16)) == 4 * 30 * 2 * 3  # a quarter of the tokens of each head
