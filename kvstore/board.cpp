@@ -1,113 +1,18 @@
 // The board: which block is in which slot of a store's DRAM, in memory that every process of the host can read.
 //
 // One process, the store, writes it; any number look keys up, copy blocks out of the segment beside it and check the
-// copy, with no word to the store. Nothing here waits or allocates after it has been opened.
-//
-//     head     what this is, and how much of it
-//     cells    key hash and slot, open addressing; a removed one leaves a mark while others may lie beyond it
-//     records  one a slot: the key itself, length, checksums, and the epoch that names the content. No epoch is ever used
-//              twice, so a reader that finds the same one before and after knows that nothing changed between.
-//
-// A lane is one client's memory, which the client writes: which slots it has read, so that eviction knows of them.
+// copy, with no word to the store. Nothing here waits or allocates after it has been opened. ``board.h`` has the layout.
 
-#include <atomic>
+#include "board.h"
+
 #include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
 #include <new>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-#include "xxh3.h"
-
 namespace {
 
-constexpr uint64_t kMagic = 0x31647261'6f424b4d;  // the last digit is the version of this layout
-constexpr uint32_t kMaxKeyBytes = 256;
-constexpr uint32_t kMaxRanges = 94;
-constexpr uint32_t kNotes = 1024;  // of a lane
-constexpr uint64_t kEmpty = 0, kRemoved = 1;
-constexpr uint64_t kFirstSlot = 2;  // what a cell's low half says of slot 0
-
-struct Head {
-    uint64_t magic, incarnation, block_bytes;
-    uint32_t num_slots, num_cells;
-    std::atomic<uint32_t> is_closed;
-    uint8_t rest[4096 - 36];
-};
-
-struct Record {
-    std::atomic<uint64_t> epoch;  // 0: nothing here, or just changing
-    uint32_t length;
-    uint16_t ranges, key_bytes;
-    uint8_t key[kMaxKeyBytes];
-    uint64_t sums[kMaxRanges];
-};
-
-struct Lane {
-    std::atomic<uint64_t> written, taken;  // notes, since ever
-    std::atomic<uint64_t> notes[kNotes];   // low half of the epoch, slot + 1; 0: not there yet
-};
-
-static_assert(sizeof(Head) == 4096 && sizeof(Record) == 1024);
-
-uint32_t cells_for(uint32_t num_slots) {
-    uint32_t cells = 64;
-    while (cells < 4 * static_cast<uint64_t>(num_slots)) cells *= 2;
-    return cells;
-}
-
-// Of any keys, also chosen ones: nobody knows the seed before the store has started.
-uint64_t hash_key(uint64_t seed, const uint8_t* key, uint32_t bytes) {
-    uint64_t state = seed ^ bytes;
-    for (uint32_t at = 0; at < bytes; at += 8) {
-        uint64_t word = 0;
-        memcpy(&word, key + at, bytes - at < 8 ? bytes - at : 8);
-        state = xxh3::fold(state ^ word, xxh3::kPrime64_2 ^ seed) + xxh3::kPrime64_1;
-    }
-    return state ^ (state >> 29);
-}
-
-// A mapped board, on either side.
-struct Board {
-    Head* head;
-    std::atomic<uint64_t>* cells;
-    Record* records;
-    size_t bytes;
-
-    Board(void* memory, uint32_t num_cells, size_t size) : bytes(size) {
-        head = static_cast<Head*>(memory);
-        cells = reinterpret_cast<std::atomic<uint64_t>*>(head + 1);
-        records = reinterpret_cast<Record*>(cells + num_cells);
-    }
-
-    // The slot that says it holds ``key``, and its epoch; -1 when there is none.
-    int64_t find(const uint8_t* key, uint32_t key_bytes, uint64_t* epoch) const {
-        const uint64_t hash = hash_key(head->incarnation, key, key_bytes);
-        const uint32_t mask = head->num_cells - 1;
-        for (uint32_t step = 0; step <= mask; step++) {
-            const uint64_t cell = cells[(hash + step) & mask].load(std::memory_order_acquire);
-            if (cell == kEmpty) return -1;
-            if (cell == kRemoved || (cell ^ hash) >> 32) continue;
-            const uint64_t slot = (cell & 0xFFFFFFFF) - kFirstSlot;
-            const Record& record = records[slot];
-            *epoch = record.epoch.load(std::memory_order_acquire);
-            if (*epoch && record.key_bytes == key_bytes && !memcmp(record.key, key, key_bytes) && is_still(slot, *epoch))
-                return static_cast<int64_t>(slot);
-        }
-        return -1;
-    }
-
-    bool is_still(uint64_t slot, uint64_t epoch) const {
-        std::atomic_thread_fence(std::memory_order_acquire);
-        return records[slot].epoch.load(std::memory_order_relaxed) == epoch;
-    }
-};
-
-size_t board_bytes(uint32_t num_slots) {
-    return sizeof(Head) + cells_for(num_slots) * sizeof(uint64_t) + num_slots * sizeof(Record);
-}
+using namespace board;
 
 void* map(int fd, size_t bytes, bool writable) {
     void* memory = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
@@ -131,14 +36,6 @@ struct Reader {
         const ssize_t got = recv(sock, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
         return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
     }
-
-    // Dropped when the store is behind: eviction then knows a little less.
-    void note(uint64_t slot, uint64_t epoch) const {
-        const uint64_t at = lane->written.load(std::memory_order_relaxed);
-        if (at - lane->taken.load(std::memory_order_relaxed) >= kNotes) return;
-        const uint64_t place = lane->written.fetch_add(1, std::memory_order_relaxed);
-        lane->notes[place % kNotes].store(epoch << 32 | (slot + 1), std::memory_order_release);
-    }
 };
 
 enum Outcome : int8_t { kRead = 0, kMissing = 1, kChanged = 2, kCorrupt = 3 };
@@ -146,22 +43,18 @@ enum Outcome : int8_t { kRead = 0, kMissing = 1, kChanged = 2, kCorrupt = 3 };
 Outcome read_block(const Reader& reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into,
                    uint64_t expected) {
     const Board& board = reader.board;
-    uint64_t epoch;
-    const int64_t slot = board.find(key, key_bytes, &epoch);
-    if (slot < 0) return kMissing;
-    const Record& record = board.records[slot];
-    const uint64_t bytes = record.length, ranges = record.ranges;
-    uint64_t sums[kMaxRanges];
-    memcpy(sums, record.sums, sizeof sums);
-    if (!board.is_still(slot, epoch) || bytes != expected) return kChanged;
-    const uint64_t part = bytes / ranges;
-    const uint8_t* from = reader.segment + static_cast<uint64_t>(slot) * board.head->block_bytes;
+    Listed listed;
+    if (!look_up(board, key, key_bytes, listed)) return kChanged;
+    if (listed.slot < 0) return kMissing;
+    if (listed.length != expected) return kChanged;
+    const uint64_t part = listed.length / listed.ranges;
+    const uint8_t* from = reader.segment + static_cast<uint64_t>(listed.slot) * board.head->block_bytes;
     bool is_right = true;
-    for (uint64_t range = 0; range < ranges && is_right; range++)
-        is_right = xxh3::copy(into + range * part, from + range * part, part) == sums[range];
-    if (!board.is_still(slot, epoch)) return kChanged;
+    for (uint64_t range = 0; range < listed.ranges && is_right; range++)
+        is_right = xxh3::copy(into + range * part, from + range * part, part) == listed.sums[range];
+    if (!board.is_still(listed.slot, listed.epoch)) return kChanged;
     if (!is_right) return kCorrupt;
-    reader.note(slot, epoch);
+    reader.lane->note(listed.slot, listed.epoch);
     return kRead;
 }
 
@@ -188,12 +81,12 @@ Board* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t i
     head->block_bytes = block_bytes;
     head->num_slots = num_slots;
     head->num_cells = cells_for(num_slots);
-    return new (std::nothrow) Board(memory, head->num_cells, bytes);
+    return new (std::nothrow) Board(memory);
 }
 
 void board_close(Board* board) {
     board->head->is_closed.store(1, std::memory_order_release);
-    munmap(board->head, board->bytes);
+    munmap(board->head, board->bytes());
     delete board;
 }
 
@@ -263,7 +156,7 @@ Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
     auto* head = static_cast<Head*>(map(board_fd, sizeof(Head), false));
     if (!head) return nullptr;
     const bool is_known = head->magic == kMagic && head->num_cells == cells_for(head->num_slots);
-    const uint32_t num_slots = head->num_slots, num_cells = head->num_cells;
+    const uint32_t num_slots = head->num_slots;
     const size_t bytes = board_bytes(num_slots), segment_bytes = num_slots * head->block_bytes;
     munmap(head, sizeof(Head));
     if (!is_known) return nullptr;
@@ -277,12 +170,12 @@ Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
         return nullptr;
     }
     madvise(segment, segment_bytes, MADV_HUGEPAGE);
-    return new (std::nothrow) Reader{Board(memory, num_cells, bytes), static_cast<Lane*>(lane),
+    return new (std::nothrow) Reader{Board(memory), static_cast<Lane*>(lane),
                                      static_cast<uint8_t*>(segment), segment_bytes, sock};
 }
 
 void board_leave(Reader* reader) {
-    munmap(reader->board.head, reader->board.bytes);
+    munmap(reader->board.head, reader->board.bytes());
     munmap(reader->lane, sizeof(Lane));
     munmap(reader->segment, reader->segment_bytes);
     delete reader;

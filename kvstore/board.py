@@ -77,7 +77,7 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = load_native("board", SOURCE, [SOURCE.with_name("xxh3.h")])
+        library = load_native("board", SOURCE, [SOURCE.with_name("board.h"), SOURCE.with_name("xxh3.h")])
     except BuildFailed as error:
         log.warning("blocks on this host are looked up over the wire, not in shared memory: %s", error)
         return None
@@ -105,7 +105,7 @@ class Board:
         if not self._board:
             os.close(self._read_only)
             raise OSError("no address space for the board")
-        self._lanes: dict[int, int] = {}  # address of each by a number
+        self._lanes: dict[int, int] = {}  # address of each by the number of its file
         self._notes: npt.NDArray[np.uint32] = np.empty(MAX_INLINE_NOTES, dtype=np.uint32)
 
     @classmethod
@@ -141,6 +141,12 @@ class Board:
             raise OSError("no address space for a lane")
         self._lanes[fd] = lane
         return fd, [self._read_only, fd, self._segment.fd]
+
+    def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
+        """The board and a lane of its own, for the data plane's server in this process. They live as long as it."""
+        fd, files = self.add_lane()
+        size, lane_size = (os.fstat(file).st_size for file in (self._read_only, fd))
+        return mmap.mmap(files[0], size, prot=mmap.PROT_READ), mmap.mmap(fd, lane_size)
 
     def drop_lane(self, number: int) -> None:
         self._library.board_close_lane(self._lanes.pop(number))

@@ -5,8 +5,8 @@
         assert await store.get(key) == data
 
 Here is what moves between the caller's memory and the store's segment, by one-sided transfers. How calls travel is in
-``client_calls``, the shorter way within a host in ``client_near``. What a store does not have is None or a shorter
-list, not an error; everything that is an error is one of ``mooncake.errors``.
+``client_calls``; the shorter ways for whole blocks are ``client_near`` and ``client_far``. What a store does not have
+is None or a shorter list, not an error; everything that is an error is one of ``mooncake.errors``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing_extensions import Buffer
 
 from kvstore.checksum import Checksums, checksums_of, checksums_to_wire, first_mismatch, verify
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.client_far import FarStore
 from kvstore.client_near import INLINE_BYTES, NearStore
 from kvstore.client_types import (
     Lease,
@@ -33,10 +34,17 @@ from kvstore.client_types import (
 from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
 from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
 from mooncake.types import SegmentAddress
 
 WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
+
+
+def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
+    """Which short ways a client has whose engine is like this: ``copies_inline``, ``is_keyed``."""
+    is_free = max_mb_per_s == 0
+    return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
 
 
 class StoreClient:
@@ -53,11 +61,13 @@ class StoreClient:
         channels: Channels,
         tenant: str = "",
         copies_inline: bool = False,
+        is_keyed: bool = False,
     ) -> None:
         """``address`` is the store's gRPC address. The engine and the channels are shared, and closed by their owner;
         ``connect`` makes a client that has its own. What it stores counts against the quota of ``tenant``. With
         ``copies_inline``, blocks of a store of this host are read where they lie, and short copies are made on the
-        event loop; not for an engine that is paced, or that is to leave shared memory alone."""
+        event loop; not for an engine that is to leave shared memory alone. With ``is_keyed``, whole blocks of other
+        stores are asked for and put over TCP in one message. Neither is for an engine that is paced."""
         self.address = address
         self.tenant = tenant
         self._copies_inline = copies_inline
@@ -65,6 +75,7 @@ class StoreClient:
         self._transfer = transfer
         self._calls = StoreCalls(address, channels)
         self._near = NearStore(self._calls, tenant)
+        self._far = FarStore(transfer, tenant) if is_keyed else None
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
     @classmethod
@@ -82,7 +93,7 @@ class StoreClient:
         """A client with its own transfer engine, once the store answers. Raises NodeUnavailable when it does not."""
         transfer = TransferEngine(name, transports, streams, max_mb_per_s)
         channels = Channels()
-        client = cls(address, transfer, channels, tenant, copies_inline=max_mb_per_s == 0 and "shm" in transports)
+        client = cls(address, transfer, channels, tenant, *ways(transports, max_mb_per_s))
         client._owned.push_async_callback(channels.close)
         client._owned.callback(transfer.close)
         try:
@@ -97,6 +108,8 @@ class StoreClient:
         self._near.return_ahead()
         await self._calls.close()
         self._near.close()
+        if self._far is not None:
+            self._far.close()
         await self._owned.aclose()
 
     async def __aenter__(self) -> StoreClient:
@@ -215,8 +228,10 @@ class StoreClient:
     async def put_in_place(
         self, name: tuple[bytes, bytes], view: memoryview, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool | None:
-        """``put`` into a slot of this host that was had in advance: one pass over the bytes, then one message. None
-        when there is none, or it has run out: then it has to be reserved first."""
+        """``put`` into a slot that was given out in advance: one pass over the bytes, and one message. None when there
+        is none, or it has run out: then it has to be reserved first."""
+        if self._far is not None and self._near.board is None and self._far.is_open:
+            return await self._far.put(name, view, ranges, time.monotonic() + timeout_s)
         return await self._near.put(name, view, ranges, timeout_s)
 
     async def get_all(
@@ -231,7 +246,10 @@ class StoreClient:
         Returns the lengths; None for what is not stored, and for what came back wrong, which has then been dropped.
         """
         deadline = time.monotonic() + timeout_s
-        lengths = await self._near.read(keys, room)
+        if self._far is not None and self._near.board is None and self._far.is_open:
+            lengths = await self._far.read(keys, room, deadline)
+        else:
+            lengths = await self._near.read(keys, room)
         missing = [index for index, length in enumerate(lengths) if length is None]
         if missing:
             wanted = [keys[index] for index in missing]
@@ -400,6 +418,8 @@ class StoreClient:
         await self._calls.open_lane(response.lane_port)
         if self._copies_inline:
             await self._near.open(response)
+        if self._far is not None and response.HasField("segment"):
+            self._far.open(segment_from_wire(response.segment))
         return stats_from_wire(response)
 
     async def _read(self, segment: SegmentAddress, ranges: Sequence[ReadRange], deadline: float) -> TransferReport:

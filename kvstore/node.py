@@ -20,6 +20,7 @@ from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store, TierRules
 from kvstore.transfer.server import SegmentServer
+from kvstore.wire_puts import WirePuts
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError
 from mooncake.events import CacheEventsServicer, EventLog
@@ -32,7 +33,7 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
-LANE_SHARE = 1 / 16  # of the slots that writers of this host may have in advance
+LANE_SHARE = 1 / 16  # of the slots that writers may have in advance
 MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
 
@@ -85,6 +86,8 @@ class StoreNode:
         cleanup.callback(self._segment.close)
         self._populate_in_background()
         loop = asyncio.get_running_loop()
+        board = self._make_board()
+        lane_slots = 0 if config.store.tenant_dram_gb else int(num_blocks * LANE_SHARE)  # they could not be counted
         self._segment_server = SegmentServer(
             self._segment,
             self.node_id,
@@ -92,10 +95,11 @@ class StoreNode:
             config.node.host,
             on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
             secret=transfer_secret(config),
+            listing=board,
+            on_put=(lambda put: loop.call_soon_threadsafe(self._puts.came, put)) if lane_slots else None,
         )
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
-        board = self._make_board()
         self._store = Store(
             self._segment,
             self._segment_server,
@@ -107,14 +111,15 @@ class StoreNode:
             rules=TierRules(config.store.write_through_sights, config.store.demote_sights),
             tenant_bytes=int(config.store.tenant_dram_gb * 1e9),
             board=board,
-            lane_slots=int(num_blocks * LANE_SHARE),
+            lane_slots=lane_slots,
         )
+        self._puts = WirePuts(self._store, self._segment_server, lane_slots)
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
         address = self._segment_server.address
         server = RpcServer()
         servicer = StoreServicer(self._store, address)
-        if board is not None:
+        if board is not None and "shm" in config.transfer.transports:
             servicer.board_path = self._open_door(board)
         server.add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")
         server.add(
@@ -150,8 +155,8 @@ class StoreNode:
         await self._cleanup.aclose()
 
     def _make_board(self) -> Board | None:
-        """For clients of this host, where the segment may be shared with them."""
-        board = Board.create(self._segment) if "shm" in self.config.transfer.transports else None
+        """Where clients of this host, and for all others the data plane's server, find blocks by key."""
+        board = Board.create(self._segment)
         if board is not None:
             self._cleanup.callback(board.close)
         return board
@@ -196,6 +201,7 @@ class StoreNode:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             try:
                 self._store.sweep()
+                self._puts.sweep()
             except Exception:
                 log.exception("sweeping the store failed")  # a bug there must not stop the next sweep
 

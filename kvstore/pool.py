@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import ctypes
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar, cast
@@ -28,8 +29,8 @@ import xxhash
 from typing_extensions import Buffer
 
 from kvstore.checksum import checksum, range_checksums
-from kvstore.client import StoreClient
-from kvstore.client_calls import DEFAULT_TIMEOUT_S
+from kvstore.client import StoreClient, ways
+from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client_types import StoredBlock, StoreStats
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import (
@@ -108,9 +109,9 @@ class Client:
         count against. ``replicas`` is how many stores are to hold each block. Raises NodeUnavailable.
         """
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s), Channels()
-        copies_inline = max_mb_per_s == 0 and "shm" in transports
+        short = ways(transports, max_mb_per_s)
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
-        stores = {address: StoreClient(address, transfer, channels, tenant, copies_inline) for address in listed}
+        stores = {address: StoreClient(address, transfer, channels, tenant, *short) for address in listed}
         client: Client | None = None
         try:
             client = cls(stores, namespace, salt, replicas)
@@ -157,6 +158,7 @@ class Client:
         ``parent``, stores evict this block before that one. With ``durable`` it has reached an SSD when this returns.
         Raises OutOfBlocks when no store has room, or not durably, or the tenant's quota is used up.
         """
+        deadline = time.monotonic() + timeout_s
         if self._replicas == 1 and not durable:
             wire, view = self._wire_key(key), _readable(data)
             above = self._wire_key(parent) if parent else b""
@@ -165,7 +167,7 @@ class Client:
             if placed is not None:
                 return placed
         [stored] = await self.put_batch(
-            [(key, data)], ranges=ranges, parents=[parent], durable=durable, timeout_s=timeout_s
+            [(key, data)], ranges=ranges, parents=[parent], durable=durable, timeout_s=left_s(deadline)
         )
         return stored
 

@@ -38,10 +38,10 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         _check_count(len(request.blocks))
         if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES or request.writer_id[0] == "\0":
             raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
-        names = [BlockName(_key(block.key), _parent(block.parent)) for block in request.blocks]
+        names = [BlockName(checked_key(block.key), checked_parent(block.parent)) for block in request.blocks]
         wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
         offers = await self._store.reserve(
-            names, request.writer_id, request.length, request.ranges, _tenant(request.tenant), wait_s
+            names, request.writer_id, request.length, request.ranges, checked_tenant(request.tenant), wait_s
         )
         return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
 
@@ -56,10 +56,12 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
         response = pb.CommitResponse()
         if request.HasField("slot"):
-            name = BlockName(_key(request.block.key), _parent(request.block.parent))
+            name = BlockName(checked_key(request.block.key), checked_parent(request.block.parent))
             checksums = checksums_from_wire(request.checksums)
             grant = _grant(request.slot)
-            outcome = self._store.commit(request.lane, grant, name, request.length, checksums, _tenant(request.tenant))
+            outcome = self._store.commit(
+                request.lane, grant, name, request.length, checksums, checked_tenant(request.tenant)
+            )
             response.outcome = _OUTCOMES[outcome]
         if (ahead := self._store.reserve_ahead(request.lane)) is not None:
             response.next.index, response.next.epoch = ahead.slot, ahead.epoch
@@ -121,6 +123,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             tenant_bytes=self._store.tenant_bytes,
             lane_port=self.lane_port,
             board_path=self.board_path,
+            segment=self._segment,
         )
 
 
@@ -129,7 +132,7 @@ def _check_count(count: int) -> None:
         raise InvalidRequest(f"at most {MAX_BLOCKS} blocks in one message, got {count}")
 
 
-def _key(key: bytes) -> BlockKey:
+def checked_key(key: bytes) -> BlockKey:
     if not 1 <= len(key) <= MAX_KEY_BYTES:
         raise InvalidRequest(f"a block key has 1 to {MAX_KEY_BYTES} bytes, got {len(key)}", "key")
     return BlockKey(key)
@@ -137,16 +140,16 @@ def _key(key: bytes) -> BlockKey:
 
 def _keys(keys: Sequence[bytes]) -> list[BlockKey]:
     _check_count(len(keys))
-    return [_key(key) for key in keys]
+    return [checked_key(key) for key in keys]
 
 
-def _parent(parent: bytes) -> bytes:
+def checked_parent(parent: bytes) -> bytes:
     if len(parent) > MAX_KEY_BYTES:
         raise InvalidRequest(f"a block key has at most {MAX_KEY_BYTES} bytes, got {len(parent)}", "parent")
     return parent
 
 
-def _tenant(name: str) -> str:
+def checked_tenant(name: str) -> str:
     if len(name) > MAX_TENANT_BYTES:
         raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes", "tenant")
     return name

@@ -31,6 +31,7 @@ _INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woke
 AHEAD_SHARE = 1 / 16  # of the slots that are kept free or saved already, so that a put finds room at once
 MIN_AHEAD = 4
 PROMOTER = "\0ssd"  # the writer of blocks that come back from the SSD
+WIRE = "\0wire"  # the writer of blocks that arrive whole over the data plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class Store:
         board: Board | None = None,
         lane_slots: int = 0,
     ) -> None:
-        """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read. Writers of
-        this host may have ``lane_slots`` slots in advance; none where quotas are kept, which could not count them."""
+        """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read. Writers
+        may have ``lane_slots`` slots in advance: give none where quotas are kept, which could not count them."""
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
@@ -96,8 +97,9 @@ class Store:
         self._ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE)) if ssd else 0
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
         self._work: set[asyncio.Task[None]] = set()
-        self._lanes: dict[str, set[int]] = {}  # slots that each writer of this host has in advance
-        self._lane_slots = 0 if tenant_bytes else lane_slots
+        self._lanes: dict[str, set[Grant]] = {WIRE: set()}  # slots that each writer has in advance
+        self._lane_slots = lane_slots
+        self._num_ahead = 0  # slots given in advance, ever
         self._num_saves = 0  # blocks that are on their way to the SSD, and cannot go before they are there
         self._room = asyncio.Event()  # set whenever a slot may have come free
         self._index = StoreIndex(
@@ -168,7 +170,7 @@ class Store:
         safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
         return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
-    # Writing in place, into slots had in advance, by writers that hold the board
+    # Writing into slots had in advance: in place, by writers that hold the board, or by the data plane's server
 
     def lane_opened(self, lane: str) -> None:
         self._lanes[lane] = set()
@@ -179,13 +181,15 @@ class Store:
         self._index.writer_gone(lane)
         self._room.set()
 
-    def reserve_ahead(self, lane: str) -> Grant | None:
-        """A slot to be filled and then named by ``commit``; one a lane, and none that has to be waited for."""
+    def reserve_ahead(self, lane: str, most: int = 1) -> Grant | None:
+        """A slot to be filled and then named by ``commit``; at most so many a lane, and none that has to be waited
+        for."""
         held = self._lanes.get(lane)
-        if held is None or held or sum(map(len, self._lanes.values())) >= self._lane_slots:
+        if held is None or len(held) >= most or sum(map(len, self._lanes.values())) >= self._lane_slots:
             return None
         try:
-            name = BlockName(BlockKey(lane.encode()))
+            name = BlockName(BlockKey(f"{lane}{self._num_ahead}".encode()))
+            self._num_ahead += 1
             [offer] = self._index.reserve([name], lane, self.block_bytes, 1, time.monotonic())
         except OutOfBlocks:
             return None
@@ -193,20 +197,22 @@ class Store:
             self._save_leaving()
             self._publish()
         if offer.grant is not None:
-            held.add(offer.grant.slot)
+            held.add(offer.grant)
         return offer.grant
 
     def commit(
         self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
     ) -> Committed:
-        """Make a slot had in advance readable as this block. Its checksums were made of the very bytes that were copied
-        here, by a process that could write anywhere in the segment; whoever reads the block checks them."""
+        """Make a slot had in advance readable as this block. Its checksums were made of the very bytes that came here,
+        by this process, or by one that could write anywhere in the segment; whoever reads the block checks them."""
         if not 1 <= len(checksums) <= length <= self.block_bytes or length % len(checksums):
             raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
         reserved = self._index.reservation(grant)
-        if lane not in self._lanes or grant.slot not in self._lanes[lane]:
+        if lane not in self._lanes or grant not in self._lanes[lane]:
             return Committed.OVER
-        self._lanes[lane].discard(grant.slot)
+        self._lanes[lane].discard(grant)
+        if lane == WIRE:
+            self._server.revoke([grant.slot])
         self._hear_readers()
         self._saw(name.key)
         is_busy = self._index.is_reserved(name.key)
@@ -227,7 +233,7 @@ class Store:
             if self._index.abort(grant):
                 self._server.revoke([grant.slot])
                 for held in self._lanes.values():
-                    held.discard(grant.slot)
+                    held.discard(grant)
         self._room.set()
 
     # Reading
@@ -302,13 +308,17 @@ class Store:
         quarantine for it to say that it is done, or to be gone."""
         for reserved in self._index.sweep(time.monotonic()):
             self._server.revoke([reserved.grant.slot])
-            maps_memory = reserved.writer in self._lanes or self._server.maps_memory(reserved.writer)
-            if reserved.writer != PROMOTER and not maps_memory:
+            if reserved.writer == WIRE:
+                self.abort([reserved.grant])
+            elif reserved.writer != PROMOTER and not self._maps_memory(reserved.writer):
                 self._index.abort(reserved.grant)
         self._hear_readers()
         self._room.set()
         self._prepare()
         self._publish()
+
+    def _maps_memory(self, writer: str) -> bool:
+        return writer in self._lanes or self._server.maps_memory(writer)
 
     def writer_gone(self, writer: str) -> None:
         """Its last connection ended: it writes no more."""

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing_extensions import Buffer
 
 from kvstore.transfer import protocol
+from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.link import RETRY_AFTER_S, Link, TransportStats
 from kvstore.transfer.rdma import RdmaTransport
@@ -30,7 +31,7 @@ from kvstore.transfer.requests import (
     cut,
 )
 from kvstore.transfer.shm import SegmentView, ShmTransport
-from kvstore.transfer.tcp import TcpTransport
+from kvstore.transfer.tcp import TcpTransport, connect_keyed
 from kvstore.transfer.transport import Caller, Priority, Transport
 from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.types import SegmentAddress
@@ -169,6 +170,11 @@ class TransferEngine:
             if isinstance(transport, ShmTransport) and transport.paths_to(address):
                 return transport.view(address, self._caller, deadline)
         return None
+
+    def connect_keyed(self, address: SegmentAddress, deadline: float) -> KeyedWire:
+        """A connection of its own, for whole blocks by key; past the queue, the rate limit and the other transports.
+        Close it. Raises PathFailed, StaleEpoch or DeadlineExceeded."""
+        return connect_keyed(address, self._caller, deadline)
 
     def register(self, memory: Buffer) -> None:
         """A hint that transfers will often use this memory: RDMA then reads and writes it without a copy."""

@@ -13,14 +13,17 @@ import mmap
 import os
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from kvstore.checksum import Checksums
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
-from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import ProtocolViolation
 from kvstore.transfer.sockets import PeerClosed, Wire
 from kvstore.transfer.transport import Slice
@@ -29,9 +32,12 @@ from mooncake.native import BuildFailed, load_native
 
 log = logging.getLogger(__name__)
 
+SOURCE = Path(__file__).with_name("wire.cpp")
 WORTH_BYTES = 16 << 10  # pieces smaller than this go out sooner from Python
 MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which wire.cpp does not know
 HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
+MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
+MAX_AHEAD = 64
 _CLOSED, _VIOLATION = -1, -2
 
 
@@ -39,18 +45,21 @@ _CLOSED, _VIOLATION = -1, -2
 def load() -> ctypes.CDLL | None:
     """The library, or None where it cannot be built."""
     try:
-        library = load_native("wire", Path(__file__).with_name("wire.cpp"))
+        library = load_native("wire", SOURCE, [SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h")])
     except BuildFailed as error:
         log.warning("moving bytes over TCP in Python, at twice the cost: %s", error)
         return None
     for move in (library.send_parts, library.receive_parts):
         move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double)
     library.serve.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    library.give_ahead.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+    library.take_ahead.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return library
 
 
 # The caller's side
 
+Memory = bytes | bytearray | memoryview
 _Move = Callable[[int, int, int, int, float], int]  # flow, parts, number of parts, checksum_bytes, deadline: an errno
 
 
@@ -76,27 +85,60 @@ class NativeWire(Wire):
 
     def send_slice(self, head: bytes, part: Slice) -> None:
         """``head``, then what the slice is to write. Raises like ``send``."""
-        self._move(self._send_parts, socket.SO_SNDTIMEO, head, part)
+        self.sending(_parts(head, part), part.checksum_bytes).run(part.deadline)
 
     def receive_slice(self, head: bytearray, part: Slice) -> None:
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
-        self._move(self._receive_parts, socket.SO_RCVTIMEO, head, part)
+        self.receiving(_parts(head, part), part.checksum_bytes).run(part.deadline)
 
-    def _move(self, move: _Move, option: int, head: bytes | bytearray, part: Slice) -> None:
-        table = _parts(head, part)
+    def sending(self, parts: array[int], sum_bytes: int = 0) -> Move:
+        """Memory as ``rows_of`` lists it, in order, with a checksum for each ``sum_bytes`` of what is to have some. One
+        at a time in either direction."""
+        return Move(self, self._send_parts, socket.SO_SNDTIMEO, parts, sum_bytes)
+
+    def receiving(self, parts: array[int], sum_bytes: int = 0) -> Move:
+        return Move(self, self._receive_parts, socket.SO_RCVTIMEO, parts, sum_bytes)
+
+    def start(self, option: int) -> int:
+        """A new flow of that direction: its address."""
         flow = self._flow
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
         flow.tick_us = round(self._ticks[option] * 1e6)
+        return self._flow_at
+
+    def pause(self, option: int) -> None:
+        self._ticks[option] = self._flow.tick_us / 1e6
+
+
+class Move:
+    """Parts on their way. Their memory must live until ``run`` has ended for good."""
+
+    def __init__(self, wire: NativeWire, move: _Move, option: int, parts: array[int], sum_bytes: int) -> None:
+        self._wire, self._move, self._option, self._parts, self._sum_bytes = wire, move, option, parts, sum_bytes
+        self._flow_at = 0  # not begun yet
+
+    def run(self, deadline: float) -> None:
+        """Until all is moved. Raises like ``Wire.receive``; after DeadlineExceeded it may be run again, and goes on."""
+        self._flow_at = self._flow_at or self._wire.start(self._option)
+        parts_at, num_rows = self._parts.buffer_info()
         code = errno.EINTR
         while code == errno.EINTR:  # Python has handled the signal: go on where we were
-            code = move(self._flow_at, table.buffer_info()[0], len(table) // 3, part.checksum_bytes, part.deadline)
-        self._ticks[option] = flow.tick_us / 1e6
+            code = self._move(self._flow_at, parts_at, num_rows // 3, self._sum_bytes, deadline)
+        self._wire.pause(self._option)
         _check(code)
+
+
+def rows_of(parts: Iterable[tuple[Memory, Checksums | None]]) -> array[int]:
+    """``Part`` of wire.cpp for each: address, bytes, and where its checksums go."""
+    rows = array("Q")
+    for memory, sums in parts:
+        rows.extend((_address_of(memory), len(memory), 0 if sums is None else sums.ctypes.data))
+    return rows
 
 
 def suits(part: Slice) -> bool:
     """Whether a call of ``NativeWire`` is worth it, and can take the checksums that are wanted."""
-    if part.nbytes < WORTH_BYTES * len(part.pieces) and not isinstance(part.pieces, PieceTable):
+    if part.nbytes < WORTH_BYTES * len(part.pieces):
         return False
     size = part.checksum_bytes
     return size == 0 or all(
@@ -107,16 +149,13 @@ def suits(part: Slice) -> bool:
 def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
     rows = array("Q", (_address_of(head), len(head), 0))
-    if isinstance(part.pieces, PieceTable):
-        rows.frombytes(part.pieces.parts().tobytes())
-        return rows
     sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
     for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
         rows.extend((_address_of(piece.local), piece.local.nbytes, sum_at))
     return rows
 
 
-def _address_of(memory: bytes | bytearray | memoryview) -> int:
+def _address_of(memory: Memory) -> int:
     """Also of read-only memory, which ctypes refuses."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
@@ -139,8 +178,10 @@ def _check(code: int) -> None:
 class _Owner(ctypes.Structure):
     """``Owner`` of wire.cpp."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")),
+        *((name, ctypes.c_uint64) for name in ("board", "lane", "takes_puts", "is_locked", "num_ahead")),
+        ("ahead", ctypes.c_uint64 * (2 * MAX_AHEAD)),
     )
 
 
@@ -153,26 +194,81 @@ class _Connection(ctypes.Structure):
         ("fd", ctypes.c_int64),
         *((name, ctypes.c_uint64) for name in ("bytes_in", "bytes_out", "refused", "num_landing")),
         ("landing", ctypes.c_uint32 * protocol.MAX_RANGES),
+        ("slot", ctypes.c_uint64 * 2),
+        ("sums", ctypes.c_uint64 * MAX_SUMS),
+        ("name", ctypes.c_uint8 * protocol.MAX_NAME_BYTES),
     )
 
 
+class Event(IntEnum):
+    """Why ``NativeOwner.serve`` returned."""
+
+    FRAME = 0  # one that it does not answer
+    LANDED = -3  # a block has been put
+    STARVED = -4  # a block could not be, for want of a slot; its sender has been told
+
+
+_EVENTS = {event.value: event for event in Event}
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A block that was put: what it is called, where it lies, and the checksums of its equal ranges."""
+
+    key: bytes
+    parent: bytes
+    tenant: str
+    slot: int
+    epoch: int
+    length: int
+    checksums: Checksums
+
+
+class Listing(Protocol):
+    """Where the owner finds blocks by key: a board, and a lane to note what it has read (``kvstore.board``)."""
+
+    def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]: ...
+
+
 class NativeOwner:
-    """Answers reads and writes of one segment. Keeps the segment's and the grants' mappings alive."""
+    """Answers reads and writes of one segment. Keeps the mappings that it works in alive."""
 
-    def __init__(self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap) -> None:
-        """``grants`` is the table of epochs, a uint64 a block."""
+    def __init__(
+        self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap, listing: Listing | None, takes_puts: bool
+    ) -> None:
+        """``grants`` is the table of epochs, a uint64 a block. Without a ``listing`` nothing is found by key."""
         self._library = library
-        self._kept = segment.array, np.frombuffer(grants, dtype=np.uint64)
+        maps = [grants, *(listing.map_for_owner() if listing is not None else ())]
+        self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
+        segment_at, grants_at, *listing_at = (memory.ctypes.data for memory in self._kept)
+        board_at, lane_at = listing_at or (0, 0)
         self._owner = _Owner(
-            *(memory.ctypes.data for memory in self._kept),
-            block_bytes=segment.block_bytes,
-            num_blocks=segment.num_blocks,
+            segment_at,
+            grants_at,
+            segment.block_bytes,
+            segment.num_blocks,
+            board=board_at,
+            lane=lane_at,
+            takes_puts=takes_puts,
         )
+        self._owner_at = ctypes.addressof(self._owner)
 
-    def serve(self, connection: NativeConnection) -> None:
-        """Until a frame begins that is neither a read nor a write: ``connection.head`` holds its beginning then.
+    def serve(self, connection: NativeConnection) -> Event:
+        """Until something comes that it cannot finish; the beginning of a frame is in ``connection.head`` then.
         Raises PeerClosed, ProtocolViolation, DeadlineExceeded or another OSError."""
-        _check(self._library.serve(ctypes.addressof(self._owner), connection.state_at))
+        code = self._library.serve(self._owner_at, connection.state_at)
+        if code not in _EVENTS:
+            _check(code)
+        return _EVENTS[code]
+
+    def give_ahead(self, slot: int, epoch: int) -> bool:
+        """A slot for a block that will be put. False when there are enough."""
+        return bool(self._library.give_ahead(self._owner_at, slot, epoch))
+
+    def take_ahead(self) -> tuple[int, int] | None:
+        """One of them back, with its epoch."""
+        slot = (ctypes.c_uint64 * 2)()
+        return (slot[0], slot[1]) if self._library.take_ahead(self._owner_at, slot) else None
 
     def set_credit(self, nbytes: int) -> None:
         """What each connection may have on its way."""
@@ -195,6 +291,14 @@ class NativeConnection:
     def landing(self) -> frozenset[int]:
         """Blocks that the frame which is being received writes into."""
         return frozenset(self._state.landing[: self._state.num_landing])
+
+    def landed(self) -> Landed:
+        """After LANDED. Raises ProtocolViolation."""
+        state = self._state
+        ranges, name_bytes, length, _ = protocol.unpack_range(self.head[protocol.FRAME_BYTES :])
+        key, parent, tenant = protocol.unpack_name(bytes(state.name[:name_bytes]))
+        sums = np.array(state.sums[:ranges], dtype=np.uint64)
+        return Landed(key, parent, tenant, state.slot[0], state.slot[1], length, sums)
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -8,6 +8,8 @@ number from the wire is bounded here before anyone allocates, loops or indexes b
     client  Frame, Range x count, payload     server  Reply              (WRITE; the payload is all ranges, in order)
     client  Frame, Range x count              server  Reply, payload     (READ; zeros when it was refused)
     client  Frame, Range, request             server  Reply, answer      (ATTACH: how another transport begins)
+    client  Frame, Range, keys                server  Reply, Found x count, checksums, blocks      (FETCH: whole blocks)
+    client  Frame, Range, name, block, sums   server  Reply              (PUT: a whole block, named and sealed at once)
 
 A read is answered with as many bytes as it asked for, whatever becomes of it, so that one call of the kernel can take
 reply and payload. A frame has at least one range, so that one call can take it, too.
@@ -33,6 +35,8 @@ MAX_FRAME_BYTES = 4 << 20  # of payload
 SLICE_BYTES = 1 << 20  # what we put into a frame: it stays in a core's L2 from socket to segment
 MAX_CREDIT_BYTES = (1 << 32) - 1
 MAX_ATTACH_BYTES = 4096  # either way
+MAX_KEY_BYTES = 256
+MAX_NAME_BYTES = 1024  # key, parent and tenant of a block that is put
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 
@@ -41,12 +45,16 @@ _WELCOME = struct.Struct("<8sHHII16s")  # magic, version, status, block bytes, n
 _FRAME = struct.Struct("<HHIQ")  # operation, number of ranges, payload bytes, frame id
 _RANGE = struct.Struct("<IIIQ")  # block, offset, length, epoch
 _FRAME_1 = struct.Struct("<HHIQIIIQ")  # a frame with its only range
+_KEY = struct.Struct("<H")  # bytes of a key that is fetched
+_FOUND = struct.Struct("<IHH")  # length of a block, 0: it is not here; number of its ranges; padding
+_NAME = struct.Struct("<HHH")  # bytes of key, parent and tenant
 _REPLY = struct.Struct("<HHIQI")  # status, index of the refused range, payload bytes, frame id, credit bytes
 HELLO_BYTES = _HELLO.size
 WELCOME_BYTES = _WELCOME.size
 FRAME_BYTES = _FRAME.size
 RANGE_BYTES = _RANGE.size
 REPLY_BYTES = _REPLY.size
+FOUND_BYTES = _FOUND.size
 
 
 class WireRange(NamedTuple):
@@ -66,6 +74,8 @@ class Operation(IntEnum):
     WRITE = 1
     READ = 2
     ATTACH = 3
+    FETCH = 4
+    PUT = 5
 
 
 class Status(IntEnum):
@@ -76,10 +86,14 @@ class Status(IntEnum):
     BUSY = 4  # too many connections
     FORBIDDEN = 5  # another user's process, or one without our secret
     PROVE = 6  # answer the challenge first
-    NOT_OFFERED = 7  # an attachment that this owner does not know
+    NOT_OFFERED = 7  # what was asked for is not known here
+    NO_SLOT = 8  # none has been given out ahead for a block that is put
+    CORRUPT = 9  # a block that was put is not what its checksums say
+    REFUSED = 10  # by the store, for a block that was put: another writer is at it
 
 
 _OPERATIONS = {int(operation): operation for operation in Operation}  # a look-up costs a tenth of the enum's call
+_MOST_BYTES = {int(Operation.ATTACH): MAX_ATTACH_BYTES, int(Operation.PUT): (1 << 32) - 1}  # of payload
 _STATUSES = {int(status): status for status in Status}
 
 
@@ -154,13 +168,8 @@ def proof(secret: bytes, challenge: bytes, hello: bytes) -> bytes:
 def pack_frame(operation: Operation, ranges: Sequence[WireRange], payload_bytes: int, frame_id: int) -> bytes:
     if len(ranges) == 1:
         return _FRAME_1.pack(operation, 1, payload_bytes, frame_id, *ranges[0])
-    packed = b"".join([_RANGE.pack(*item) for item in ranges])
-    return pack_frame_of(operation, len(ranges), packed, payload_bytes, frame_id)
-
-
-def pack_frame_of(operation: Operation, num_ranges: int, ranges: bytes, payload_bytes: int, frame_id: int) -> bytes:
-    """Of ranges that are packed already."""
-    return _FRAME.pack(operation, num_ranges, payload_bytes, frame_id) + ranges
+    head = _FRAME.pack(operation, len(ranges), payload_bytes, frame_id)
+    return head + b"".join([_RANGE.pack(*item) for item in ranges])
 
 
 def pack_attach(name: str, request: bytes) -> bytes:
@@ -177,6 +186,41 @@ def unpack_attach(payload: bytes | bytearray) -> tuple[str, bytes]:
     return name.decode(), request
 
 
+def pack_fetch(keys: Sequence[bytes], frame_id: int) -> bytes:
+    """At most MAX_RANGES keys of at most MAX_KEY_BYTES."""
+    listed = b"".join([_KEY.pack(len(key)) + key for key in keys])
+    return _FRAME_1.pack(Operation.FETCH, len(keys), len(listed), frame_id, 0, 0, len(listed), 0) + listed
+
+
+def unpack_found(data: bytes | bytearray | memoryview, most_ranges: int) -> list[tuple[int, int]]:
+    """Length and number of ranges of each block. Raises ProtocolViolation."""
+    found = [(length, ranges) for length, ranges, _ in _FOUND.iter_unpack(data)]
+    for length, ranges in found:
+        if length and not (1 <= ranges <= most_ranges and length % ranges == 0):
+            raise ProtocolViolation(f"a block of {length} bytes in {ranges} ranges")
+    return found
+
+
+def pack_put(key: bytes, parent: bytes, tenant: str, length: int, ranges: int, frame_id: int) -> bytes:
+    """What goes before the block; its checksums go after it."""
+    who = tenant.encode()
+    name = _NAME.pack(len(key), len(parent), len(who)) + key + parent + who
+    payload = len(name) + length + 8 * ranges
+    return _FRAME_1.pack(Operation.PUT, 1, payload, frame_id, ranges, len(name), length, 0) + name
+
+
+def unpack_name(data: bytes) -> tuple[bytes, bytes, str]:
+    """Key, parent and tenant. Raises ProtocolViolation."""
+    try:
+        key, parent, tenant = _NAME.unpack_from(data)
+        if _NAME.size + key + parent + tenant != len(data):
+            raise ProtocolViolation("a name that is not as long as it says")
+        rest = data[_NAME.size :]
+        return rest[:key], rest[key : key + parent], rest[key + parent :].decode()
+    except (struct.error, UnicodeDecodeError):
+        raise ProtocolViolation("a name that is none") from None
+
+
 def unpack_frame(data: bytes | bytearray | memoryview) -> Frame:
     """Raises ProtocolViolation when a count is out of bounds."""
     operation, num_ranges, payload_bytes, frame_id = _FRAME.unpack_from(data)
@@ -184,15 +228,19 @@ def unpack_frame(data: bytes | bytearray | memoryview) -> Frame:
         raise ProtocolViolation(f"operation {operation}")
     if not 1 <= num_ranges <= MAX_RANGES:
         raise ProtocolViolation(f"{num_ranges} ranges in a frame")
-    if not 1 <= payload_bytes <= (MAX_ATTACH_BYTES if operation == Operation.ATTACH else MAX_FRAME_BYTES):
+    if not 1 <= payload_bytes <= _MOST_BYTES.get(operation, MAX_FRAME_BYTES):
         raise ProtocolViolation(f"a payload of {payload_bytes} bytes")
     return Frame(_OPERATIONS[operation], num_ranges, payload_bytes, frame_id)
+
+
+def unpack_range(data: bytes | bytearray | memoryview) -> WireRange:
+    return WireRange._make(_RANGE.unpack(data))
 
 
 def unpack_ranges(data: bytes | bytearray | memoryview, frame: Frame) -> list[WireRange]:
     """Raises ProtocolViolation unless the lengths add up to the frame's payload and none is empty."""
     if frame.num_ranges == 1:
-        only = WireRange._make(_RANGE.unpack(data))
+        only = unpack_range(data)
         if only.length != frame.payload_bytes:  # which is not 0
             raise ProtocolViolation("the range is not as long as the payload")
         return [only]

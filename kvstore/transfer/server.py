@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
-from kvstore.transfer.native import HEAD_BYTES, NativeConnection, NativeOwner, load
+from kvstore.transfer.native import HEAD_BYTES, Event, Landed, Listing, NativeConnection, NativeOwner, load
 from kvstore.transfer.protocol import Frame, Hello, Operation, ProtocolViolation, Status, WireRange
 from kvstore.transfer.sockets import Wire, tune
 from kvstore.transfer.transport import Attachment, Caller, Exporter, PathFailed
@@ -55,6 +55,14 @@ class ServerStats:
     refused: int  # writes and reads that were not allowed
     violations: int  # connections closed for not speaking the protocol
     connections: int  # open now
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A whole block that somebody has put, and waits to hear what became of it: OK when it can be read."""
+
+    landed: Landed
+    answer: Callable[[Status], None]  # once, from any thread; does not block
 
 
 @dataclass(slots=True)
@@ -119,10 +127,15 @@ class SegmentServer:
         secret: str = "",
         credit_bytes: int = CREDIT_BYTES,
         is_native: bool = True,
+        listing: Listing | None = None,
+        on_put: Callable[[Put | None], object] | None = None,
     ) -> None:
         """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides. Without
-        ``is_native``, or a compiler, Python answers them."""
+        ``is_native``, or a compiler, Python answers them. Blocks of the ``listing`` can be fetched by key. With
+        ``on_put`` whole blocks can be put, into the slots of ``give_ahead``: it is told of each, and has to answer it;
+        of None when there was no slot for one. Called from threads of the server; it must not block."""
         self.on_peer_gone = on_peer_gone
+        self._on_put = on_put
         self._secret = secret.encode()
         self._credit_bytes = credit_bytes
         self._credit_each = 0  # of each connection
@@ -132,7 +145,11 @@ class SegmentServer:
         self._host = host
         self._grants = Grants(segment.num_blocks)
         library = load() if is_native and "tcp" in transports else None
-        self._native = NativeOwner(library, segment, self._grants.map) if library is not None else None
+        self._native = (
+            NativeOwner(library, segment, self._grants.map, listing, on_put is not None)
+            if library is not None
+            else None
+        )
         self._changed = threading.Condition()  # guards everything below, and the grants
         self._connections: set[_Connection] = set()
         self._threads: set[threading.Thread] = set()
@@ -188,6 +205,16 @@ class SegmentServer:
         blocks = frozenset(block_ids)
         self._forbid(blocks)
         self._close_windows(blocks)
+
+    def give_ahead(self, slot: int, epoch: int) -> bool:
+        """A slot that a block may be put into, granted to this epoch from now on. False when there are enough, or
+        nobody can put; the grant is then still to be revoked."""
+        self.grant([slot], epoch)
+        return self._native is not None and self._native.give_ahead(slot, epoch)
+
+    def take_ahead(self) -> tuple[int, int] | None:
+        """One of these back, with its epoch, unless all are in use. Not revoked yet."""
+        return None if self._native is None else self._native.take_ahead()
 
     def _close_windows(self, blocks: Collection[int]) -> None:
         if blocks:
@@ -352,7 +379,10 @@ class SegmentServer:
     def _serve_frame(self, connection: _Connection) -> None:
         wire, head = connection.wire, connection.head
         if self._native is not None and connection.native is not None and connection.attachment is None:
-            self._native.serve(connection.native)  # up to a frame that is not its
+            event = self._native.serve(connection.native)
+            if event is not Event.FRAME:
+                self._tell_of_put(connection, connection.native.landed() if event is Event.LANDED else None)
+                return
         else:
             wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
         if connection.is_local:
@@ -361,6 +391,12 @@ class SegmentServer:
             raise ProtocolViolation("a frame over the connection of an attachment")
         frame = protocol.unpack_frame(head)
         deadline = time.monotonic() + FRAME_TIMEOUT_S
+        if frame.operation in (Operation.FETCH, Operation.PUT):  # what native code would have answered, if it could
+            _discard(wire, frame.payload_bytes, deadline)
+            found = bytes(frame.num_ranges * protocol.FOUND_BYTES) if frame.operation is Operation.FETCH else b""
+            reply = self._reply(Status.NOT_OFFERED, 0, len(found), frame.frame_id)
+            wire.send([reply + found], deadline)
+            return
         rows = head[protocol.FRAME_BYTES :]
         if frame.num_ranges > 1:
             rest = wire.receive((frame.num_ranges - 1) * protocol.RANGE_BYTES, deadline)
@@ -372,6 +408,25 @@ class SegmentServer:
             self._serve_read(connection, frame, ranges, deadline)
         else:
             self._serve_attach(connection, frame, deadline)
+
+    def _tell_of_put(self, connection: _Connection, landed: Landed | None) -> None:
+        if self._on_put is None:
+            return
+        if landed is None:
+            self._on_put(None)
+            return
+        frame_id = protocol.unpack_frame(connection.head).frame_id
+
+        def answer(status: Status) -> None:
+            reply = self._reply(status, 0, 0, frame_id)
+            try:
+                is_sent = connection.wire.sock.send(reply, socket.MSG_DONTWAIT) == len(reply)
+            except OSError:
+                is_sent = False
+            if not is_sent:  # it has gone, or takes no answers
+                connection.wire.shut()
+
+        self._on_put(Put(landed, answer))
 
     def _serve_write(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
         status, refused = self._begin_landing(connection, ranges)

@@ -13,7 +13,7 @@ from collections import deque
 
 from kvstore.transfer import native, protocol
 from kvstore.transfer.greeting import greet
-from kvstore.transfer.piece_table import PieceTable
+from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
 from kvstore.transfer.sockets import Wire, time_left, tune
 from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
@@ -103,10 +103,8 @@ class TcpPath:
         work.give_back(part for _, part in on_way)
 
     def _send(self, frame_id: int, part: Slice) -> None:
-        if isinstance(part.pieces, PieceTable):
-            head = protocol.pack_frame_of(part.operation, len(part.pieces), part.pieces.packed(), part.nbytes, frame_id)
-        else:
-            head = protocol.pack_frame(part.operation, [piece.wire for piece in part.pieces], part.nbytes, frame_id)
+        ranges = [piece.wire for piece in part.pieces]
+        head = protocol.pack_frame(part.operation, ranges, part.nbytes, frame_id)
         if part.operation is Operation.READ:
             self._wire.send([head], part.deadline)
         elif self._native is not None and native.suits(part):
@@ -171,6 +169,17 @@ def attach(
     except BaseException:
         wire.close()
         raise
+
+
+def connect_keyed(address: SegmentAddress, caller: Caller, deadline: float) -> KeyedWire:
+    """A connection for whole blocks by key. Raises PathFailed, also where there is no compiler, StaleEpoch (another
+    incarnation runs there) or DeadlineExceeded."""
+    library = native.load()
+    if library is None or not address.tcp_address:
+        raise PathFailed(f"{address.node_id} cannot be asked for blocks by key")
+    wire = _connect(address, _addresses(address)[0], caller, deadline, library)
+    assert isinstance(wire, native.NativeWire)
+    return KeyedWire(wire)
 
 
 def _addresses(address: SegmentAddress) -> list[str]:

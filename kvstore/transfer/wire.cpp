@@ -1,6 +1,11 @@
 // The data plane's bytes without Python: parts of memory to and from a stream socket with their xxh3-64 computed while
-// they are in cache, and the owner's answers to reads and writes. kvstore/transfer/protocol.py, sockets.py and server.py
-// are the definition; whatever is not a plain read or write goes back to them.
+// they are in cache, and the owner's answers to reads and writes, of ranges and of whole blocks by key.
+// kvstore/transfer/protocol.py, sockets.py and server.py are the definition; what is left goes back to them.
+//
+// A block that is fetched by key is found on the board of the store in this process and sent from where it lies, under no
+// lease: it may leave its slot on the way. The checksums went ahead of it, so whoever receives it finds that out, and asks
+// again with a lease. A block that is put lands in a slot that the store has given out ahead, and is held against the
+// checksums that its sender made; from there on it is the store's.
 
 #include <errno.h>
 #include <netinet/in.h>
@@ -13,6 +18,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <vector>
+
+#include "../board.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -213,9 +221,13 @@ int move(Flow &flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, 
 
 // What kvstore/transfer/protocol.py packs: little-endian, without gaps.
 
-constexpr uint16_t kWrite = 1, kRead = 2;
-constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2;
+constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5;
+constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2, kNoSlot = 8, kCorrupt = 9;
+constexpr int kLanded = -3, kStarved = -4;  // what `serve` tells Python of a put
 constexpr uint32_t kMaxRanges = 512, kMaxFrameBytes = 4 << 20;
+constexpr uint32_t kMaxNameBytes = 1024;         // key, parent and tenant of a block that is put
+constexpr uint64_t kMaxAnswerBytes = 256 << 20;  // of the blocks that one frame may fetch
+constexpr uint32_t kMaxAhead = 64;
 constexpr double kFrameTimeoutS = 30;
 
 struct __attribute__((packed)) Head {
@@ -234,12 +246,52 @@ struct __attribute__((packed)) Reply {
     uint32_t credit_bytes;
 };
 
+struct __attribute__((packed)) Found {  // of a block that was asked for
+    uint32_t length;                    // 0: it is not here
+    uint16_t ranges, padding;
+};
+
+struct Slot {
+    uint64_t block, epoch;
+};
+
 struct Owner {
     uint8_t *segment;
     std::atomic<uint64_t> *grants;
     uint64_t block_bytes, num_blocks;
     std::atomic<uint64_t> credit_bytes;  // of each connection
+    void *board;                         // of the store, or null
+    board::Lane *lane;                   // where we note what has been read
+    uint64_t takes_puts;
+    std::atomic<uint64_t> is_locked;  // for what follows
+    uint64_t num_ahead;               // slots for blocks that will be put
+    Slot ahead[kMaxAhead];
 };
+
+class Locked {
+  public:
+    explicit Locked(Owner &owner) : flag(owner.is_locked) {
+        while (flag.exchange(1, std::memory_order_acquire)) __builtin_ia32_pause();
+    }
+    ~Locked() { flag.store(0, std::memory_order_release); }
+
+  private:
+    std::atomic<uint64_t> &flag;
+};
+
+bool take_slot(Owner &owner, Slot &slot) {
+    const Locked locked(owner);
+    if (owner.num_ahead == 0) return false;
+    slot = owner.ahead[--owner.num_ahead];
+    return true;
+}
+
+bool give_slot(Owner &owner, const Slot &slot) {
+    const Locked locked(owner);
+    if (owner.num_ahead == kMaxAhead) return false;
+    owner.ahead[owner.num_ahead++] = slot;
+    return true;
+}
 
 // One thread writes it; others read the counts and what is landing.
 struct Connection {
@@ -250,6 +302,9 @@ struct Connection {
     std::atomic<uint64_t> bytes_in, bytes_out, refused;
     std::atomic<uint64_t> num_landing;  // ranges of the frame that is being received,
     std::atomic<uint32_t> landing[kMaxRanges];  // and their blocks
+    Slot slot;                                  // of the block that has been put,
+    uint64_t sums[board::kMaxRanges];           // the checksums of its ranges,
+    uint8_t name[kMaxNameBytes];                // and what it is called
 };
 
 // Where the frame is about to land is made known before the grants are read, and `revoke` changes the grants before it
@@ -286,10 +341,10 @@ int move_nothing(Flow &flow, uint64_t bytes, double deadline_s) {
 }
 
 template <bool kSends>
-int move_all(Flow &flow, const Part *parts, uint64_t num_parts, double deadline_s) {
-    flow.part = flow.offset = 0;
+int move_all(Flow &flow, const Part *parts, uint64_t num_parts, double deadline_s, uint64_t sum_bytes = 0) {
+    flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0;
     int error;
-    do error = move<kSends>(flow, parts, num_parts, 0, deadline_s);
+    do error = move<kSends>(flow, parts, num_parts, sum_bytes, deadline_s);
     while (error == EINTR);
     return error;
 }
@@ -354,6 +409,98 @@ int serve_frame(const Owner &owner, Connection &connection, Flow &in, Flow &out,
     return move_nothing<true>(out, bytes, deadline_s);
 }
 
+int send_reply(const Owner &owner, const Connection &connection, Flow &out, uint16_t status, double deadline_s) {
+    Reply reply = {status, 0, 0, connection.head.frame_id,
+                   (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
+    const Part part = {reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr};
+    return move_all<true>(out, &part, 1, deadline_s);
+}
+
+// Blocks by key: a Found for each, all their checksums, all their bytes.
+int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
+    const Head head = connection.head;
+    std::vector<uint8_t> keys(head.payload_bytes);
+    const Part asked = {keys.data(), keys.size(), nullptr};
+    if (int error = move_all<false>(in, &asked, 1, deadline_s)) return error;
+
+    const board::Board board(owner.board);
+    board::Listed listed[kMaxRanges];
+    Found found[kMaxRanges] = {};
+    std::vector<uint64_t> sums;
+    uint64_t bytes = 0, at = 0;
+    for (uint16_t i = 0; i < head.num_ranges; ++i) {
+        if (at + 2 > keys.size()) return kViolation;
+        const uint64_t key_bytes = keys[at] | keys[at + 1] << 8;
+        at += 2;
+        if (key_bytes > keys.size() - at) return kViolation;
+        const bool is_sure = board::look_up(board, keys.data() + at, key_bytes, listed[i]);
+        at += key_bytes;
+        if (!is_sure || bytes + listed[i].length > kMaxAnswerBytes) listed[i].slot = -1;
+        if (listed[i].slot < 0) continue;
+        found[i] = {(uint32_t)listed[i].length, (uint16_t)listed[i].ranges, 0};
+        sums.insert(sums.end(), listed[i].sums, listed[i].sums + listed[i].ranges);
+        bytes += listed[i].length;
+    }
+    if (at != keys.size()) return kViolation;
+
+    Reply reply = {kOk, 0, (uint32_t)(head.num_ranges * sizeof(Found)), head.frame_id,
+                   (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
+    Part parts[3 + kMaxRanges];
+    uint64_t num_parts = 0;
+    parts[num_parts++] = {reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr};
+    parts[num_parts++] = {reinterpret_cast<uint8_t *>(found), reply.payload_bytes, nullptr};
+    if (bytes > 0)
+        parts[num_parts++] = {reinterpret_cast<uint8_t *>(sums.data()), sums.size() * sizeof(uint64_t), nullptr};
+    for (uint16_t i = 0; i < head.num_ranges; ++i)
+        if (listed[i].slot >= 0)
+            parts[num_parts++] = {owner.segment + listed[i].slot * owner.block_bytes, listed[i].length, nullptr};
+    if (int error = move_all<true>(out, parts, num_parts, deadline_s)) return error;
+    connection.bytes_out += bytes;
+    for (uint16_t i = 0; i < head.num_ranges; ++i)
+        if (listed[i].slot >= 0) owner.lane->note(listed[i].slot, listed[i].epoch);
+    return 0;
+}
+
+// A slot of ours to land in. Those that have been revoked meanwhile are the store's again.
+bool begin_put(Owner &owner, Connection &connection, uint32_t length) {
+    uint16_t refused;
+    while (take_slot(owner, connection.slot)) {
+        const Range range = {(uint32_t)connection.slot.block, 0, length, connection.slot.epoch};
+        if (begin_landing(owner, connection, &range, refused) == kOk) return true;
+    }
+    return false;
+}
+
+// One block with its name, then the checksums of its equal ranges. What the first range of the frame says: how many ranges,
+// bytes of the name, bytes of the block. `kLanded`: it is in `connection.slot`, and Python is to answer.
+int serve_put(Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
+    const uint64_t ranges = connection.first.block, name_bytes = connection.first.offset;
+    const uint64_t length = connection.first.length, sums_bytes = ranges * sizeof(uint64_t);
+    const bool is_sound = connection.head.num_ranges == 1 && ranges >= 1 && ranges <= board::kMaxRanges &&
+                          name_bytes >= 1 && name_bytes <= kMaxNameBytes && length >= 1 &&
+                          length % ranges == 0 && length / ranges >= xxh3::kMinBytes && length <= owner.block_bytes &&
+                          name_bytes + length + sums_bytes == connection.head.payload_bytes;
+    if (!is_sound) return kViolation;
+    const Part name = {connection.name, name_bytes, nullptr};
+    if (int error = move_all<false>(in, &name, 1, deadline_s)) return error;
+    if (!begin_put(owner, connection, length)) {
+        if (int error = move_nothing<false>(in, length + sums_bytes, deadline_s)) return error;
+        ++connection.refused;
+        const int error = send_reply(owner, connection, out, kNoSlot, deadline_s);
+        return error ? error : kStarved;
+    }
+    uint64_t theirs[board::kMaxRanges];
+    const Part parts[] = {
+        {owner.segment + connection.slot.block * owner.block_bytes, length, connection.sums},
+        {reinterpret_cast<uint8_t *>(theirs), sums_bytes, nullptr}};
+    const int error = move_all<false>(in, parts, 2, deadline_s, length / ranges);
+    connection.num_landing.store(0);
+    const bool is_right = !error && !memcmp(theirs, connection.sums, sums_bytes);
+    if (is_right) return connection.bytes_in += length, kLanded;
+    give_slot(owner, connection.slot);
+    return error ? error : send_reply(owner, connection, out, kCorrupt, deadline_s);
+}
+
 }  // namespace
 
 extern "C" {
@@ -366,22 +513,34 @@ int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t su
     return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
 }
 
-// Answers reads and writes until the connection ends, or until a frame begins that is neither: its head, with the first
-// range, then is in `connection`, and the result 0.
-int serve(const Owner *owner, Connection *connection) {
+// Answers until the connection ends, or until a frame begins that is not ours to answer: its head, with the first range, then
+// is in `connection`, and the result 0. Or a block has been put (`kLanded`), or could not be for want of a slot (`kStarved`).
+int serve(Owner *owner, Connection *connection) {
     Flow in = {}, out = {};
     in.fd = out.fd = connection->fd;
     while (true) {
         double deadline_s = 0;
         if (int error = receive_head(in, *connection, deadline_s)) return error;
         const Head &head = connection->head;
-        const bool is_ours = (head.operation == kWrite || head.operation == kRead) && head.num_ranges >= 1 &&
-                             head.num_ranges <= kMaxRanges && head.payload_bytes >= 1 &&
-                             head.payload_bytes <= kMaxFrameBytes;
-        if (!is_ours) return 0;
-        if (int error = serve_frame(*owner, *connection, in, out, deadline_s)) return error;
+        int result;
+        if (head.num_ranges < 1 || head.num_ranges > kMaxRanges || head.payload_bytes < 1) return 0;
+        if (head.operation == kPut && owner->takes_puts) {
+            result = serve_put(*owner, *connection, in, out, deadline_s);
+        } else if (head.payload_bytes > kMaxFrameBytes) {
+            return 0;
+        } else if (head.operation == kWrite || head.operation == kRead) {
+            result = serve_frame(*owner, *connection, in, out, deadline_s);
+        } else if (head.operation == kFetch && owner->board) {
+            result = serve_fetch(*owner, *connection, in, out, deadline_s);
+        } else {
+            return 0;
+        }
+        if (result) return result;
     }
 }
+
+int give_ahead(Owner *owner, uint64_t block, uint64_t epoch) { return give_slot(*owner, {block, epoch}); }
+int take_ahead(Owner *owner, uint64_t *slot_and_epoch) { return take_slot(*owner, *reinterpret_cast<Slot *>(slot_and_epoch)); }
 
 void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 }

@@ -710,6 +710,7 @@ class StatsResponse(_message.Message):
     TENANT_BYTES_FIELD_NUMBER: _builtins.int
     LANE_PORT_FIELD_NUMBER: _builtins.int
     BOARD_PATH_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
     blocks_total: _builtins.int
     blocks_free: _builtins.int
     blocks_sealed: _builtins.int
@@ -734,6 +735,10 @@ class StatsResponse(_message.Message):
     def tenant_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """in DRAM"""
 
+    @_builtins.property
+    def segment(self) -> _common_pb2.SegmentAddress:
+        """where blocks can be fetched and put by key"""
+
     def __init__(
         self,
         *,
@@ -751,10 +756,11 @@ class StatsResponse(_message.Message):
         tenant_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         lane_port: _builtins.int = ...,
         board_path: _builtins.str = ...,
+        segment: _common_pb2.SegmentAddress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "board_path", b"board_path", "counters", b"counters", "lane_port", b"lane_port", "leases", b"leases", "pins", b"pins", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "board_path", b"board_path", "counters", b"counters", "lane_port", b"lane_port", "leases", b"leases", "pins", b"pins", "segment", b"segment", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,8 +65,13 @@ def keep_store(block_bytes: int, settings: list[str]) -> None:
         lines: asyncio.Queue[str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
+        awake = threading.Event()
+
         def read() -> None:
             for line in sys.stdin:
+                if json.loads(line) == ["wake"]:
+                    awake.set()
+                    continue
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             loop.call_soon_threadsafe(lines.put_nowait, '["stop"]')
 
@@ -80,6 +85,10 @@ def keep_store(block_bytes: int, settings: list[str]) -> None:
                 case ["flip", slot, offset]:
                     node._segment.block(slot)[offset] ^= 1
                     say(True)
+                case ["hang"]:  # the event loop, until it is woken
+                    say(True)
+                    awake.wait()
+                    awake.clear()
                 case ["stop"]:
                     break
         await node.stop()

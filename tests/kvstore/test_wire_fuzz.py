@@ -13,28 +13,42 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
+from kvstore.board import Board
+from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer import native, protocol
 from kvstore.transfer.engine import ReadRange, TransferEngine
-from kvstore.transfer.protocol import ProtocolViolation
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.protocol import ProtocolViolation, Status
+from kvstore.transfer.server import Put, SegmentServer
 from mooncake.rpc.server import split_address
 
-BLOCK, NUM, GRANTED, EPOCH = 4096, 4, 2, 9
+BLOCK, NUM, GRANTED, AHEAD, EPOCH = 4096, 5, 2, 4, 9
 PATTERN = bytes(range(256)) * (BLOCK // 256)
 
 
 class Target:
-    """A segment in which one block is granted to EPOCH."""
+    """A segment in which one block is granted to EPOCH, one can be fetched by key and one is given ahead to be put."""
 
     def __init__(self, is_native: bool) -> None:
         self.segment = Segment.create("fuzz", BLOCK, NUM)
         for i in range(NUM):
             self.segment.block(i)[:] = PATTERN
-        self.server = SegmentServer(self.segment, "fuzz", ("tcp",), is_native=is_native)
+        self.board = Board.create(self.segment)
+        self.server = SegmentServer(
+            self.segment, "fuzz", ("tcp",), is_native=is_native, listing=self.board, on_put=self.take
+        )
         self.server.start()
         self.server.grant([GRANTED], EPOCH)
+        self.server.give_ahead(AHEAD, EPOCH)
+        if self.board is not None:
+            self.board.show(0, EPOCH, b"key", BLOCK, range_checksums(PATTERN, 2))
         self.hello = protocol.pack_hello(self.segment.incarnation, "fuzz", 1)
+
+    def take(self, put: Put | None) -> None:
+        if put is not None:
+            assert put.landed.slot == AHEAD
+            self.server.give_ahead(AHEAD, EPOCH)
+            put.answer(Status.OK)
 
     def throw(self, data: bytes) -> None:
         """Send it all, then hang up and wait until the server has digested it."""
@@ -51,7 +65,7 @@ class Target:
 
     def check(self) -> None:
         for i in range(NUM):
-            if i != GRANTED:
+            if i not in (GRANTED, AHEAD):
                 assert self.segment.block(i) == PATTERN
         engine = TransferEngine("checker", ("tcp",), streams=1)
         into = bytearray(BLOCK)
@@ -69,6 +83,8 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     target = Target(request.param == "C++")
     yield target
     target.server.stop()
+    if target.board is not None:
+        target.board.close()
     target.segment.close()
     threading.excepthook = before
     assert crashes == []
@@ -99,7 +115,7 @@ ranges = st.lists(st.tuples(st.integers(0, NUM) | u32, near, near, st.sampled_fr
 
 @SETTINGS
 @given(
-    operation=st.sampled_from([1, 2, 3]) | u16,
+    operation=st.sampled_from([1, 2, 3, 4, 5]) | u16,
     count=st.none() | u16,
     size=st.none() | u32,
     rows=ranges,
@@ -108,6 +124,10 @@ ranges = st.lists(st.tuples(st.integers(0, NUM) | u32, near, near, st.sampled_fr
 @example(operation=1, count=None, size=None, rows=[(GRANTED, BLOCK - 1, 2, EPOCH)], payload=b"xx")
 @example(operation=1, count=None, size=None, rows=[(GRANTED, 0, 1, EPOCH), (GRANTED - 1, 0, 1, EPOCH)], payload=b"xx")
 @example(operation=1, count=None, size=None, rows=[(GRANTED, 2**32 - 1, 1, EPOCH)], payload=b"x")
+@example(operation=4, count=2, size=10, rows=[(0, 0, 10, 0)], payload=b"\3\0key\3\0kex")
+@example(operation=4, count=2, size=10, rows=[(0, 0, 10, 0)], payload=b"\3\0key\6\0kex")
+@example(operation=5, count=1, size=6 + 500 + 16, rows=[(2, 6, 500, 0)], payload=bytes(6 + 500 + 16))
+@example(operation=5, count=1, size=6 + BLOCK + 2 + 8, rows=[(1, 6, BLOCK + 2, 0)], payload=b"")
 def test_frames_with_any_numbers(
     target: Target,
     operation: int,

@@ -1,0 +1,178 @@
+"""A store that is reached over TCP: whole blocks are fetched and put by key, in one message there and one back.
+
+A fetch takes no lease. The store's data plane sends the checksums it has listed, then the bytes from where they lie; a
+block that leaves its slot meanwhile comes back wrong, which the checksums show, and is then asked for with a lease. So
+is whatever else cannot be done like this: none of it is an error here.
+
+A call waits where it is for as long as a store that is near takes (``PROMPT_S``), because a turn of the event loop and
+a change of threads cost more than the answer; what takes longer goes on in a thread, and as long as answers are late,
+the next calls begin there. Each call has a connection to itself; there are a few, opened as they are needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvstore.client_calls import left_s
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.keyed import MAX_KEYS, KeyedWire, Step, can_put
+from kvstore.transfer.protocol import MAX_NAME_BYTES, ProtocolViolation, Status
+from kvstore.transfer.transport import PathFailed
+from mooncake.errors import DeadlineExceeded, MooncakeError
+from mooncake.types import SegmentAddress
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4
+PROMPT_S = 0.002
+INLINE_BYTES = 2 << 20  # more is moved in a thread anyway
+AGAIN_AFTER_S = 1.0  # after a connection failed, or a store had no slot for two blocks running
+
+
+class FarStore:
+    """Belongs to the client's event loop. Knows nothing until ``open``."""
+
+    def __init__(self, transfer: TransferEngine, tenant: str) -> None:
+        self._transfer = transfer
+        self._tenant = tenant
+        self._segment: SegmentAddress | None = None
+        self._idle: list[KeyedWire] = []
+        self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._is_prompt = True
+        self._not_before_s = 0.0
+        self._takes_puts = True
+        self._num_refused = 0  # puts for want of a slot, one after the other
+        self._no_puts_before_s = 0.0
+
+    def open(self, segment: SegmentAddress) -> None:
+        """The store's. Another incarnation of it has other connections."""
+        if segment != self._segment:
+            self.close()
+            self._segment, self._takes_puts, self._not_before_s = segment, True, 0.0
+
+    def close(self) -> None:
+        self._segment = None
+        while self._idle:
+            self._idle.pop().close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._segment is not None and time.monotonic() >= self._not_before_s
+
+    async def read(
+        self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
+    ) -> list[int | None]:
+        """The lengths of what came whole. None for the rest: not listed, changed on the way, or nobody answered."""
+        lengths: list[int | None] = [None] * len(keys)
+        for start in range(0, len(keys), MAX_KEYS):
+            part = keys[start : start + MAX_KEYS]
+            with contextlib.suppress(_Failed):
+                async with self._connection(deadline) as connection:
+                    fetch = connection.fetch(part)
+                    await self._go(connection, fetch.ask(), deadline, is_short=True)
+                    found = fetch.found()
+                    here = [(start + index, length) for index, (length, _) in enumerate(found) if length]
+                    views = [room(index, length) for index, length in here]
+                    nbytes = sum(length for _, length in here)
+                    await self._go(connection, fetch.receive(found, views), deadline, nbytes <= INLINE_BYTES)
+                    for (index, length), is_right in zip(here, fetch.is_right(), strict=True):
+                        lengths[index] = length if is_right else None
+        return lengths
+
+    async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, deadline: float) -> bool | None:
+        """True when it is stored, False when another writer is at it. None when it has to be reserved first."""
+        segment = self._segment
+        if segment is None or not self._can_put(segment, name, view.nbytes, ranges):
+            return None
+        with contextlib.suppress(_Failed):
+            async with self._connection(deadline) as connection:
+                put = connection.put(*name, self._tenant, view, ranges)
+                await self._go(connection, put.send(), deadline, view.nbytes <= INLINE_BYTES)
+                return self._outcome(put.status())
+        return None
+
+    def _can_put(self, segment: SegmentAddress, name: tuple[bytes, bytes], nbytes: int, ranges: int) -> bool:
+        is_open = self._takes_puts and time.monotonic() >= self._no_puts_before_s
+        is_short = sum(map(len, name)) + len(self._tenant.encode()) + 6 <= MAX_NAME_BYTES
+        return is_open and is_short and nbytes <= segment.block_bytes and can_put(nbytes, ranges)
+
+    def _outcome(self, status: Status) -> bool | None:
+        self._takes_puts = status is not Status.NOT_OFFERED
+        self._num_refused = self._num_refused + 1 if status is Status.NO_SLOT else 0
+        if self._num_refused > 1:
+            self._no_puts_before_s = time.monotonic() + AGAIN_AFTER_S
+        return {Status.OK: True, Status.REFUSED: False}.get(status)
+
+    @contextlib.asynccontextmanager
+    async def _connection(self, deadline: float) -> AsyncIterator[KeyedWire]:
+        """Ours alone; kept for others unless what is done with it fails. Raises _Failed for what a lease may mend."""
+        async with self._turn:
+            connection = self._idle.pop() if self._idle else await self._connect(deadline)
+            try:
+                yield connection
+            except (OSError, ProtocolViolation) as error:
+                connection.close()
+                self._forsake(error)
+                raise _Failed from None
+            except BaseException:
+                connection.close()
+                raise
+            if self._segment is None:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    async def _connect(self, deadline: float) -> KeyedWire:
+        segment = self._segment
+        if segment is None or not self.is_open:
+            raise _Failed
+        connecting = asyncio.get_running_loop().run_in_executor(None, self._transfer.connect_keyed, segment, deadline)
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(_close_late)
+            raise
+        except DeadlineExceeded:
+            raise
+        except (PathFailed, MooncakeError) as error:
+            self._forsake(error)
+            raise _Failed from None
+
+    def _forsake(self, error: Exception) -> None:
+        log.debug("%s is not asked for blocks by key: %s", self._segment and self._segment.node_id, error)
+        self._not_before_s = time.monotonic() + AGAIN_AFTER_S
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _go(self, connection: KeyedWire, step: Step, deadline: float, is_short: bool) -> None:
+        """Here, or in a thread. Does not return while anything moves, also when it is cancelled."""
+        if is_short and self._is_prompt:
+            try:
+                step(min(deadline, time.monotonic() + PROMPT_S))
+                return
+            except DeadlineExceeded:
+                self._is_prompt = False
+                left_s(deadline)
+        started = time.monotonic()
+        running = asyncio.get_running_loop().run_in_executor(None, step, deadline)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            connection.shut()
+            await asyncio.wait([running])
+            raise
+        if is_short:
+            self._is_prompt = time.monotonic() - started < PROMPT_S
+
+
+def _close_late(connecting: asyncio.Future[KeyedWire]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
+
+
+class _Failed(Exception):
+    """This way, this time."""

@@ -1,0 +1,237 @@
+"""Whole blocks by key over TCP: one message, no lease, and never a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client_far import FarStore
+from kvstore.segment import Segment
+from kvstore.transfer import protocol
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.keyed import KeyedWire
+from kvstore.transfer.protocol import ProtocolViolation, Status
+from kvstore.transfer.server import SegmentServer
+from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
+
+SLOT_BYTES = 1 << 20
+TCP = ("tcp",)
+
+
+@pytest.fixture
+def keep(start_actor: Callable[..., Any]) -> Callable[..., Any]:
+    def start(num_slots: int = 64, *settings: str) -> Any:
+        size = f"store.dram_gb={num_slots * SLOT_BYTES / 1e9 + 1e-6}"
+        return start_actor("store", block_bytes=SLOT_BYTES, settings=[size, "store.eviction=lru", *settings])
+
+    return start
+
+
+def data(seed: int, size: int = SLOT_BYTES) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+async def connect(actor: Any) -> kvstore.Client:
+    return await kvstore.Client.connect(actor.greeting["control"], transports=TCP, tenant="somebody")
+
+
+def far_of(pool: kvstore.Client) -> FarStore:
+    [store] = pool._stores.values()
+    assert store._far is not None and store._near.board is None
+    return store._far
+
+
+async def test_a_block_is_fetched_while_the_store_itself_is_busy(keep):
+    actor = keep()
+    async with await connect(actor) as pool:
+        whole, parts, odd = data(1), data(2, 94 * 500), data(3, 777)
+        assert await pool.put("whole", whole) and await pool.put("parts", parts, ranges=94)
+        assert await pool.put("odd", odd, parent="parts") and await pool.put("short", b"too short to be listed")
+        actor.ask("hang")
+        assert await pool.get("whole") == whole
+        into = [bytearray(len(block)) for block in (odd, whole, parts)]
+        assert await pool.get_batch_into(["odd", "whole", "parts"], into) == [777, SLOT_BYTES, 94 * 500]
+        assert into == [odd, whole, parts]
+        actor.tell("wake")
+        [stats] = (await pool.stats()).values()
+        assert stats.leases == 0
+        assert await pool.get_batch(["nothing", "odd", "short"]) == [None, odd, b"too short to be listed"]
+        with pytest.raises(InvalidRequest, match="there is room for 776"):
+            await pool.get_into("odd", bytearray(776))
+        assert await pool.get("odd") == odd
+        [stats] = (await pool.stats()).values()
+        assert stats.counters["hits"] >= 6  # what is fetched counts as used
+
+
+async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
+    actor = keep()
+    address = actor.greeting["control"]
+    async with await connect(actor) as far, await kvstore.Client.connect(address) as near:
+        await asyncio.gather(*(far.put(f"{number}", data(number), ranges=4) for number in range(12)))
+        for number in range(12):
+            assert await far.put(f"more {number}", data(number))
+            assert await near.exists([f"more {number}"]) == [True]
+            assert await near.get(f"more {number}") == data(number)
+        assert await near.get_range("7", 0, 100) == data(7)[:100]
+        assert await far.put("7", data(8)) and await near.get("7") == data(7)  # it was there
+        [writing] = near._stores.values()
+        [slot] = await writing.reserve([(near._wire_key("busy"), b"")], SLOT_BYTES, 1)
+        assert slot is not None and not await far.put("busy", data(0))
+        await writing.abort([slot])
+        assert await far.put("busy", data(0))
+        assert actor.ask("counts")["reserved"] >= 1  # slots ahead
+        for number in range(200):  # through all of the store, several times
+            assert await far.put(f"last {number}", data(number % 3))
+        assert await far.get("last 199") == data(199 % 3) and await far.get("0") is None
+        [stats] = (await far.stats()).values()
+        assert stats.tenant_bytes["somebody"] == stats.sealed * SLOT_BYTES
+    eventually(lambda: actor.ask("counts")["reserved"] == 0)
+    assert actor.ask("counts")["quarantined"] == 0
+
+
+async def test_bytes_that_rot_in_the_store_are_dropped(keep):
+    actor = keep()
+    async with await connect(actor) as pool:
+        assert await pool.put("block", data(1))
+        for slot in range(64):
+            actor.ask("flip", slot, 17)
+        assert await pool.get("block") is None and await pool.exists(["block"]) == [False]
+        [stats] = (await pool.stats()).values()
+        assert stats.counters["checksum_mismatches"] == 1
+        assert await pool.put("block", data(2)) and await pool.get("block") == data(2)
+
+
+async def test_blocks_that_leave_while_they_are_read_never_come_back_wrong(keep):
+    """Three readers of what a writer pushes out: with a few slots, most blocks are gone or going."""
+    actor = keep(18)
+    blocks = [data(seed) for seed in range(40)]
+    async with await connect(actor) as writing, await connect(actor) as reading:
+        ended = False
+
+        async def write() -> None:
+            nonlocal ended
+            for turn in range(200):
+                await writing.put(f"{turn}", blocks[turn % 40])
+            ended = True
+
+        async def read(seed: int) -> int:
+            rng, hits = np.random.default_rng(seed), 0
+            while not ended:
+                key = int(rng.integers(0, 200))
+                got = await reading.get(f"{key}")
+                assert got is None or got == blocks[key % 40]
+                hits += got is not None
+                await asyncio.sleep(0)
+            return hits
+
+        await asyncio.gather(write(), *map(read, range(3)))
+        assert await reading.get("199") == blocks[199 % 40]
+    actor.ask("counts")  # and they add up
+
+
+async def test_a_store_that_hangs_holds_up_nobody_else(keep):
+    actor = keep()
+    async with await connect(actor) as pool:
+        await pool.put("block", data(1))
+        assert await pool.get("block") == data(1)
+        actor.freeze()
+        turns, into = 0, bytearray(SLOT_BYTES)
+        getting = asyncio.create_task(pool.get_into("block", into, timeout_s=1.0))
+        while not getting.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        with pytest.raises(DeadlineExceeded):
+            getting.result()
+        assert turns > 5  # the event loop went on
+        with pytest.raises(DeadlineExceeded):
+            await pool.put("other", data(2), timeout_s=0.3)
+        cancelled = asyncio.create_task(pool.get_into("block", into))
+        await asyncio.sleep(0.1)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        into[:] = bytes(SLOT_BYTES)
+        actor.thaw()
+        assert await pool.get("block") == data(1)
+        assert into == bytes(SLOT_BYTES)  # nobody writes into it any more
+        assert await pool.put("other", data(2)) and await pool.get("other") == data(2)
+
+
+async def test_a_store_that_restarts_is_a_miss_on_both_ways(keep):
+    first = keep()
+    async with await connect(first) as pool:
+        assert await pool.put("block", data(1))
+        first.kill()
+        with pytest.raises(MooncakeError):
+            await pool.get("block", timeout_s=1.0)
+
+
+class Owner:
+    """A data plane without a store behind it."""
+
+    def __init__(self, is_native: bool) -> None:
+        self.is_native = is_native
+        self.segment = Segment.create("owner", SLOT_BYTES, 4)
+        self.told: list[object] = []
+        self.server = SegmentServer(self.segment, "owner", TCP, is_native=is_native, on_put=self.told.append)
+        self.server.start()
+        self.engine = TransferEngine("client", TCP)
+
+    def connect(self) -> KeyedWire:
+        return self.engine.connect_keyed(self.server.address, soon())
+
+
+@pytest.fixture(params=[True, False], ids=["C++", "Python"])
+def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
+    owner = Owner(request.param)
+    yield owner
+    owner.engine.close()
+    owner.server.stop()
+    owner.segment.close()
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+def test_an_owner_that_knows_no_keys_says_so(owner):
+    wire = owner.connect()
+    fetch = wire.fetch([b"key", b"other"])
+    fetch.ask()(soon())
+    with pytest.raises(ProtocolViolation, match="cannot be fetched by key"):
+        fetch.found()
+    put = wire.put(b"key", b"", "", memoryview(data(1)), 4)
+    put.send()(soon())
+    assert put.status() is (Status.NO_SLOT if owner.is_native else Status.NOT_OFFERED)
+    wire.close()
+
+
+@pytest.mark.parametrize("owner", [True], indirect=True)
+def test_half_a_block_lands_nowhere_and_its_slot_is_used_again(owner, eventually):
+    owner.server.give_ahead(2, 7)
+    wire = owner.connect()
+    block = data(1)
+    wire.wire.send([protocol.pack_put(b"half", b"", "", len(block), 1, 0), block[: SLOT_BYTES // 2]], soon())
+    eventually(lambda: any(each.landing == {2} for each in list(owner.server._connections)))
+    wire.close()
+    eventually(lambda: not owner.server._connections)
+    assert owner.server.take_ahead() == (2, 7) and owner.told == []
+    owner.server.give_ahead(2, 7)
+    wire = owner.connect()
+    wrong = [protocol.pack_put(b"wrong", b"", "", len(block), 1, 0), block, bytes(8)]
+    wire.wire.send(wrong, soon())
+    reply = protocol.unpack_reply(wire.wire.receive(protocol.REPLY_BYTES, soon()))
+    assert reply.status is Status.CORRUPT and owner.told == []
+    owner.server.revoke([2])  # the store wants it back, and nobody has told the pool
+    put = wire.put(b"late", b"", "", memoryview(block), 1)
+    put.send()(soon())
+    assert put.status() is Status.NO_SLOT
+    eventually(lambda: owner.told == [None])
+    assert owner.segment.block(2) == block  # what the wrong one left: nothing has landed since
+    wire.close()
