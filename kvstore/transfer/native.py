@@ -24,6 +24,7 @@ import numpy as np
 from kvstore.checksum import Checksums
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
+from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import ProtocolViolation
 from kvstore.transfer.sockets import PeerClosed, Wire
 from kvstore.transfer.transport import Slice
@@ -138,7 +139,7 @@ def rows_of(parts: Iterable[tuple[Memory, Checksums | None]]) -> array[int]:
 
 def suits(part: Slice) -> bool:
     """Whether a call of ``NativeWire`` is worth it, and can take the checksums that are wanted."""
-    if part.nbytes < WORTH_BYTES * len(part.pieces):
+    if part.nbytes < WORTH_BYTES * len(part.pieces) and not isinstance(part.pieces, PieceTable):
         return False
     size = part.checksum_bytes
     return size == 0 or all(
@@ -149,6 +150,9 @@ def suits(part: Slice) -> bool:
 def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
     rows = array("Q", (_address_of(head), len(head), 0))
+    if isinstance(part.pieces, PieceTable):
+        rows.frombytes(part.pieces.parts().tobytes())
+        return rows
     sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
     for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
         rows.extend((_address_of(piece.local), piece.local.nbytes, sum_at))

@@ -168,8 +168,13 @@ def proof(secret: bytes, challenge: bytes, hello: bytes) -> bytes:
 def pack_frame(operation: Operation, ranges: Sequence[WireRange], payload_bytes: int, frame_id: int) -> bytes:
     if len(ranges) == 1:
         return _FRAME_1.pack(operation, 1, payload_bytes, frame_id, *ranges[0])
-    head = _FRAME.pack(operation, len(ranges), payload_bytes, frame_id)
-    return head + b"".join([_RANGE.pack(*item) for item in ranges])
+    packed = b"".join([_RANGE.pack(*item) for item in ranges])
+    return pack_frame_of(operation, len(ranges), packed, payload_bytes, frame_id)
+
+
+def pack_frame_of(operation: Operation, num_ranges: int, ranges: bytes, payload_bytes: int, frame_id: int) -> bytes:
+    """Of ranges that are packed already."""
+    return _FRAME.pack(operation, num_ranges, payload_bytes, frame_id) + ranges
 
 
 def pack_attach(name: str, request: bytes) -> bytes:

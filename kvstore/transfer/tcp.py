@@ -14,6 +14,7 @@ from collections import deque
 from kvstore.transfer import native, protocol
 from kvstore.transfer.greeting import greet
 from kvstore.transfer.keyed import KeyedWire
+from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
 from kvstore.transfer.sockets import Wire, time_left, tune
 from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
@@ -103,8 +104,10 @@ class TcpPath:
         work.give_back(part for _, part in on_way)
 
     def _send(self, frame_id: int, part: Slice) -> None:
-        ranges = [piece.wire for piece in part.pieces]
-        head = protocol.pack_frame(part.operation, ranges, part.nbytes, frame_id)
+        if isinstance(part.pieces, PieceTable):
+            head = protocol.pack_frame_of(part.operation, len(part.pieces), part.pieces.packed(), part.nbytes, frame_id)
+        else:
+            head = protocol.pack_frame(part.operation, [piece.wire for piece in part.pieces], part.nbytes, frame_id)
         if part.operation is Operation.READ:
             self._wire.send([head], part.deadline)
         elif self._native is not None and native.suits(part):
