@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -55,8 +56,7 @@ __all__ = [
 _UNDER_WAY = frozenset({SequenceState.WAITING, SequenceState.RUNNING})
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
+class _Ended(NamedTuple):
     """An entry that reaches the end of its tokens, and its first row of logits; one for each guess follows."""
 
     entry: StepEntry
@@ -336,8 +336,7 @@ class Engine:
         self._announce(hook)
         hook.begin_step(plan)
         batch, complete = self._batches.build(plan.entries)
-        with torch.inference_mode():
-            logits = self._model.forward(batch, self.cache.tensor, hook)
+        logits = self._model.forward(batch, self.cache.tensor, hook)
         ended, row = [], 0
         for index in complete:
             ended.append(_Ended(plan.entries[index], row))
@@ -374,7 +373,7 @@ class Engine:
             sequence = end.entry.sequence
             if _is_beam(sequence):
                 continue
-            family = self._answers_of(sequence)
+            family = [sequence] if sequence.has_forked else self._answers_of(sequence)
             rows += [end.row] * len(family)
             answers += family
         return rows, answers
@@ -385,8 +384,9 @@ class Engine:
         children: dict[str, list[Sequence]] = {}
         for sequence, (token_id, logprob) in zip(answers, tokens, strict=True):
             token = SampledToken(sequence.num_generated, token_id, logprob)
-            self._outputs.append(_output(sequence, token, sequence.append(token_id)))
-            if self._outputs[-1].finish_reason is not None:
+            reason = sequence.append(token_id)
+            self._outputs.append(_output(sequence, token, reason))
+            if reason is not None:
                 finished.append(sequence)
             elif sequence.request_id not in self._sequences:
                 children.setdefault(sequence.root_id, []).append(sequence)

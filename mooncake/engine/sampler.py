@@ -43,19 +43,27 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
         """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are."""
-        raw: list[Row] = list(logits.numpy())
-        edited = [self._edited(row, sequence) for row, sequence in zip(raw, sequences, strict=True)]
+        edited = {
+            place: self._edited(logits[place].numpy(), sequence)
+            for place, sequence in enumerate(sequences)
+            if sequence.edits_logits
+        }
         draws = _draws(sequences)
-        tokens = _choose(edited, sequences, draws) if self._library is None else self._library.sample(edited, draws)
+        if self._library is not None:
+            tokens = self._library.sample(logits, edited, draws)
+        else:
+            rows = [edited.get(place, row) for place, row in enumerate(logits.numpy())]
+            tokens = [_most_likely(row) for row in rows] if draws is None else _drawn_from(rows, sequences, draws)
         if -1 in tokens:
             raise InternalError("the model's logits are not finite")
+        wanted = [sequence.sampling.logprobs for sequence in sequences]
         return [
-            (token, None if wanted is None else token_logprob(row, token, wanted))
-            for token, row, wanted in zip(tokens, raw, (s.sampling.logprobs for s in sequences), strict=True)
+            (token, None if num_top is None else token_logprob(logits[place].numpy(), token, num_top))
+            for place, (token, num_top) in enumerate(zip(tokens, wanted, strict=True))
         ]
 
     def _edited(self, raw: Row, sequence: Sequence) -> Row:
-        """With all that the request adds to the model's opinion; ``raw`` itself when that is nothing."""
+        """With what the request adds to the model's opinion; ``raw`` itself when that is nothing at this place."""
         sampling = sequence.sampling
         if sampling.logit_bias or sampling.needs_history or (sampling.min_tokens and sequence.must_go_on):
             raw = edit_logits(raw, sequence)
@@ -81,22 +89,25 @@ def _most_likely(logits: Row) -> int:
     return int((logits == logits.max()).argmax())
 
 
-def _draws(sequences: Rows[Sequence]) -> npt.NDArray[np.void]:
-    """How the next token of each is chosen, with one uniform number for the position that it will have."""
+def _draws(sequences: Rows[Sequence]) -> npt.NDArray[np.void] | None:
+    """How the next token of each is chosen, with one uniform number for the position that it will have.
+
+    None when all are greedy: most likely tokens take no numbers."""
     samplings = [sequence.sampling for sequence in sequences]
-    draws: npt.NDArray[np.void] = np.zeros(len(sequences), DRAW)
+    if all(sampling.is_greedy for sampling in samplings):
+        return None
+    draws: npt.NDArray[np.void] = np.empty(len(sequences), DRAW)
     draws["temperature"] = [0.0 if sampling.is_greedy else sampling.temperature for sampling in samplings]
-    if draws["temperature"].any():
-        draws["top_p"] = [sampling.top_p for sampling in samplings]
-        draws["min_p"] = [sampling.min_p for sampling in samplings]
-        draws["top_k"] = [max(0, sampling.top_k) for sampling in samplings]
-        seeds = np.array([sampling.seed for sampling in samplings], np.uint64)
-        positions = np.array([sequence.num_tokens for sequence in sequences], np.uint64)
-        draws["uniform"] = uniforms(seeds, positions)
+    draws["top_p"] = [sampling.top_p for sampling in samplings]
+    draws["min_p"] = [sampling.min_p for sampling in samplings]
+    draws["top_k"] = [max(0, sampling.top_k) for sampling in samplings]
+    seeds = np.array([sampling.seed for sampling in samplings], np.uint64)
+    positions = np.array([sequence.num_tokens for sequence in sequences], np.uint64)
+    draws["uniform"] = uniforms(seeds, positions)
     return draws
 
 
-def _choose(rows: list[Row], sequences: Rows[Sequence], draws: npt.NDArray[np.void]) -> list[int]:
+def _drawn_from(rows: list[Row], sequences: Rows[Sequence], draws: npt.NDArray[np.void]) -> list[int]:
     """The definition of what the library does faster."""
     return [
         _most_likely(row)

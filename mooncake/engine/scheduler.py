@@ -43,6 +43,11 @@ class StepEntry:
         return self.first + self.num_tokens
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it is the newest token and nothing else."""
+        return self.num_tokens == 1 and self.first + 1 == self.sequence.num_tokens
+
+    @property
     def scored(self) -> range:
         """Places of the prompt whose logits are wanted too: they tell how likely the next token of the prompt was."""
         if not self.sequence.is_scoring:
@@ -196,11 +201,12 @@ class Scheduler:
         """
         plan = StepPlan()
         self._plan_decodes(plan)
-        budget = self._budget if budget_beside is None else min(budget_beside(len(plan.entries)), self._budget)
+        num_decodes = len(plan.entries)
+        budget = self._budget if budget_beside is None else min(budget_beside(num_decodes), self._budget)
         budget = self._plan_chunks(plan, budget)
         if not plan.has_preempted:
             budget = self._admit(plan, budget)
-        self._use_up(plan, budget)
+        self._use_up(plan, num_decodes, budget)
         if not plan.entries and any(not sequence.is_parked for sequence in self.waiting):
             self._make_parked_give_way(plan)
         return plan
@@ -253,15 +259,16 @@ class Scheduler:
                 budget -= self._plan_chunk(sequence, mine, plan)
         return budget
 
-    def _use_up(self, plan: StepPlan, budget: int) -> None:
+    def _use_up(self, plan: StepPlan, first_chunk: int, budget: int) -> None:
         """What nobody behind could use goes to the prompts that left it."""
         if not self._splits_prompts:
             return
-        for index, entry in enumerate(plan.entries):
+        for index in range(first_chunk, len(plan.entries)):
+            entry = plan.entries[index]
             left = entry.sequence.num_tokens - entry.end
             aligned = (entry.end + budget) // self._block_tokens * self._block_tokens - entry.end
             more = left if left <= budget else aligned
-            if entry.num_draft == 0 and left > 0 and more > 0:
+            if left > 0 and more > 0:
                 plan.entries[index] = StepEntry(entry.sequence, entry.first, entry.num_tokens + more)
                 budget -= more
 

@@ -53,6 +53,7 @@ class Sequence:
         "chain_seed",
         "choice",
         "draft_memory",
+        "edits_logits",
         "external_blocks",
         "first_step_s",
         "guide_state",
@@ -62,6 +63,7 @@ class Sequence:
         "is_loading",
         "is_parked",
         "last_step_s",
+        "last_token",
         "num_cached_tokens",
         "num_computed",
         "num_preemptions",
@@ -124,6 +126,9 @@ class Sequence:
         self.is_parked = False  # computed to its end, and waits for the other beams of its search
         self.num_prompt = num_prompt
         self.sampling = sampling
+        self.edits_logits = bool(  # whether the request adds anything to the model's opinion
+            sampling.logit_bias or sampling.needs_history or sampling.min_tokens or sampling.guide
+        )
         self.chain_seed = chain_seed
         self.external_blocks = external_blocks
         self.hold_blocks = hold_blocks
@@ -137,6 +142,7 @@ class Sequence:
         self.limit_length(max_model_len)
         self._buffer = np.empty(min(self._full_length, 2 * num_tokens + 64), np.uint32)
         self._buffer[:num_tokens] = tokens
+        self.last_token = int(tokens[-1])
         self.num_computed = 0
         self.block_keys: list[BlockKey] = []  # of the full blocks
         self.block_table: list[int] = []
@@ -164,10 +170,6 @@ class Sequence:
     def tokens(self) -> TokenIds:
         """All tokens so far, prompt and answer. A view: copy it to keep it."""
         return self._buffer[: self.num_tokens]
-
-    @property
-    def last_token(self) -> int:
-        return int(self._buffer[self.num_tokens - 1])
 
     @property
     def num_generated(self) -> int:
@@ -225,7 +227,7 @@ class Sequence:
         """Add a generated token; why the sequence ends with it, if it does."""
         if self.num_tokens == len(self._buffer):
             self._grow_to(2 * len(self._buffer) + 64)
-        self._buffer[self.num_tokens] = token_id
+        self._buffer[self.num_tokens] = self.last_token = token_id
         self.num_tokens += 1
         if token_id in self.stop_ids and self.num_tokens - self.num_prompt > self.sampling.min_tokens:
             return FinishReason.STOP

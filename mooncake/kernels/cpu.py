@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -225,14 +225,23 @@ class CpuKernels:
         """Of float32 or bfloat16 weights. ``is_gated`` needs a multiple of ``mc_panel_width()`` outputs."""
         return PanelLinear(self.library, self.weight_memory, weight, bias, coding, is_gated)
 
-    def sample(self, rows: Sequence[npt.NDArray[np.float32]], draws: npt.NDArray[np.void]) -> list[int]:
-        """The next token after each row of logits ``[V]``, as ``mooncake.engine.sampler`` defines it; -1 for logits
-        that are not finite. ``draws`` are of the type DRAW."""
-        pointers = np.array([row.ctypes.data for row in rows], np.uint64)
-        tokens = np.empty(len(rows), np.int64)
-        size, threads = len(rows[0]), torch.get_num_threads()
-        self._sample(pointers.ctypes.data, len(rows), size, draws.ctypes.data, tokens.ctypes.data, threads)
-        return list(map(int, tokens))
+    def sample(
+        self,
+        logits: torch.Tensor,
+        instead: Mapping[int, npt.NDArray[np.float32]],
+        draws: npt.NDArray[np.void] | None,
+    ) -> list[int]:
+        """The next token after each row of ``logits`` ``[R, V]`` float32, or after the row that is given instead, as
+        ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` are of the type DRAW; None:
+        the most likely tokens."""
+        count, size = logits.shape
+        first, stride = logits.data_ptr(), logits.stride(0) * logits.itemsize
+        rows, tokens = (_POINTER * count)(), (_LONG * count)()
+        rows[:] = [first + stride * row for row in range(count)]
+        for row, other in instead.items():
+            rows[row] = other.ctypes.data
+        self._sample(rows, count, size, None if draws is None else draws.ctypes.data, tokens, torch.get_num_threads())
+        return list(tokens)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

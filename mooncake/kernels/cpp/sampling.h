@@ -20,6 +20,7 @@ using vf8 = float __attribute__((vector_size(DW * 4)));
 constexpr double MINUS_INFINITY = -std::numeric_limits<double>::infinity();
 constexpr int64_t RUN = 256;               // tokens; a draw looks at the sums of runs first
 constexpr size_t FIRST_CANDIDATES = 256;   // most likely tokens that top-p looks at first
+constexpr int64_t PIECE = 2048;            // tokens that stay in the nearest cache while they are looked at again
 constexpr int BUCKETS = 4096;
 constexpr float BUCKETS_A_UNIT = 128;
 
@@ -66,36 +67,40 @@ public:
     }
 
 private:
-    float most() const {
-        vf top = splat(-std::numeric_limits<float>::infinity());
-        vi strange{};
-        int64_t i = 0;
-        for (; i + W <= size_; i += W) {
-            const vf x = load(logits_ + i);
-            top = larger(top, x);
-            strange |= x != x;
-        }
-        float best = largest(top);
+    // The largest logit, NaN if there is one, and the piece where it first stands: so the row is read from memory once.
+    float most() {
+        float best = -std::numeric_limits<float>::infinity();
         bool is_strange = false;
-        for (int lane = 0; lane < W; lane++) is_strange |= strange[lane] != 0;
-        for (; i < size_; i++) {
-            best = std::max(best, logits_[i]);
-            is_strange |= logits_[i] != logits_[i];
+        piece_ = 0;
+        for (int64_t from = 0; from < size_; from += PIECE) {
+            const int64_t end = std::min(size_, from + PIECE);
+            vf top = splat(-std::numeric_limits<float>::infinity());
+            vi strange{};
+            int64_t i = from;
+            for (; i + W <= end; i += W) {
+                const vf x = load(logits_ + i);
+                top = larger(top, x);
+                strange |= x != x;
+            }
+            float best_here = largest(top);
+            for (int lane = 0; lane < W; lane++) is_strange |= strange[lane] != 0;
+            for (; i < end; i++) {
+                best_here = std::max(best_here, logits_[i]);
+                is_strange |= logits_[i] != logits_[i];
+            }
+            if (best_here > best) {
+                best = best_here;
+                piece_ = from;
+            }
         }
         return is_strange ? std::numeric_limits<float>::quiet_NaN() : best;
     }
 
+    // Behind most(). 0 for NaN.
     int64_t first_of(float wanted) const {
-        int64_t i = 0;
-        for (; i + W <= size_; i += W) {
-            const vi same = load(logits_ + i) == wanted;
-            int32_t any = 0;
-            for (int lane = 0; lane < W; lane++) any |= same[lane];
-            if (any) break;
-        }
-        for (; i < size_; i++)
+        for (int64_t i = piece_; i < size_; i++)
             if (logits_[i] == wanted) return i;
-        return 0;  // NaN
+        return 0;
     }
 
     int bucket_of(float x) const { return int(std::min((best_ - x) * BUCKETS_A_UNIT, float(BUCKETS - 1))); }
@@ -201,7 +206,7 @@ private:
     }
 
     const float* logits_ = nullptr;
-    int64_t size_ = 0;
+    int64_t size_ = 0, piece_ = 0;
     float best_ = 0;
     double temperature_ = 1;
     std::vector<int32_t> counts_;
@@ -213,7 +218,7 @@ private:
 inline void sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
     parallel(count, threads, [&](int64_t i) {
         static thread_local RowSampler sampler;
-        tokens[i] = sampler.sample(rows[i], vocab, draws[i]);
+        tokens[i] = sampler.sample(rows[i], vocab, draws ? draws[i] : Draw{});
     });
 }
 
