@@ -151,7 +151,7 @@ def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
     rows = array("Q", (_address_of(head), len(head), 0))
     if isinstance(part.pieces, PieceTable):
-        rows.frombytes(part.pieces.parts().tobytes())
+        rows.frombytes(part.pieces.parts.tobytes())
         return rows
     sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
     for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905

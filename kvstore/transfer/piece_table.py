@@ -27,7 +27,7 @@ class PieceTable(Sequence[Piece]):
 
     wire: npt.NDArray[Any]  # of WIRE_ROW
     memories: Sequence[memoryview]
-    addresses: npt.NDArray[np.int64]  # where each row goes in this process
+    parts: npt.NDArray[np.uint64]  # [n, 3], ``Part`` of wire.cpp: address in this process, bytes, 0
     owners: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
 
@@ -50,7 +50,9 @@ class PieceTable(Sequence[Piece]):
         wire = np.zeros(len(block), WIRE_ROW)
         wire["block"], wire["offset"], wire["length"] = block, offset, length
         starts = np.array([_address_of(memory) for memory in memories], np.int64)
-        return cls(wire, memories, starts[owner] + place, owner, place)
+        parts = np.zeros((len(block), 3), np.uint64)
+        parts[:, 0], parts[:, 1] = starts[owner] + place, length
+        return cls(wire, memories, parts, owner, place)
 
     def __len__(self) -> int:
         return len(self.wire)
@@ -61,7 +63,7 @@ class PieceTable(Sequence[Piece]):
     def __getitem__(self, index: slice) -> PieceTable: ...
     def __getitem__(self, index: int | slice) -> Piece | PieceTable:
         if isinstance(index, slice):
-            columns = self.wire[index], self.memories, self.addresses[index], self.owners[index], self.places[index]
+            columns = self.wire[index], self.memories, self.parts[index], self.owners[index], self.places[index]
             return PieceTable(*columns)
         wire, place = WireRange(*self.wire[index].item()), int(self.places[index])
         return Piece(wire, self.memories[self.owners[index]][place : place + wire.length])
@@ -93,13 +95,6 @@ class PieceTable(Sequence[Piece]):
     def packed(self) -> bytes:
         """All ranges as they travel."""
         return self.wire.tobytes()
-
-    def parts(self) -> npt.NDArray[np.uint64]:
-        """(address in this process, bytes, 0) of each row: ``Part`` of wire.cpp."""
-        table = np.zeros((len(self), 3), np.uint64)
-        table[:, 0] = self.addresses
-        table[:, 1] = self.wire["length"]
-        return table
 
 
 def _split(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
