@@ -8,6 +8,7 @@ import ctypes
 import functools
 import logging
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("placing.cpp")
 # Python adds and multiplies in steps, too: without fused operations both round alike.
 FLAGS = ("-ffp-contract=off",)
+_from_buffer: Callable[..., ctypes.c_char] = ctypes.c_char.from_buffer
 _REQUEST = struct.Struct("=QQQdddqqq")
 _RESULT = struct.Struct("=qqqqqqddddd")
 
@@ -100,9 +102,9 @@ class NativeSearch:
         _REQUEST.pack_into(
             self._request,
             0,
-            _address(question.runs),
-            0 if question.prefill_ok is None else _address(question.prefill_ok),
-            0 if question.decode_ok is None else _address(question.decode_ok),
+            address(question.runs),
+            0 if question.prefill_ok is None else address(question.prefill_ok),
+            0 if question.decode_ok is None else address(question.decode_ok),
             facts.num_tokens,
             facts.expected_tokens,
             question.now_ms,
@@ -143,7 +145,7 @@ class NativeSearch:
         }
         for name, array in pointers.items():
             assert array.flags.c_contiguous
-            setattr(self._native_view, name, _address(array))
+            setattr(self._native_view, name, address(array))
         for name, value in {
             "num_prefill": len(prefill.nodes),
             "num_decode": len(decode.nodes),
@@ -156,10 +158,10 @@ class NativeSearch:
         }.items():
             setattr(self._native_view, name, value)
         self._scratch = np.zeros(3 * len(prefill.nodes) + 2 * len(decode.nodes) + 1)
-        self._scratch_at = _address(self._scratch)
+        self._scratch_at = address(self._scratch)
         self._view = view
 
 
-def _address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+def address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
     """Of an array that its caller keeps, and may write."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0
+    return ctypes.addressof(_from_buffer(array)) if array.size else 0

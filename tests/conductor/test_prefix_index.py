@@ -1,10 +1,19 @@
-"""The prefix index against the plainest possible one, a set of keys a node; and what bisection rests on."""
+"""The prefix index against the plainest possible one, a set of keys a node; what bisection rests on; and the table in
+C++ against the one in Python."""
 
+import itertools
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.prefix_index import NUM_SHARDS, PrefixIndex, index_keys
+from conductor.prefix_index import PrefixIndex, index_keys
+from conductor.prefix_native import new_table
+from conductor.prefix_table import NUM_SHARDS, PrefixTable
 from mooncake.types import BlockEvent, BlockKey, Tier
+
+PrefixIndex()  # what is built at first use is built now: hypothesis looks at the time
 
 NODES = tuple(f"n{i}" for i in range(70))  # more than one machine word of bits
 KEYS = tuple(BlockKey(bytes([i]) * 32) for i in range(6))
@@ -19,12 +28,12 @@ operations = st.lists(
 )
 
 
-@given(operations, st.lists(st.sampled_from(KEYS), max_size=8))
+@given(operations, st.lists(st.sampled_from(KEYS), max_size=8), st.booleans())
 def test_a_run_begins_and_ends_with_blocks_that_the_node_holds(
-    steps: list[tuple[str, str, BlockKey | None]], prompt: list[BlockKey]
+    steps: list[tuple[str, str, BlockKey | None]], prompt: list[BlockKey], native: bool
 ) -> None:
     """Against the plainest index there is, whatever the caches say, holes and all."""
-    index, truth = PrefixIndex(), dict[str, set[BlockKey]]()
+    index, truth = PrefixIndex(native=native), dict[str, set[BlockKey]]()
     for what, node, key in steps:
         if key is None:
             index.clear(node) if what == "clear" else index.forget(node)
@@ -95,8 +104,9 @@ def test_a_block_that_is_demoted_is_still_there_and_no_longer_in_dram() -> None:
     assert (index.num_blocks("s"), len(index)) == (0, 0)
 
 
-def test_a_full_index_drops_new_entries_and_recovers() -> None:
-    index = PrefixIndex(max_blocks=2)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_full_index_drops_new_entries_and_recovers(native: bool) -> None:
+    index = PrefixIndex(max_blocks=2, native=native)
     index.apply("a", [BlockEvent(True, key) for key in KEYS])
     assert index.num_blocks("a") == 2
     assert index.dropped == len(KEYS) - 2
@@ -109,3 +119,51 @@ def test_nothing_matches_an_empty_prompt() -> None:
     index = PrefixIndex()
     index.apply("a", [BlockEvent(True, KEYS[0])])
     assert index.match([]) == {}
+
+
+def test_the_table_in_cpp_answers_as_the_one_in_python() -> None:
+    """Caches of two tiers store chains, drop what they like, leave and come back, in an index that is often full."""
+    rng = np.random.default_rng(5)
+    chains = [[BlockKey(rng.bytes(32)) for _ in range(30)] for _ in range(40)]
+    shared = chains[0][:12]
+    chains = [shared + chain[12:] if number % 3 else chain for number, chain in enumerate(chains)]
+    indices = [PrefixIndex(600, native) for native in (True, False)]
+    nodes = [f"n{at}" for at in range(150)]
+    for index in indices:
+        for at, node in enumerate(nodes):
+            index.join(node, is_tiered=at % 3 == 0)
+    for _ in range(1500):
+        node, chain = nodes[rng.integers(len(nodes))], chains[rng.integers(len(chains))]
+        what, tier = rng.random(), Tier.SSD if rng.random() < 0.3 else Tier.DRAM
+        first, last = sorted(rng.integers(0, len(chain) + 1, 2)) if rng.random() < 0.3 else (0, len(chain))
+        for index in indices:
+            if what < 0.6:
+                index.apply(node, [BlockEvent(True, key) for key in chain[first:last]], tier)
+            elif what < 0.7:
+                index.load(node, index_keys(chain[first:last]), tier)
+            elif what < 0.95:
+                index.apply(node, (BlockEvent(False, key) for key in reversed(chain[first:])), tier)
+            else:
+                index.clear(node) if what < 0.98 else index.forget(node)
+        prompt = chains[rng.integers(len(chains))][: rng.integers(0, 31)]
+        compiled, defined = (index.runs(prompt).tolist() for index in indices)
+        assert compiled == defined
+        assert indices[0].longest == indices[1].longest
+        assert len(indices[0]) == len(indices[1])
+        assert [indices[0].num_blocks(node) for node in nodes] == [indices[1].num_blocks(node) for node in nodes]
+    compiled, defined = (
+        [sorted(itertools.chain.from_iterable(index.blocks_of(node))) for node in nodes] for index in indices
+    )
+    assert compiled == defined
+    assert indices[0].dropped == indices[1].dropped > 0
+
+
+@pytest.mark.skipif(isinstance(new_table(1), PrefixTable), reason="needs a C++ compiler")
+def test_what_is_no_key_is_refused_and_changes_nothing() -> None:
+    index = PrefixIndex()
+    index.apply("a", [BlockEvent(True, key) for key in CHAINS[0]])
+    with pytest.raises(ValueError, match="15 bytes"):
+        index.runs([b"short"])
+    with pytest.raises(TypeError):
+        index.runs(["text"])  # type: ignore[list-item]
+    assert index.match(CHAINS[0]) == {"a": 40}
