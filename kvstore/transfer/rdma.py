@@ -9,32 +9,21 @@ whether the grant is gone. Memory that was not registered is copied through memo
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-import logging
-import select
-import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.transfer.protocol import MAX_RANGES, SLICE_BYTES, Operation
+from kvstore.transfer.rdma_find import VerbsUnavailable
+from kvstore.transfer.rdma_link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link
+from kvstore.transfer.rdma_memory import RegisteredMemory, Staging, merge
 from kvstore.transfer.rdma_verbs import (
-    Access,
     Completion,
     Device,
-    Endpoint,
     QueuePair,
-    Registration,
     Status,
     VerbsFailed,
-    VerbsUnavailable,
     address_of,
 )
 from kvstore.transfer.tcp import attach
@@ -42,25 +31,10 @@ from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice, Work
 from mooncake.errors import DeadlineExceeded, StaleEpoch
 from mooncake.types import SegmentAddress
 
-log = logging.getLogger(__name__)
-
 WINDOW = 4  # slices on their way in one queue pair
 MAX_REFUSALS = 2  # void keys that one ``carry`` mends by connecting anew
-REGISTER_BYTES = 32 << 20  # a piece: the interpreter stands still while one is pinned
-
-REGION_TABLE = struct.Struct("<QQIHH")  # base address, bytes a region, bytes a block, number of regions, zero
-KEY = struct.Struct("<I")
-WINDOW_REQUEST = struct.Struct("<IQ")  # block, epoch
-REFUSED = 0  # in place of a window's key: the block is not granted to this epoch
-NO_WINDOW = 0xFFFFFFFF  # the owner's device gives no more windows
-MESSAGE_BYTES = MAX_RANGES * WINDOW_REQUEST.size
 
 _SEND_DEPTH = WINDOW * MAX_RANGES + 16
-_REQUEST_TAG, _REPLY_TAG, _NOTICE_TAG = 0, 1, 2
-_FIRST_SLICE_TAG = 16
-
-Attach = Callable[[bytes, float], tuple[socket.socket, bytes]]
-"""Sends a request over a new control connection before the deadline; the owner's answer and the connection."""
 
 
 class RdmaTransport:
@@ -73,10 +47,10 @@ class RdmaTransport:
         """``device``: by name; the first one that has an active port when it is empty."""
         self.unavailable = ""
         self._device: Device | None = None
-        self._memory: _RegisteredMemory | None = None
+        self._memory: RegisteredMemory | None = None
         try:
             self._device = Device(device)
-            self._memory = _RegisteredMemory(self._device)
+            self._memory = RegisteredMemory(self._device)
         except VerbsUnavailable as error:
             self.unavailable = str(error)
 
@@ -112,17 +86,17 @@ class RdmaPath:
 
     window_bytes = WINDOW * SLICE_BYTES
 
-    def __init__(self, device: Device, memory: _RegisteredMemory, address: SegmentAddress, attach: Attach) -> None:
+    def __init__(self, device: Device, memory: RegisteredMemory, address: SegmentAddress, attach: Attach) -> None:
         self._device = device
         self._memory = memory
         self._address = address
         self._attach = attach
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._cutting = threading.Lock()  # between ``cut`` and the end of a link
         self._is_cut = False
-        self._staging: list[_Staging] = []
+        self._staging: list[Staging] = []
         self._flights: deque[_Flight] = deque()  # every slice that is taken and not over, the oldest first
-        self._next_tag = _FIRST_SLICE_TAG
+        self._next_tag = FIRST_SLICE_TAG
         self._moved_bytes = 0
         self._unannounced_bytes = 0  # written, and the owner not told
 
@@ -144,7 +118,7 @@ class RdmaPath:
 
     def connect(self, deadline: float) -> None:
         """Raises PathFailed, StaleEpoch or DeadlineExceeded."""
-        link = _Link.open(self._device, self._address, self._attach, deadline)
+        link = Link.open(self._device, self._address, self._attach, _SEND_DEPTH, deadline)
         with self._cutting:
             self._link = link
             if not self._is_cut:
@@ -214,7 +188,7 @@ class RdmaPath:
                 return
             self._take_completions(link, work)
 
-    def _post(self, flight: _Flight, link: _Link, work: Work) -> None:
+    def _post(self, flight: _Flight, link: Link, work: Work) -> None:
         """Start a slice, or see it refused."""
         part = flight.part
         if part.operation is Operation.WRITE:
@@ -229,7 +203,7 @@ class RdmaPath:
             self._stage(flight)
         flight.tag = self._next_tag
         self._next_tag += 1
-        runs = _merge(
+        runs = merge(
             [
                 (*local, *link.remote(piece.wire.block, piece.wire.offset, part.operation), piece.wire.length)
                 for piece, local in zip(part.pieces, flight.locals_or(strips), strict=True)
@@ -250,7 +224,7 @@ class RdmaPath:
                 if not staging.is_busy:
                     break
             else:
-                staging = _Staging(self._device)
+                staging = Staging(self._device)
                 self._staging.append(staging)
             staging.is_busy = True
             flight.staging = staging
@@ -263,7 +237,7 @@ class RdmaPath:
             flight.staging.is_busy = False
             flight.staging = None
 
-    def _open_windows(self, part: Slice, link: _Link, work: Work) -> None:
+    def _open_windows(self, part: Slice, link: Link, work: Work) -> None:
         """Have a key for every block of a write. Raises StaleEpoch when the owner refuses one."""
         wanted = {piece.wire.block: piece.wire.epoch for piece in part.pieces}
         if len({(piece.wire.block, piece.wire.epoch) for piece in part.pieces}) != len(wanted):
@@ -282,7 +256,7 @@ class RdmaPath:
                 raise StaleEpoch(f"{self._address.node_id}: block {block} is not granted to epoch {epoch}")
             link.windows[block] = (epoch, key)
 
-    def _take_completions(self, link: _Link, work: Work, deadline: float = float("inf")) -> None:
+    def _take_completions(self, link: Link, work: Work, deadline: float = float("inf")) -> None:
         """Sleep until something has ended, and account for it."""
         deadline = min([deadline, *(flight.part.deadline for flight in self._flights)])
         left = deadline - time.monotonic()
@@ -294,7 +268,7 @@ class RdmaPath:
         for completion in found:
             self._account(completion, link, work)
 
-    def _account(self, completion: Completion, link: _Link, work: Work) -> None:
+    def _account(self, completion: Completion, link: Link, work: Work) -> None:
         if completion.status == Status.REMOTE_ACCESS:
             raise _KeyRefused(f"{self._address.node_id} does not accept a memory key (status {completion.status})")
         if completion.status != Status.SUCCESS:
@@ -302,7 +276,7 @@ class RdmaPath:
         if completion.is_received:
             link.received(completion.nbytes)
             return
-        if completion.tag < _FIRST_SLICE_TAG:
+        if completion.tag < FIRST_SLICE_TAG:
             return
         flight = self._flights[0]
         if flight.tag != completion.tag:  # slices end in the order in which they were posted
@@ -317,10 +291,10 @@ class RdmaPath:
         self._moved_bytes += part.nbytes
         work.done(part)
 
-    def _announce(self, link: _Link) -> None:
+    def _announce(self, link: Link) -> None:
         """Tell the owner how much was written: it cannot see one-sided writes. Nobody waits for this to arrive."""
         if self._unannounced_bytes:
-            link.queue_pair.post_notice(_NOTICE_TAG, min(self._unannounced_bytes, 0xFFFFFFFF), signal=False)
+            link.queue_pair.post_notice(NOTICE_TAG, min(self._unannounced_bytes, 0xFFFFFFFF), signal=False)
             self._unannounced_bytes = 0
 
 
@@ -335,230 +309,10 @@ class _Flight:
     part: Slice
     tag: int = 0
     is_posted: bool = False
-    staging: _Staging | None = None
+    staging: Staging | None = None
 
     def locals_or(self, strips: list[tuple[int, int] | None]) -> list[tuple[int, int]]:
         """(address, key) of the local memory of each piece: in the staging memory, or where it lies."""
         if self.staging is not None:
             return self.staging.places(self.part)
         return [strip for strip in strips if strip is not None]
-
-
-class _Link:
-    """One connected queue pair, the control connection that it lives as long as, and the keys that came over it."""
-
-    def __init__(self, node_id: str, queue_pair: QueuePair) -> None:
-        """Takes the queue pair over."""
-        self.queue_pair = queue_pair
-        self.windows: dict[int, tuple[int, int]] = {}  # block -> (epoch, key)
-        self.reply: bytes | None = None
-        self._node_id = node_id
-        self._sock: socket.socket | None = None
-        self._messages: npt.NDArray[np.uint8] = np.zeros(2 * MESSAGE_BYTES, np.uint8)
-        self._registered: list[Registration] = []
-        self._base = self._region_bytes = self._block_bytes = 0
-        self._read_keys: tuple[int, ...] = ()
-
-    @classmethod
-    def open(cls, device: Device, address: SegmentAddress, attach: Attach, deadline: float) -> _Link:
-        """Raises PathFailed, StaleEpoch or DeadlineExceeded."""
-        try:
-            link = cls(address.node_id, QueuePair(device, _SEND_DEPTH, 2))
-        except VerbsFailed as error:
-            raise PathFailed(str(error)) from None
-        try:
-            sock, answer = attach(link.queue_pair.endpoint.pack(), deadline)
-            link._sock = sock
-            link._learn(answer, address)
-            link.queue_pair.connect(Endpoint.unpack(answer[: Endpoint.SIZE]), access=0)
-            link.queue_pair.watch(sock.fileno())
-            start = address_of(link._messages.data)
-            for place in (start, start + MESSAGE_BYTES):
-                link._registered.append(device.register(place, MESSAGE_BYTES, Access.LOCAL_WRITE))
-            link.queue_pair.post_receive(_REPLY_TAG, link._registered[1])
-        except (VerbsFailed, ValueError) as error:
-            link.close()
-            raise PathFailed(f"{address.node_id}: {error}") from None
-        except BaseException:
-            link.close()
-            raise
-        return link
-
-    def remote(self, block: int, offset: int, operation: Operation) -> tuple[int, int]:
-        """(address, key) of a place in the segment. Verbs name it by address; the key bounds what it reaches."""
-        start = block * self._block_bytes + offset
-        key = self.windows[block][1] if operation is Operation.WRITE else self._read_keys[start // self._region_bytes]
-        return self._base + start, key
-
-    def has_window(self, block: int, epoch: int) -> bool:
-        window = self.windows.get(block)
-        return window is not None and window[0] == epoch
-
-    def ask_for_windows(self, wanted: list[tuple[int, int]]) -> None:
-        """The answer comes as ``reply``. One question at a time. Raises VerbsFailed."""
-        question = b"".join(WINDOW_REQUEST.pack(block, epoch) for block, epoch in wanted)
-        self._messages[: len(question)] = np.frombuffer(question, np.uint8)
-        self.queue_pair.post_message(_REQUEST_TAG, self._registered[0], len(question))
-
-    def received(self, nbytes: int) -> None:
-        self.reply = self._messages[MESSAGE_BYTES : MESSAGE_BYTES + nbytes].tobytes()
-        self.queue_pair.post_receive(_REPLY_TAG, self._registered[1])
-
-    def take_reply(self, count: int) -> list[int]:
-        """Raises PathFailed for an answer to something else."""
-        reply, self.reply = self.reply or b"", None
-        if len(reply) != count * KEY.size:
-            raise PathFailed(f"{self._node_id} answers {count} questions for windows with {len(reply)} bytes")
-        return [key for (key,) in KEY.iter_unpack(reply)]
-
-    def check_alive(self) -> None:
-        """Raises PathFailed when the owner has gone, or ``cut`` was called."""
-        assert self._sock is not None
-        news = select.poll()
-        news.register(self._sock, select.POLLIN | select.POLLRDHUP)
-        if news.poll(0):
-            raise PathFailed(f"{self._node_id} has closed its control connection")
-
-    def cut(self) -> None:
-        if self._sock is not None:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """The queue pair first: while the connection is open the owner may still count on us."""
-        self.queue_pair.close()
-        for registered in self._registered:
-            registered.close()
-        self._registered.clear()
-        if self._sock is not None:
-            self._sock.close()
-
-    def _learn(self, answer: bytes, address: SegmentAddress) -> None:
-        """Raises ValueError unless the answer describes the segment of this address."""
-        table = answer[Endpoint.SIZE :]
-        if len(table) < REGION_TABLE.size:
-            raise ValueError("an RDMA answer that is too short")
-        self._base, self._region_bytes, self._block_bytes, count, _ = REGION_TABLE.unpack_from(table)
-        keys = table[REGION_TABLE.size :]
-        total = address.block_bytes * address.num_blocks
-        if self._block_bytes != address.block_bytes or len(keys) != count * KEY.size:
-            raise ValueError("an RDMA answer about another segment")
-        if self._region_bytes % self._block_bytes or count != -(-total // max(1, self._region_bytes)):
-            raise ValueError("an RDMA answer whose regions do not make up the segment")
-        self._read_keys = tuple(key for (key,) in KEY.iter_unpack(keys))
-
-
-class _Staging:
-    """Registered memory of ours for one slice at a time."""
-
-    def __init__(self, device: Device) -> None:
-        self.is_busy = False
-        self._device = device
-        self._bytes: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self._registered: Registration | None = None
-
-    def fit(self, nbytes: int) -> None:
-        """Raises VerbsFailed."""
-        if self._bytes.nbytes < nbytes:
-            self.close()
-            self._bytes = np.zeros(max(nbytes, SLICE_BYTES), np.uint8)
-            start, size = address_of(self._bytes.data), self._bytes.nbytes
-            self._registered = self._device.register(start, size, Access.LOCAL_WRITE)
-
-    def places(self, part: Slice) -> list[tuple[int, int]]:
-        assert self._registered is not None
-        places: list[tuple[int, int]] = []
-        address = self._registered.address
-        for piece in part.pieces:
-            places.append((address, self._registered.lkey))
-            address += piece.wire.length
-        return places
-
-    def fill(self, part: Slice) -> None:
-        start = 0
-        for piece in part.pieces:
-            np.copyto(self._bytes[start : start + piece.wire.length], np.frombuffer(piece.local, np.uint8))
-            start += piece.wire.length
-
-    def drain(self, part: Slice) -> None:
-        start = 0
-        for piece in part.pieces:
-            np.copyto(np.frombuffer(piece.local, np.uint8), self._bytes[start : start + piece.wire.length])
-            start += piece.wire.length
-
-    def close(self) -> None:
-        if self._registered is not None:
-            self._registered.close()
-            self._registered = None
-
-
-class _RegisteredMemory:
-    """Local memory that slices can travel from and to without a copy. Thread-safe."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        self._starts: list[int] = []  # sorted, beside ``_pieces``
-        self._pieces: list[Registration] = []
-        self._kept: list[memoryview] = []  # so that the memory outlives its registration
-        self._threads: list[threading.Thread] = []
-        self._closing = threading.Event()
-
-    def add(self, memory: memoryview) -> None:
-        thread = threading.Thread(target=self._pin, args=(memory,), name="rdma-register", daemon=True)
-        with self._lock:
-            self._kept.append(memory)
-            self._threads.append(thread)
-        thread.start()
-
-    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(address, local key), or None for memory that is not inside one registered piece."""
-        with self._lock:
-            index = bisect.bisect_right(self._starts, address) - 1
-            if index < 0:
-                return None
-            piece = self._pieces[index]
-        return (address, piece.lkey) if address + nbytes <= piece.address + piece.nbytes else None
-
-    def close(self) -> None:
-        self._closing.set()
-        for thread in self._threads:
-            thread.join()
-        with self._lock:
-            pieces, self._pieces, self._starts = self._pieces, [], []
-        for piece in pieces:
-            piece.close()
-        self._kept.clear()
-
-    def _pin(self, memory: memoryview) -> None:
-        start, nbytes = address_of(memory), memory.nbytes
-        for offset in range(0, nbytes, REGISTER_BYTES):
-            if self._closing.is_set():
-                return
-            try:
-                piece = self._device.register(start + offset, min(REGISTER_BYTES, nbytes - offset), Access.LOCAL_WRITE)
-            except VerbsFailed as error:
-                log.warning("%s; what lies there is copied", error)
-                return
-            with self._lock:
-                index = bisect.bisect_left(self._starts, piece.address)
-                self._starts.insert(index, piece.address)
-                self._pieces.insert(index, piece)
-
-
-Run = tuple[int, int, int, int, int]
-"""Local address and key, remote address and key, bytes."""
-
-
-def _merge(runs: list[Run]) -> list[Run]:
-    """The same with neighbours joined that lie next to each other on both sides under the same keys."""
-    merged: list[Run] = []
-    for local, lkey, remote, rkey, nbytes in runs:
-        if merged:
-            before = merged[-1]
-            size = before[4]
-            if (before[0] + size, before[1], before[2] + size, before[3]) == (local, lkey, remote, rkey):
-                merged[-1] = (before[0], lkey, before[2], rkey, size + nbytes)
-                continue
-        merged.append((local, lkey, remote, rkey, nbytes))
-    return merged

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.transfer.protocol import MAX_RANGES
-from kvstore.transfer.rdma import (
+from kvstore.transfer.rdma_find import VerbsUnavailable
+from kvstore.transfer.rdma_link import (
     KEY,
     MESSAGE_BYTES,
     NO_WINDOW,
@@ -35,7 +36,6 @@ from kvstore.transfer.rdma_verbs import (
     Registration,
     Status,
     VerbsFailed,
-    VerbsUnavailable,
     Window,
     address_of,
 )

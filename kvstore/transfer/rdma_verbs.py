@@ -1,35 +1,28 @@
-"""Verbs: a device, registered memory and reliable queue pairs, over pyverbs. No other module imports pyverbs.
+"""Verbs: a device, registered memory and reliable queue pairs, over pyverbs.
 
 pyverbs never lets go of the interpreter lock, so nothing here waits inside it: completions are polled, and when there
 are none the completion channel is armed, the queue polled once more and the thread put to sleep on the channel's file
-descriptor. This module must not know segments, blocks or what the bytes mean. Both the pyverbs of rdma-core 44
-(Debian 12's ``python3-pyverbs``) and that of 59 (PyPI) work; neither is a dependency.
+descriptor. This module must not know segments, blocks or what the bytes mean.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.machinery
-import importlib.util
 import os
 import secrets
 import select
 import struct
-import sys
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_DISTRIBUTION_PACKAGES = Path("/usr/lib/python3/dist-packages")  # where Debian and its kin put python3-pyverbs
-_DEVICES = Path("/sys/class/infiniband")
+from kvstore.transfer.rdma_find import Verbs, VerbsUnavailable, find_port, gid_index, link_layer, pyverbs
+
 _CHANNEL_LINK = "anon_inode:[infinibandevent]"
-_MAPPED_IPV4 = bytes(10) + b"\xff\xff"
 
 MAX_READS = 16  # RDMA reads on their way in one queue pair
 _HOP_LIMIT = 64
@@ -37,10 +30,6 @@ _ACK_TIMEOUT = 16  # 4.096 µs · 2^16 = 0.27 s a try
 _RETRIES = 7  # so a peer that answers nothing is given up after about two seconds
 _RNR_TIMER = 12  # 0.64 ms between looks for a receive of the peer
 _RNR_FOR_EVER = 7  # a peer that is slow to post receives is slow, not gone
-
-
-class VerbsUnavailable(Exception):
-    """This process can use no RDMA device; the message says in one line why, and what would help."""
 
 
 class VerbsFailed(Exception):
@@ -110,14 +99,14 @@ class Device:
 
     def __init__(self, name: str = "") -> None:
         """The first device with an active port, or the one named. Raises VerbsUnavailable."""
-        self.name, self.port = _find_port(name)
-        self._verbs = _verbs()
+        self.name, self.port = find_port(name)
+        self._verbs = pyverbs()
         try:
             self._context = self._verbs.device.Context(name=self.name)
             attributes = self._context.query_device()
             port = self._context.query_port(self.port)
-            self.is_ethernet = _link_layer(self.name, self.port) == "Ethernet"
-            self.gid_index = _gid_index(self.name, self.port, self.is_ethernet)
+            self.is_ethernet = link_layer(self.name, self.port) == "Ethernet"
+            self.gid_index = gid_index(self.name, self.port, self.is_ethernet)
             self.gid = bytes(_gid_bytes(self._context.query_gid(self.port, self.gid_index).gid))
             self.domain = self._verbs.pd.PD(self._context)
         except self._verbs.error as error:
@@ -358,114 +347,6 @@ def _completion(entry: Any) -> Completion:
     )
 
 
-class _Verbs(NamedTuple):
-    """The modules of pyverbs that are used here."""
-
-    device: ModuleType
-    pd: ModuleType
-    mr: ModuleType
-    cq: ModuleType
-    qp: ModuleType
-    wr: ModuleType
-    addr: ModuleType
-    enums: ModuleType
-    error: type[Exception]
-
-
-_loading = threading.Lock()
-_loaded: list[_Verbs] = []
-
-
-def load_pyverbs() -> None:
-    """Import it, which works without any device too. Raises VerbsUnavailable."""
-    _verbs()
-
-
-def _verbs() -> _Verbs:
-    """pyverbs, imported at first use. Raises VerbsUnavailable."""
-    with _loading:
-        if not _loaded:
-            _loaded.append(_import_verbs())
-        return _loaded[0]
-
-
-def _import_verbs() -> _Verbs:
-    try:
-        if "pyverbs" not in sys.modules and importlib.util.find_spec("pyverbs") is None:
-            _link_distribution_package()
-        names = ("device", "pd", "mr", "cq", "qp", "wr", "addr")
-        modules = {name: importlib.import_module(f"pyverbs.{name}") for name in names}
-        error = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
-        return _Verbs(**modules, enums=_enums(), error=error)
-    except ImportError as error:
-        raise VerbsUnavailable(
-            f"RDMA needs pyverbs ({error}); `apt install python3-pyverbs` on Debian 12, or `pip install pyverbs` "
-            "beside rdma-core of the same version"
-        ) from None
-
-
-def _enums() -> ModuleType:
-    try:
-        return importlib.import_module("pyverbs.enums")  # up to rdma-core 5x
-    except ImportError:
-        return importlib.import_module("pyverbs.libibverbs_enums")
-
-
-def _link_distribution_package() -> None:
-    """Take the system's pyverbs into a virtual environment, and nothing else of the system's packages.
-
-    The same as a symbolic link to its folder in ``site-packages``. It was compiled for one version of Python.
-    """
-    folder = _DISTRIBUTION_PACKAGES / "pyverbs"
-    if not any((folder / f"device{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):
-        raise ImportError("not installed for this Python")
-    spec = importlib.util.spec_from_file_location(
-        "pyverbs", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None and spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules["pyverbs"] = package
-    try:
-        spec.loader.exec_module(package)
-    except BaseException:
-        del sys.modules["pyverbs"]
-        raise
-
-
-def _find_port(wanted: str) -> tuple[str, int]:
-    """The device and its first active port. Raises VerbsUnavailable."""
-    names = sorted(path.name for path in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
-    if not names:
-        raise VerbsUnavailable("this machine has no RDMA device (/sys/class/infiniband is empty)")
-    if wanted and wanted not in names:
-        raise VerbsUnavailable(f"there is no RDMA device {wanted!r}, only {', '.join(names)}")
-    for name in [wanted] if wanted else names:
-        ports = sorted(int(path.name) for path in (_DEVICES / name / "ports").iterdir())
-        for port in ports:
-            if "ACTIVE" in _read(_DEVICES / name / "ports" / str(port) / "state"):
-                return name, port
-    raise VerbsUnavailable(f"no RDMA device has an active port ({', '.join(names)})")
-
-
-def _link_layer(device: str, port: int) -> str:
-    return _read(_DEVICES / device / "ports" / str(port) / "link_layer")
-
-
-def _gid_index(device: str, port: int, is_ethernet: bool) -> int:
-    """On Ethernet the first RoCE v2 address that maps an IPv4 one, else any RoCE v2 one. Raises VerbsUnavailable."""
-    if not is_ethernet:
-        return 0
-    folder = _DEVICES / device / "ports" / str(port)
-    routable: list[int] = []
-    for path in (folder / "gids").iterdir():
-        gid = bytes.fromhex(_read(path).replace(":", "") or "00")
-        if any(gid) and _read(folder / "gid_attrs" / "types" / path.name) == "RoCE v2":
-            routable.append(int(path.name) + (0 if gid.startswith(_MAPPED_IPV4) else 1 << 16))
-    if not routable:
-        raise VerbsUnavailable(f"RDMA device {device} has no RoCE v2 address: give its network interface an IP address")
-    return min(routable) & 0xFFFF
-
-
 def _gid_bytes(text: str) -> bytes:
     return bytes.fromhex(text.replace(":", ""))
 
@@ -475,16 +356,12 @@ def _gid_text(gid: bytes) -> str:
     return ":".join(digits[start : start + 4] for start in range(0, 32, 4))
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # an empty slot of the table
-        return ""
+_opening = threading.Lock()  # which new file descriptor is whose
 
 
-def _open_channel(verbs: _Verbs, context: Any) -> tuple[Any, int]:
+def _open_channel(verbs: Verbs, context: Any) -> tuple[Any, int]:
     """A completion channel and its file descriptor, which pyverbs 44 does not tell: it is the new one."""
-    with _loading:
+    with _opening:
         before = _channel_fds()
         channel = verbs.cq.CompChannel(context)
         fd = getattr(channel, "fd", None)

@@ -25,7 +25,8 @@ import numpy as np
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
-from kvstore.transfer.rdma_verbs import Device, VerbsUnavailable
+from kvstore.transfer.rdma_find import VerbsUnavailable
+from kvstore.transfer.rdma_verbs import Device
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, progress, tell
 from mooncake.errors import ConfigError

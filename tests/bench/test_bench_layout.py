@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.transfer.rdma_verbs import Device, VerbsUnavailable
+from kvstore.transfer.rdma_find import VerbsUnavailable
+from kvstore.transfer.rdma_verbs import Device
 from mooncake.app import bench_layout, bench_rdma
 from mooncake.errors import ConfigError
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.transfer.rdma_verbs import Device, VerbsUnavailable, load_pyverbs
+from kvstore.transfer.rdma_find import VerbsUnavailable, load_pyverbs
+from kvstore.transfer.rdma_verbs import Device
 
 ROOT = Path(__file__).parents[2]
 TOOL = Path(os.environ.get("RDMA_VM") or ROOT.parent / "shared" / "rdma-vm" / "run-in-rdma-vm")

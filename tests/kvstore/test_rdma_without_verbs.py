@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, TransferEngine
-from kvstore.transfer.rdma import _merge
-from kvstore.transfer.rdma_verbs import Device, Endpoint, VerbsUnavailable
+from kvstore.transfer.rdma_find import VerbsUnavailable
+from kvstore.transfer.rdma_memory import merge
+from kvstore.transfer.rdma_verbs import Device, Endpoint
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import NodeUnavailable
 
@@ -40,10 +41,10 @@ def test_a_spoilt_endpoint_is_refused(start: int, value: int):
 
 
 def test_runs_are_joined_where_both_sides_touch_under_the_same_keys():
-    assert _merge([(100, 1, 900, 2, 10), (110, 1, 910, 2, 5)]) == [(100, 1, 900, 2, 15)]
+    assert merge([(100, 1, 900, 2, 10), (110, 1, 910, 2, 5)]) == [(100, 1, 900, 2, 15)]
     for other in ((111, 1, 910, 2, 5), (110, 1, 911, 2, 5), (110, 9, 910, 2, 5), (110, 1, 910, 9, 5)):
         runs = [(100, 1, 900, 2, 10), other]
-        assert _merge(runs) == runs
+        assert merge(runs) == runs
 
 
 def test_a_machine_without_verbs_says_so_in_one_line_and_goes_on(caplog: pytest.LogCaptureFixture):
