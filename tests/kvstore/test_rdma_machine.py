@@ -14,13 +14,15 @@ import pytest
 
 from kvstore.transfer.rdma_find import VerbsUnavailable, load_pyverbs
 from kvstore.transfer.rdma_verbs import Device
+from mooncake.checkpoint import open_checkpoint
+from mooncake.model import load_model
 
 ROOT = Path(__file__).parents[2]
 TOOL = Path(os.environ.get("RDMA_VM") or ROOT.parent / "shared" / "rdma-vm" / "run-in-rdma-vm")
 pytestmark = [pytest.mark.rdma, pytest.mark.slow]
 
 
-def in_machine(*arguments: str, memory: str = "2G", timeout_s: int) -> str:
+def in_machine(*arguments: str, timeout_s: int, memory: str = "2G", model: str = "") -> str:
     """Output of pytest with these arguments. Skips when there is no such machine, or no need for one."""
     try:
         Device().close()
@@ -33,7 +35,8 @@ def in_machine(*arguments: str, memory: str = "2G", timeout_s: int) -> str:
         load_pyverbs()
     except VerbsUnavailable as error:
         pytest.skip(str(error))
-    environment = os.environ | {"CXX": "/none"}  # torch's kernels: compiling ours takes minutes in there
+    # Torch's kernels: compiling ours takes minutes in there.
+    environment = os.environ | {"CXX": "/none", "RDMA_TEST_MODEL": model}
     command = [str(TOOL), "--mem", memory, "--timeout", str(timeout_s), sys.executable, "-m", "pytest"]
     # A test that hangs fails in there, well before the machine's own end.
     options = ["-q", "-p", "no:cacheprovider", "--timeout", str(timeout_s - 120)]
@@ -58,6 +61,7 @@ def test_reads_writes_keys_queue_pairs_and_peers_over_verbs():
 
 
 @pytest.mark.timeout(600)
-def test_a_hand_off_streams_over_verbs():
-    output = in_machine("tests/rdma/test_rdma_handoff.py", memory="3G", timeout_s=540)
+def test_a_real_models_hand_off_streams_over_verbs():
+    load_model(open_checkpoint("smollm2"), "float32", 128)  # leaves its weights where the machine need only map them
+    output = in_machine("tests/rdma/test_rdma_handoff.py", memory="4G", model="smollm2", timeout_s=540)
     assert "1 passed" in output
