@@ -107,6 +107,7 @@ class Board:
             raise OSError("no address space for the board")
         self._lanes: dict[int, int] = {}  # address of each by the number of its file
         self._notes: npt.NDArray[np.uint32] = np.empty(MAX_INLINE_NOTES, dtype=np.uint32)
+        self._notes_at = self._notes.ctypes.data
 
     @classmethod
     def create(cls, segment: Segment) -> Board | None:
@@ -124,9 +125,7 @@ class Board:
         ranges = len(checksums)
         if ranges <= self._max_ranges and length >= self._min_range_bytes * ranges:
             sums = np.ascontiguousarray(checksums, dtype=np.uint64)
-            self._library.board_show(
-                self._board, slot, epoch, key, len(key), length, sums.ctypes.data_as(_ADDRESS), ranges
-            )
+            self._library.board_show(self._board, slot, epoch, key, len(key), length, sums.ctypes.data, ranges)
 
     def hide(self, slot: int) -> None:
         """Before its bytes may change. Harmless for what is not listed."""
@@ -156,9 +155,7 @@ class Board:
         """Slots that clients have read since the last call, in each one's order; only as many as they could note."""
         slots: list[int] = []
         for lane in self._lanes.values():
-            count = self._library.board_take_notes(
-                self._board, lane, self._notes.ctypes.data_as(_ADDRESS), MAX_INLINE_NOTES
-            )
+            count = self._library.board_take_notes(self._board, lane, self._notes_at, MAX_INLINE_NOTES)
             if count:
                 slots += self._notes[:count].tolist()
         return slots

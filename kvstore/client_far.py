@@ -12,10 +12,9 @@ the next calls begin there. Each call has a connection to itself; there are a fe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.client_calls import left_s
 from kvstore.transfer.engine import TransferEngine
@@ -70,17 +69,24 @@ class FarStore:
         lengths: list[int | None] = [None] * len(keys)
         for start in range(0, len(keys), MAX_KEYS):
             part = keys[start : start + MAX_KEYS]
-            with contextlib.suppress(_Failed):
-                async with self._connection(deadline) as connection:
-                    fetch = connection.fetch(part)
-                    await self._go(connection, fetch.ask(), deadline, is_short=True)
-                    found = fetch.found()
-                    here = [(start + index, length) for index, (length, _) in enumerate(found) if length]
-                    views = [room(index, length) for index, length in here]
-                    nbytes = sum(length for _, length in here)
-                    await self._go(connection, fetch.receive(found, views), deadline, nbytes <= INLINE_BYTES)
-                    for (index, length), is_right in zip(here, fetch.is_right(), strict=True):
-                        lengths[index] = length if is_right else None
+            connection = await self._take(deadline)
+            if connection is None:
+                break
+            try:
+                fetch = connection.fetch(part)
+                await self._go(connection, fetch.ask, deadline, is_short=True)
+                here = [(start + index, *found) for index, found in enumerate(fetch.found()) if found[0]]
+                into = [(room(index, length), ranges) for index, length, ranges in here]
+                nbytes = sum(length for _, length, _ in here)
+                await self._go(connection, fetch.receive(into), deadline, nbytes <= INLINE_BYTES)
+            except BaseException as error:
+                self._end(connection, error)
+                if not isinstance(error, (OSError, ProtocolViolation)):
+                    raise
+                break
+            self._give_back(connection)
+            for (index, length, _), is_right in zip(here, fetch.is_right, strict=True):
+                lengths[index] = length if is_right else None
         return lengths
 
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, deadline: float) -> bool | None:
@@ -88,12 +94,20 @@ class FarStore:
         segment = self._segment
         if segment is None or not self._can_put(segment, name, view.nbytes, ranges):
             return None
-        with contextlib.suppress(_Failed):
-            async with self._connection(deadline) as connection:
-                put = connection.put(*name, self._tenant, view, ranges)
-                await self._go(connection, put.send(), deadline, view.nbytes <= INLINE_BYTES)
-                return self._outcome(put.status())
-        return None
+        connection = await self._take(deadline)
+        if connection is None:
+            return None
+        try:
+            put = connection.put(*name, self._tenant, view, ranges)
+            await self._go(connection, put.send, deadline, view.nbytes <= INLINE_BYTES)
+            outcome = self._outcome(put.status())
+        except BaseException as error:
+            self._end(connection, error)
+            if not isinstance(error, (OSError, ProtocolViolation)):
+                raise
+            return None
+        self._give_back(connection)
+        return outcome
 
     def _can_put(self, segment: SegmentAddress, name: tuple[bytes, bytes], nbytes: int, ranges: int) -> bool:
         is_open = self._takes_puts and time.monotonic() >= self._no_puts_before_s
@@ -107,29 +121,37 @@ class FarStore:
             self._no_puts_before_s = time.monotonic() + AGAIN_AFTER_S
         return {Status.OK: True, Status.REFUSED: False}.get(status)
 
-    @contextlib.asynccontextmanager
-    async def _connection(self, deadline: float) -> AsyncIterator[KeyedWire]:
-        """Ours alone; kept for others unless what is done with it fails. Raises _Failed for what a lease may mend."""
-        async with self._turn:
+    async def _take(self, deadline: float) -> KeyedWire | None:
+        """A connection for one exchange; None when there is none to be had. Ends with ``_give_back`` or ``_end``."""
+        await self._turn.acquire()
+        try:
             connection = self._idle.pop() if self._idle else await self._connect(deadline)
-            try:
-                yield connection
-            except (OSError, ProtocolViolation) as error:
-                connection.close()
-                self._forsake(error)
-                raise _Failed from None
-            except BaseException:
-                connection.close()
-                raise
-            if self._segment is None:
-                connection.close()
-            else:
-                self._idle.append(connection)
+        except BaseException:
+            self._turn.release()
+            raise
+        if connection is None:
+            self._turn.release()
+        return connection
 
-    async def _connect(self, deadline: float) -> KeyedWire:
+    def _give_back(self, connection: KeyedWire) -> None:
+        self._turn.release()
+        if self._segment is None:
+            connection.close()
+        else:
+            self._idle.append(connection)
+
+    def _end(self, connection: KeyedWire, error: BaseException) -> None:
+        """What was moving stands still, and nobody knows where."""
+        self._turn.release()
+        connection.close()
+        if isinstance(error, (OSError, ProtocolViolation)):
+            self._forsake(error)
+
+    async def _connect(self, deadline: float) -> KeyedWire | None:
+        """Raises DeadlineExceeded."""
         segment = self._segment
         if segment is None or not self.is_open:
-            raise _Failed
+            return None
         connecting = asyncio.get_running_loop().run_in_executor(None, self._transfer.connect_keyed, segment, deadline)
         try:
             return await asyncio.shield(connecting)
@@ -140,7 +162,7 @@ class FarStore:
             raise
         except (PathFailed, MooncakeError) as error:
             self._forsake(error)
-            raise _Failed from None
+            return None
 
     def _forsake(self, error: Exception) -> None:
         log.debug("%s is not asked for blocks by key: %s", self._segment and self._segment.node_id, error)
@@ -172,7 +194,3 @@ class FarStore:
 def _close_late(connecting: asyncio.Future[KeyedWire]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result().close()
-
-
-class _Failed(Exception):
-    """This way, this time."""

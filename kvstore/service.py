@@ -63,7 +63,8 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
                 request.lane, grant, name, request.length, checksums, checked_tenant(request.tenant)
             )
             response.outcome = _OUTCOMES[outcome]
-        if (ahead := self._store.reserve_ahead(request.lane)) is not None:
+            self._store.settle()
+        for ahead in self._store.reserve_ahead(request.lane):
             response.next.index, response.next.epoch = ahead.slot, ahead.epoch
         return response
 

@@ -181,30 +181,39 @@ class Store:
         self._index.writer_gone(lane)
         self._room.set()
 
-    def reserve_ahead(self, lane: str, most: int = 1) -> Grant | None:
-        """A slot to be filled and then named by ``commit``; at most so many a lane, and none that has to be waited
-        for."""
+    def reserve_ahead(self, lane: str, count: int = 1) -> list[Grant]:
+        """Slots to be filled and then named by ``commit``, until the lane has ``count``. None that takes waiting."""
         held = self._lanes.get(lane)
-        if held is None or len(held) >= most or sum(map(len, self._lanes.values())) >= self._lane_slots:
-            return None
+        if held is None:
+            return []
+        wanted = min(count - len(held), self._lane_slots - sum(map(len, self._lanes.values())))
+        if wanted <= 0:
+            return []
+        names = [
+            BlockName(BlockKey(f"{lane}{number}".encode()))
+            for number in range(self._num_ahead, self._num_ahead + wanted)
+        ]
+        self._num_ahead += wanted
         try:
-            name = BlockName(BlockKey(f"{lane}{self._num_ahead}".encode()))
-            self._num_ahead += 1
-            [offer] = self._index.reserve([name], lane, self.block_bytes, 1, time.monotonic())
+            offers = self._index.reserve(names, lane, self.block_bytes, 1, time.monotonic())
         except OutOfBlocks:
-            return None
+            return []
         finally:
             self._save_leaving()
             self._publish()
-        if offer.grant is not None:
-            held.add(offer.grant)
-        return offer.grant
+        grants = [offer.grant for offer in offers if offer.grant is not None]
+        held.update(grants)
+        return grants
+
+    def num_ahead(self, lane: str) -> int:
+        return len(self._lanes[lane])
 
     def commit(
         self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
     ) -> Committed:
         """Make a slot had in advance readable as this block. Its checksums were made of the very bytes that came here,
-        by this process, or by one that could write anywhere in the segment; whoever reads the block checks them."""
+        by this process, or by one that could write anywhere in the segment; whoever reads the block checks them. To be
+        followed by ``settle``, once its writer has been told."""
         if not 1 <= len(checksums) <= length <= self.block_bytes or length % len(checksums):
             raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
         reserved = self._index.reservation(grant)
@@ -213,7 +222,6 @@ class Store:
         self._lanes[lane].discard(grant)
         if lane == WIRE:
             self._server.revoke([grant.slot])
-        self._hear_readers()
         self._saw(name.key)
         is_busy = self._index.is_reserved(name.key)
         is_stored = self._index.exists([name.key])[0] or self._is_on_ssd(name)
@@ -224,9 +232,13 @@ class Store:
         self._index.seal(grant, checksums, time.monotonic())
         if (save := self._write_through(name, False)) is not None:
             self._keep(save)
+        return Committed.STORED
+
+    def settle(self) -> None:
+        """What no writer waits for after a ``commit``: hear what has been read, make room, tell of what is new."""
+        self._hear_readers()
         self._prepare()
         self._publish()
-        return Committed.STORED
 
     def abort(self, grants: Iterable[Grant]) -> None:
         for grant in grants:

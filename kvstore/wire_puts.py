@@ -21,7 +21,7 @@ from kvstore.transfer.protocol import Status
 from kvstore.transfer.server import Put, SegmentServer
 from mooncake.errors import InvalidRequest
 
-AHEAD = 4  # slots: as many as a client has connections
+AHEAD = 8  # slots: twice as many as a client has connections
 RETURN_AFTER_S = 1.0  # without a put
 
 _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committed.OVER: Status.NO_SLOT}
@@ -35,13 +35,17 @@ class WirePuts:
         self._server = server
         self._most = min(most_slots, AHEAD, MAX_AHEAD)
         self._last_s = 0.0
+        self._num_left = 0  # slots ahead, but for those that others have ended
 
     def came(self, put: Put | None) -> None:
         """A block has landed; or one has not, because there was no slot."""
         self._last_s = time.monotonic()
         if put is not None:
             put.answer(self._commit(put.landed))
-        self._fill()
+            self._store.settle()
+            self._num_left -= 1
+        if self._num_left <= self._most // 2:  # several at a time cost little more than one
+            self._fill()
 
     def sweep(self) -> None:
         """Take the slots back that nobody has put anything into for a while, and replace those that ran out."""
@@ -62,7 +66,8 @@ class WirePuts:
             return Status.NO_SLOT
 
     def _fill(self) -> None:
-        while (grant := self._store.reserve_ahead(WIRE, self._most)) is not None:
-            if not self._server.give_ahead(grant.slot, grant.epoch):
-                self._store.abort([grant])
-                return
+        grants = self._store.reserve_ahead(WIRE, self._most)
+        taken = [grant for grant in grants if self._server.give_ahead(grant.slot, grant.epoch)]
+        if len(taken) < len(grants):
+            self._store.abort(set(grants).difference(taken))
+        self._num_left = self._store.num_ahead(WIRE)

@@ -13,7 +13,7 @@ import mmap
 import os
 import socket
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -52,6 +52,10 @@ def load() -> ctypes.CDLL | None:
         return None
     for move in (library.send_parts, library.receive_parts):
         move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double)
+    size, time_s, memory = ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+    library.keyed_ask.argtypes = (memory, ctypes.c_char_p, size, size, time_s)
+    library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
+    library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
     library.serve.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     library.give_ahead.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
     library.take_ahead.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -60,7 +64,6 @@ def load() -> ctypes.CDLL | None:
 
 # The caller's side
 
-Memory = bytes | bytearray | memoryview
 _Move = Callable[[int, int, int, int, float], int]  # flow, parts, number of parts, checksum_bytes, deadline: an errno
 
 
@@ -86,55 +89,68 @@ class NativeWire(Wire):
 
     def send_slice(self, head: bytes, part: Slice) -> None:
         """``head``, then what the slice is to write. Raises like ``send``."""
-        self.sending(_parts(head, part), part.checksum_bytes).run(part.deadline)
+        self._move(self._send_parts, socket.SO_SNDTIMEO, head, part)
 
     def receive_slice(self, head: bytearray, part: Slice) -> None:
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
-        self.receiving(_parts(head, part), part.checksum_bytes).run(part.deadline)
+        self._move(self._receive_parts, socket.SO_RCVTIMEO, head, part)
 
-    def sending(self, parts: array[int], sum_bytes: int = 0) -> Move:
-        """Memory as ``rows_of`` lists it, in order, with a checksum for each ``sum_bytes`` of what is to have some. One
-        at a time in either direction."""
-        return Move(self, self._send_parts, socket.SO_SNDTIMEO, parts, sum_bytes)
-
-    def receiving(self, parts: array[int], sum_bytes: int = 0) -> Move:
-        return Move(self, self._receive_parts, socket.SO_RCVTIMEO, parts, sum_bytes)
-
-    def start(self, option: int) -> int:
-        """A new flow of that direction: its address."""
+    def _move(self, move: _Move, option: int, head: bytes | bytearray, part: Slice) -> None:
+        table = _parts(head, part)
         flow = self._flow
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
         flow.tick_us = round(self._ticks[option] * 1e6)
-        return self._flow_at
-
-    def pause(self, option: int) -> None:
-        self._ticks[option] = self._flow.tick_us / 1e6
-
-
-class Move:
-    """Parts on their way. Their memory must live until ``run`` has ended for good."""
-
-    def __init__(self, wire: NativeWire, move: _Move, option: int, parts: array[int], sum_bytes: int) -> None:
-        self._wire, self._move, self._option, self._parts, self._sum_bytes = wire, move, option, parts, sum_bytes
-        self._flow_at = 0  # not begun yet
-
-    def run(self, deadline: float) -> None:
-        """Until all is moved. Raises like ``Wire.receive``; after DeadlineExceeded it may be run again, and goes on."""
-        self._flow_at = self._flow_at or self._wire.start(self._option)
-        parts_at, num_rows = self._parts.buffer_info()
         code = errno.EINTR
         while code == errno.EINTR:  # Python has handled the signal: go on where we were
-            code = self._move(self._flow_at, parts_at, num_rows // 3, self._sum_bytes, deadline)
-        self._wire.pause(self._option)
+            code = move(self._flow_at, table.buffer_info()[0], len(table) // 3, part.checksum_bytes, part.deadline)
+        self._ticks[option] = flow.tick_us / 1e6
         _check(code)
 
 
-def rows_of(parts: Iterable[tuple[Memory, Checksums | None]]) -> array[int]:
-    """``Part`` of wire.cpp for each: address, bytes, and where its checksums go."""
-    rows = array("Q")
-    for memory, sums in parts:
-        rows.extend((_address_of(memory), len(memory), 0 if sums is None else sums.ctypes.data))
-    return rows
+class _Keyed(ctypes.Structure):
+    """``Keyed`` of wire.cpp."""
+
+    _fields_ = (
+        ("incoming", _Flow),
+        ("out", _Flow),
+        ("step", ctypes.c_uint64),
+        ("is_right", ctypes.c_uint64),
+        *((name, ctypes.c_uint64 * MAX_SUMS) for name in ("made", "listed")),
+        ("answer", ctypes.c_uint8 * (protocol.REPLY_BYTES + protocol.MAX_RANGES * protocol.FOUND_BYTES)),
+    )
+
+
+class NativeKeyed:
+    """The client's end of a connection for blocks by key. One call at a time; after DeadlineExceeded the same may be
+    repeated, and goes on where it was. All raise like ``Wire.receive``."""
+
+    def __init__(self, wire: Wire, library: ctypes.CDLL) -> None:
+        self.wire = wire
+        self._library = library
+        fd = wire.sock.fileno()
+        self._state = _Keyed(incoming=_Flow(fd=fd), out=_Flow(fd=fd))
+        self._at = ctypes.addressof(self._state)
+        self.answer = memoryview(self._state.answer).cast("B")  # to the last ``ask`` or ``put``
+
+    def ask(self, request: bytes, answer_bytes: int, deadline: float) -> None:
+        code = errno.EINTR
+        while code == errno.EINTR:
+            code = self._library.keyed_ask(self._at, request, len(request), answer_bytes, deadline)
+        _check(code)
+
+    def receive(self, into: memoryview, ranges: int, deadline: float) -> bool:
+        """The next block of the answer. Whether it is what its checksums say."""
+        address, code = ctypes.addressof(ctypes.c_char.from_buffer(into)), errno.EINTR
+        while code == errno.EINTR:
+            code = self._library.keyed_receive(self._at, address, into.nbytes, ranges, deadline)
+        _check(code)
+        return bool(self._state.is_right)
+
+    def put(self, head: bytes, data: memoryview, ranges: int, deadline: float) -> None:
+        address, code = _address_of(data), errno.EINTR
+        while code == errno.EINTR:
+            code = self._library.keyed_put(self._at, head, len(head), address, data.nbytes, ranges, deadline)
+        _check(code)
 
 
 def suits(part: Slice) -> bool:
@@ -159,7 +175,7 @@ def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
     return rows
 
 
-def _address_of(memory: Memory) -> int:
+def _address_of(memory: bytes | bytearray | memoryview) -> int:
     """Also of read-only memory, which ctypes refuses."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 

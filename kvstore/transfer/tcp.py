@@ -180,9 +180,8 @@ def connect_keyed(address: SegmentAddress, caller: Caller, deadline: float) -> K
     library = native.load()
     if library is None or not address.tcp_address:
         raise PathFailed(f"{address.node_id} cannot be asked for blocks by key")
-    wire = _connect(address, _addresses(address)[0], caller, deadline, library)
-    assert isinstance(wire, native.NativeWire)
-    return KeyedWire(wire)
+    wire = _connect(address, _addresses(address)[0], caller, deadline)
+    return KeyedWire(native.NativeKeyed(wire, library))
 
 
 def _addresses(address: SegmentAddress) -> list[str]:

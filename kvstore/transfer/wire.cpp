@@ -416,7 +416,7 @@ int send_reply(const Owner &owner, const Connection &connection, Flow &out, uint
     return move_all<true>(out, &part, 1, deadline_s);
 }
 
-// Blocks by key: a Found for each, all their checksums, all their bytes.
+// Blocks by key: a Found for each, then each one's checksums and bytes.
 int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
     const Head head = connection.head;
     std::vector<uint8_t> keys(head.payload_bytes);
@@ -424,40 +424,37 @@ int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out,
     if (int error = move_all<false>(in, &asked, 1, deadline_s)) return error;
 
     const board::Board board(owner.board);
-    board::Listed listed[kMaxRanges];
+    std::vector<board::Listed> listed(head.num_ranges);
     Found found[kMaxRanges] = {};
-    std::vector<uint64_t> sums;
     uint64_t bytes = 0, at = 0;
     for (uint16_t i = 0; i < head.num_ranges; ++i) {
+        board::Listed &block = listed[i];
         if (at + 2 > keys.size()) return kViolation;
         const uint64_t key_bytes = keys[at] | keys[at + 1] << 8;
         at += 2;
         if (key_bytes > keys.size() - at) return kViolation;
-        const bool is_sure = board::look_up(board, keys.data() + at, key_bytes, listed[i]);
+        const bool is_sure = board::look_up(board, keys.data() + at, key_bytes, block);
         at += key_bytes;
-        if (!is_sure || bytes + listed[i].length > kMaxAnswerBytes) listed[i].slot = -1;
-        if (listed[i].slot < 0) continue;
-        found[i] = {(uint32_t)listed[i].length, (uint16_t)listed[i].ranges, 0};
-        sums.insert(sums.end(), listed[i].sums, listed[i].sums + listed[i].ranges);
-        bytes += listed[i].length;
+        if (!is_sure || (block.slot >= 0 && bytes + block.length > kMaxAnswerBytes)) block.slot = -1;
+        if (block.slot < 0) continue;
+        found[i] = {(uint32_t)block.length, (uint16_t)block.ranges, 0};
+        bytes += block.length;
     }
     if (at != keys.size()) return kViolation;
 
     Reply reply = {kOk, 0, (uint32_t)(head.num_ranges * sizeof(Found)), head.frame_id,
                    (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
-    Part parts[3 + kMaxRanges];
-    uint64_t num_parts = 0;
-    parts[num_parts++] = {reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr};
-    parts[num_parts++] = {reinterpret_cast<uint8_t *>(found), reply.payload_bytes, nullptr};
-    if (bytes > 0)
-        parts[num_parts++] = {reinterpret_cast<uint8_t *>(sums.data()), sums.size() * sizeof(uint64_t), nullptr};
-    for (uint16_t i = 0; i < head.num_ranges; ++i)
-        if (listed[i].slot >= 0)
-            parts[num_parts++] = {owner.segment + listed[i].slot * owner.block_bytes, listed[i].length, nullptr};
-    if (int error = move_all<true>(out, parts, num_parts, deadline_s)) return error;
+    std::vector<Part> parts = {{reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr},
+                               {reinterpret_cast<uint8_t *>(found), reply.payload_bytes, nullptr}};
+    for (board::Listed &block : listed) {
+        if (block.slot < 0) continue;
+        parts.push_back({reinterpret_cast<uint8_t *>(block.sums), block.ranges * sizeof(uint64_t), nullptr});
+        parts.push_back({owner.segment + block.slot * owner.block_bytes, block.length, nullptr});
+    }
+    if (int error = move_all<true>(out, parts.data(), parts.size(), deadline_s)) return error;
     connection.bytes_out += bytes;
-    for (uint16_t i = 0; i < head.num_ranges; ++i)
-        if (listed[i].slot >= 0) owner.lane->note(listed[i].slot, listed[i].epoch);
+    for (const board::Listed &block : listed)
+        if (block.slot >= 0) owner.lane->note(block.slot, block.epoch);
     return 0;
 }
 
@@ -501,6 +498,28 @@ int serve_put(Owner &owner, Connection &connection, Flow &in, Flow &out, double 
     return error ? error : send_reply(owner, connection, out, kCorrupt, deadline_s);
 }
 
+// The client's end of a connection for blocks by key. A call that ran out of time goes on when it is repeated.
+struct Keyed {
+    Flow in, out;
+    uint64_t step;      // of the call that is under way
+    uint64_t is_right;  // whether the block that was received is what its checksums say
+    uint64_t made[board::kMaxRanges], listed[board::kMaxRanges];
+    uint8_t answer[sizeof(Reply) + kMaxRanges * sizeof(Found)];
+};
+
+template <bool kSends>
+int go_on(Keyed &keyed, uint64_t step, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
+    if (keyed.step > step) return 0;
+    Flow &flow = kSends ? keyed.out : keyed.in;
+    if (keyed.step < step) {
+        flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0;
+        keyed.step = step;
+    }
+    const int error = move<kSends>(flow, parts, num_parts, sum_bytes, deadline_s);
+    if (!error) keyed.step = step + 1;
+    return error;
+}
+
 }  // namespace
 
 extern "C" {
@@ -511,6 +530,35 @@ int send_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t sum_b
 
 int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
     return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
+}
+
+// A request, and the answer to it.
+int keyed_ask(Keyed *keyed, uint8_t *request, uint64_t request_bytes, uint64_t answer_bytes, double deadline_s) {
+    const Part out = {request, request_bytes, nullptr}, back = {keyed->answer, answer_bytes, nullptr};
+    if (int error = go_on<true>(*keyed, 1, &out, 1, 0, deadline_s)) return error;
+    if (int error = go_on<false>(*keyed, 3, &back, 1, 0, deadline_s)) return error;
+    return keyed->step = 0;
+}
+
+// The next block of the answer, behind its checksums.
+int keyed_receive(Keyed *keyed, uint8_t *into, uint64_t length, uint64_t ranges, double deadline_s) {
+    const uint64_t sums_bytes = ranges * sizeof(uint64_t);
+    const Part parts[] = {{reinterpret_cast<uint8_t *>(keyed->listed), sums_bytes, nullptr}, {into, length, keyed->made}};
+    if (int error = go_on<false>(*keyed, 1, parts, 2, length / ranges, deadline_s)) return error;
+    keyed->is_right = !memcmp(keyed->listed, keyed->made, sums_bytes);
+    return keyed->step = 0;
+}
+
+// A block with its head before it and its checksums behind it, and the answer.
+int keyed_put(Keyed *keyed, uint8_t *head, uint64_t head_bytes, uint8_t *data, uint64_t length, uint64_t ranges,
+              double deadline_s) {
+    const Part parts[] = {{head, head_bytes, nullptr},
+                          {data, length, keyed->made},
+                          {reinterpret_cast<uint8_t *>(keyed->made), ranges * sizeof(uint64_t), nullptr}};
+    const Part back = {keyed->answer, sizeof(Reply), nullptr};
+    if (int error = go_on<true>(*keyed, 1, parts, 3, length / ranges, deadline_s)) return error;
+    if (int error = go_on<false>(*keyed, 3, &back, 1, 0, deadline_s)) return error;
+    return keyed->step = 0;
 }
 
 // Answers until the connection ends, or until a frame begins that is not ours to answer: its head, with the first range, then

@@ -203,11 +203,11 @@ def soon() -> float:
 def test_an_owner_that_knows_no_keys_says_so(owner):
     wire = owner.connect()
     fetch = wire.fetch([b"key", b"other"])
-    fetch.ask()(soon())
+    fetch.ask(soon())
     with pytest.raises(ProtocolViolation, match="cannot be fetched by key"):
         fetch.found()
     put = wire.put(b"key", b"", "", memoryview(data(1)), 4)
-    put.send()(soon())
+    put.send(soon())
     assert put.status() is (Status.NO_SLOT if owner.is_native else Status.NOT_OFFERED)
     wire.close()
 
@@ -230,7 +230,7 @@ def test_half_a_block_lands_nowhere_and_its_slot_is_used_again(owner, eventually
     assert reply.status is Status.CORRUPT and owner.told == []
     owner.server.revoke([2])  # the store wants it back, and nobody has told the pool
     put = wire.put(b"late", b"", "", memoryview(block), 1)
-    put.send()(soon())
+    put.send(soon())
     assert put.status() is Status.NO_SLOT
     eventually(lambda: owner.told == [None])
     assert owner.segment.block(2) == block  # what the wrong one left: nothing has landed since

@@ -24,7 +24,7 @@ from kvstore.eviction import make_policy
 from kvstore.index_types import BlockName, Grant, Lease
 from kvstore.segment import Segment
 from kvstore.ssd_tier import SsdTier
-from kvstore.store import Committed, Sealing, Store, TierRules
+from kvstore.store import WIRE, Committed, Sealing, Store, TierRules
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import OutOfBlocks
 from mooncake.events import EventLog
@@ -152,23 +152,26 @@ class StoreLife(RuleBasedStateMachine):
             await self._seal(number)
 
     async def put_in_place(self, rng: random.Random) -> None:
-        """Write in place, as clients of this host do."""
+        """Write in place, as clients of this host do, and the data plane for those of others."""
         number = rng.randrange(KEYS)
         self.version += 1
         data = content(number, self.version)
         if not self.reader.takes(len(data), 1):
             return
-        grant = self.store.reserve_ahead(self.reader.lane)
-        if grant is None:
+        lane = rng.choice([self.reader.lane, WIRE])
+        grants = self.store.reserve_ahead(lane)
+        if not grants:
             return
-        assert self.store.reserve_ahead(self.reader.lane) is None, "one is all there is"
+        [grant] = grants
+        assert self.store.reserve_ahead(lane) == [], "one is all there is"
         sums = self.reader.write(grant.slot, memoryview(data), 1)
         name = BlockName(key(number), key(number - 4) if number >= 4 else b"")
         if rng.random() < 0.1:
             self.store.abort([grant])
-            assert self.store.commit(self.reader.lane, grant, name, len(data), sums, "") is Committed.OVER
+            assert self.store.commit(lane, grant, name, len(data), sums, "") is Committed.OVER
             return
-        outcome = self.store.commit(self.reader.lane, grant, name, len(data), sums, "")
+        outcome = self.store.commit(lane, grant, name, len(data), sums, "")
+        self.store.settle()
         if number in self.writing:
             assert outcome is Committed.BUSY
         else:
