@@ -3,16 +3,16 @@
 import numpy as np
 
 from mooncake.app.sim.cluster import Cluster, load_preset
-from mooncake.app.sim.hindsight import RetryProbe, false_rejections
+from mooncake.app.sim.hindsight import RetryProbe, false_rejections, keep_placements
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.trace import TraceRequest
 
 
-def cluster(admission: str = "none") -> Cluster:
+def cluster(ttft_s: float = 5.0) -> Cluster:
     """One machine of each role, of which a prompt of 8,000 tokens takes about a second."""
-    found = load_preset("paper-16").with_counts(prefill=1, decode=1).with_slo(ttft_s=5.0)
-    return found.with_conductor(admission=admission)
+    found = load_preset("paper-16").with_counts(prefill=1, decode=1).with_slo(ttft_s=ttft_s)
+    return found.with_conductor(admission="early")
 
 
 def prompts(count: int, every_ms: float) -> list[TraceRequest]:
@@ -20,23 +20,31 @@ def prompts(count: int, every_ms: float) -> list[TraceRequest]:
     return [TraceRequest(at * every_ms, 8000, 20, tuple(range(16 * at, 16 * at + 16))) for at in range(count)]
 
 
+def judged(trace: list[TraceRequest], refuses: int | None = None) -> Simulation:
+    """A run that has ended. ``refuses``: one more is turned away, for no reason."""
+    simulation = Simulation(cluster(), trace, Run(jitter_s=0.0))
+    keep_placements(simulation)
+    if refuses is not None:
+        simulation.brain.turned_away.add(refuses)
+    simulation.run()
+    return simulation
+
+
 def test_who_would_have_met_the_limits_and_hurt_nobody_was_refused_wrongly() -> None:
-    trace = prompts(12, every_ms=3000.0)
-    results = Simulation(cluster(), trace, Run(jitter_s=0.0)).run()
-    results.fate[5] = Fate.REJECTED
-    assert false_rejections(cluster(), trace, results, 4, seed=1) == 1.0
+    simulation = judged(prompts(12, every_ms=3000.0), refuses=5)
+    assert (simulation.results.fate == Fate.REJECTED).sum() == 1
+    assert false_rejections(simulation, 4, seed=1).tolist() == [True]
 
 
 def test_who_would_have_come_too_late_or_made_others_late_was_refused_rightly() -> None:
-    trace = prompts(24, every_ms=250.0)
-    results = Simulation(cluster("early"), trace, Run(jitter_s=0.0)).run()
-    assert (results.fate == Fate.REJECTED).sum() >= 8
-    assert false_rejections(cluster("early"), trace, results, 4, seed=1) == 0.0
+    simulation = judged(prompts(24, every_ms=250.0))
+    assert (simulation.results.fate == Fate.REJECTED).sum() >= 8
+    assert false_rejections(simulation, 4, seed=1).tolist() == [False] * 4
 
 
 def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never() -> None:
     burst, later = prompts(12, every_ms=50.0), TraceRequest(30_000.0, 600, 2, (10**6,))
-    simulation = Simulation(cluster("early"), [*burst, later], Run(jitter_s=0.0))
+    simulation = Simulation(cluster(), [*burst, later], Run(jitter_s=0.0))
     probe = RetryProbe(simulation)
     results = simulation.run()
     refused = set(np.flatnonzero(results.fate == Fate.REJECTED).tolist())

@@ -5,7 +5,8 @@ live dispatcher calls them. Nothing is decided here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from conductor.lengths import Kind
 from conductor.policies import POLICIES
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.scheduler import Scheduler
+from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.view import RequestFacts, Shape
 from mooncake.app.sim.cluster import Cluster, Machines
@@ -67,12 +68,20 @@ class Brain:
         self._block_tokens = model.block_tokens
         self._incarnations = itertools.count(1)
         self._answers: dict[BlockKey, int] = {}  # by a prompt's last full block
+        self.kept: dict[int, Placement] | None = None  # where each request was or would have been placed, when wanted
+        self.script: Mapping[int, Placement] | None = None  # a replay: these placements, whatever would be decided now
+        self.turned_away: set[int] = set()  # who is refused, whatever admission says
 
     # Requests
 
     def place(self, flight: Flight, now: float) -> None:
         """Choose nodes and book them. Raises Refused, and TryLater when nobody can take it."""
         facts = self._facts(flight)
+        if self.script is not None:
+            if flight.index in self.turned_away:
+                raise Refused(math.nan)
+            self._book(flight, facts, self.script[flight.index], Kind(), now)
+            return
         question = self.scheduler.ask(facts, now)
         placement = self.scheduler.answer(question)
         if self.balancer is not None and flight.attempts == 0:
@@ -83,8 +92,15 @@ class Brain:
             kind = self._kind(flight)
             if flight.attempts == 0:  # a retry has cost something already: it goes on
                 verdict = self.admission.decide(question, placement, now, kind, self._max_tokens)
+                if self.kept is not None:
+                    self.kept[flight.index] = placement
+                if flight.index in self.turned_away:
+                    raise Refused(math.nan)
                 if not verdict.is_admitted:
                     raise Refused(verdict.retry_after_s)
+        self._book(flight, facts, placement, kind, now)
+
+    def _book(self, flight: Flight, facts: RequestFacts, placement: Placement, kind: Kind, now: float) -> None:
         ticket = self.scheduler.book(facts, placement, now)
         if self.admission is not None:
             self.admission.admitted(ticket, kind, self._max_tokens, placement, now)

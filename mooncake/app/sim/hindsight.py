@@ -1,62 +1,122 @@
-"""What a refusal was worth, judged with what only a simulation can know: the same trace once more with the refused
+"""What a refusal was worth, judged with what only a simulation can know: the same run once more with the refused
 request in it, and when the conductor would first have let it in. It decides nothing in the run that it looks at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.app.sim.cluster import Cluster
-from mooncake.app.sim.requests import Fate, Flight, Results
-from mooncake.app.sim.simulation import Run, Simulation
+from mooncake.app.sim.requests import Fate, Flight
+from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
-from mooncake.trace import TraceRequest
 
 AFTER_S = 90.0  # of arrivals that a refused request could disturb: more than a queue and an answer take
+EVENTS_A_LOOK = 1000
 PROBE_S = 1.0
 MAX_WAITING = 16  # refused requests asked about at a time
 
+Mask = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
 
-def false_rejections(cluster: Cluster, trace: Sequence[TraceRequest], results: Results, count: int, seed: int) -> float:
-    """Share of ``count`` refused requests that would have met both limits with no fewer of the others meeting theirs.
 
-    A replay has the arrivals of the run, everybody who was let in, and the one; nobody is asked at the door.
+def keep_placements(simulation: Simulation) -> None:
+    """Before a run whose refusals are to be judged."""
+    simulation.brain.kept = {}
+
+
+def false_rejections(judged: Simulation, count: int, seed: int) -> Mask:
+    """Of ``count`` refused requests of a run that has ended (all, if there are fewer): whether each, put back alone
+    where it would have been placed, would have met both limits without anybody else missing them for it.
+
+    The run is played again with everything decided as it was: who is let in, and every placement, so that nothing
+    differs by the luck of other choices. Where one of those looked at arrived, the process forks, and the branch lets
+    it in and goes on until everybody who came in the next ``AFTER_S`` has ended. Branches run on all processors.
     """
-    refused = np.flatnonzero(results.fate == Fate.REJECTED)
+    refused = np.flatnonzero(judged.results.fate == Fate.REJECTED)
     looked_at = np.random.default_rng(seed).choice(refused, min(count, len(refused)), replace=False)
-    open_door = cluster.with_conductor(admission="none")
-    wrong = sum(_was_wrong(open_door, trace, results, int(one)) for one in looked_at)
-    return wrong / max(len(looked_at), 1)
+    return _Branches(judged, refused, looked_at).compare()
 
 
-def _was_wrong(cluster: Cluster, trace: Sequence[TraceRequest], results: Results, one: int) -> bool:
-    until_s = results.arrival_s[one] + AFTER_S
-    let_in = np.flatnonzero((results.fate != Fate.REJECTED) & (results.arrival_s < until_s))
-    without = _replay(cluster, trace, results, let_in)
-    with_it = np.sort(np.append(let_in, one))
-    met = _replay(cluster, trace, results, with_it)
-    at = int(np.searchsorted(with_it, one))
-    return bool(met[at]) and int(met.sum()) - 1 >= int(without.sum())
+class _Branches:
+    """The run again, with a branch for each of ``looked_at``."""
 
+    def __init__(self, judged: Simulation, refused: Indices, looked_at: Indices) -> None:
+        if judged.brain.kept is None:
+            raise ValueError("the placements of the run were not kept")
+        open_door = judged.cluster.with_conductor(admission="none")
+        self._simulation = Simulation(open_door, judged.trace, judged.options)
+        self._simulation.brain.script = judged.brain.kept
+        self._simulation.brain.turned_away = set(refused.tolist())
+        self._without = meets(judged.results, judged.cluster.slo)
+        self._looked_at: list[int] = looked_at.tolist()
+        self._is_branch = False
+        self._running: list[tuple[int, int, int]] = []  # request, process, where it writes
+        self._met: dict[int, Mask] = {}  # by request
 
-def _replay(
-    cluster: Cluster, trace: Sequence[TraceRequest], results: Results, indices: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    first_s = float(results.arrival_s[indices].min())
-    part = [
-        TraceRequest(
-            (float(results.arrival_s[at]) - first_s) * 1e3,
-            trace[at].input_length,
-            int(results.output_tokens[at]),
-            trace[at].hash_ids,
-        )
-        for at in indices
-    ]
-    replay = Simulation(cluster, part, Run(jitter_s=0.0))
-    return meets(replay.run(), cluster.slo)
+    def compare(self) -> Mask:
+        """Of each of ``looked_at``: whether it did well and nobody the worse."""
+        simulation = self._simulation
+        for one in self._looked_at:
+            simulation.agenda.at(simulation.results.arrival_s.item(one), self._fork, one)
+        simulation.run()
+        while self._running:
+            self._wait_for_one()
+        if (meets(simulation.results, simulation.cluster.slo) != self._without).any():
+            raise AssertionError("the replay is not the run that it replays")
+        return np.array([self._was_wrong(one) for one in self._looked_at], dtype=np.bool_)
+
+    def _was_wrong(self, one: int) -> bool:
+        met, others = self._met[one], self._came_before(one)
+        return bool(met[one]) and not (self._without & ~met & others).any()
+
+    def _came_before(self, one: int) -> Mask:
+        """Whom the request could disturb."""
+        arrival_s = self._simulation.results.arrival_s
+        before: Mask = arrival_s < arrival_s[one] + AFTER_S
+        return before
+
+    def _fork(self, one: int) -> None:
+        if self._is_branch:
+            return
+        if len(self._running) >= len(os.sched_getaffinity(0)):
+            self._wait_for_one()
+        reads, writes = os.pipe()
+        process = os.fork()
+        if process:
+            os.close(writes)
+            self._running.append((one, process, reads))
+            return
+        status = 1
+        try:
+            self._is_branch = True
+            os.close(reads)
+            met = self._play(one)
+            with os.fdopen(writes, "wb") as pipe:
+                pipe.write(np.packbits(met).tobytes())
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _play(self, one: int) -> Mask:
+        """The rest of the run with the request in it."""
+        simulation, wanted = self._simulation, self._came_before(one)
+        simulation.brain.turned_away.discard(one)
+        while (simulation.results.fate[wanted] == Fate.OPEN).any():
+            simulation.agenda.run(EVENTS_A_LOOK)
+        return meets(simulation.results, simulation.cluster.slo)
+
+    def _wait_for_one(self) -> None:
+        one, process, reads = self._running.pop(0)
+        with os.fdopen(reads, "rb") as pipe:
+            packed = pipe.read()
+        _, status = os.waitpid(process, 0)
+        size = self._simulation.results.size
+        if status or len(packed) * 8 < size:
+            raise RuntimeError(f"the branch for request {one} failed")
+        self._met[one] = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=size).astype(np.bool_)
 
 
 class RetryProbe:
