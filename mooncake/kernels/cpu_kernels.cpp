@@ -57,12 +57,10 @@ int mc_panel_width() { return PANEL; }
 
 // `rows` is the published matrix [outputs][inputs]: float32, bfloat16 bits or int8 codes, as `layer->kind` says.
 int mc_pack(const PackedLinear* layer, const void* rows, void* panels, int threads) {
-    if (layer->kind == FLOATS)
-        pack(*layer, (const float*)rows, (float*)panels, threads);
-    else if (layer->kind == BF16S)
-        pack(*layer, (const bf16*)rows, (bf16*)panels, threads);
-    else
-        pack(*layer, (const int8_t*)rows, (int8_t*)panels, threads);
+    with_kind(layer->kind, [&](auto kind) {
+        using T = Held<kind>;
+        pack<kind>(*layer, (const T*)rows, (T*)panels, threads);
+    });
     return OK;
 }
 

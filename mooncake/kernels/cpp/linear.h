@@ -1,9 +1,9 @@
 // Products of a few to some thousand rows of activations with packed weights, which are float32, bfloat16 or int8.
 //
-// Weights lie in panels of PANEL outputs: for every G inputs (G = 4 bytes / size of a weight) the G weights of the panel's
-// first output, of its second, and so on. So 32-bit lanes are outputs whatever the weights are: wider weights come out of a
-// lane by shifts, and the int8 product instruction (VNNI) takes lanes as they are. Activations lie in strips of up to STRIP
-// rows, [inputs / G][rows][G]. Memory is read once, weight by weight, in one stream a thread.
+// Weights lie in panels of PANEL outputs: for every G inputs the G weights of the panel's first output, of its second, and so
+// on. G is what makes the weights of an input cheapest to get: bfloat16 ones in pairs, a shift or a mask apart; fours of int8
+// for the int8 product instruction (VNNI), which takes 32-bit lanes as they are; one by one else. Activations lie in strips of
+// up to STRIP rows: [inputs][rows], coded ones [inputs / 4][rows][4]. Memory is read once, in one stream a thread.
 //
 // Every output is one sum over inputs in order, whichever rows are computed together, with whatever threads: so a token's
 // result does not depend on its batch, to the bit. Libraries do not promise that, and it is what makes chunks, batches and
@@ -26,6 +26,19 @@ namespace mooncake {
 // How weights are held, and what activations become. CODES: int8 weights with a scale an output, activations float32.
 // BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8); see hadamard.h.
 enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3 };
+
+template <WeightKind KIND> using Held = std::conditional_t<KIND == FLOATS, float, std::conditional_t<KIND == BF16S, bf16, int8_t>>;
+template <WeightKind KIND> constexpr int G = KIND == BF16S ? 2 : KIND == BOTH_CODES ? 4 : 1;
+
+// body(k) for `kind` as a constant.
+template <class Body> auto with_kind(int32_t kind, const Body& body) {
+    switch (kind) {
+        case BF16S: return body(std::integral_constant<WeightKind, BF16S>{});
+        case CODES: return body(std::integral_constant<WeightKind, CODES>{});
+        case BOTH_CODES: return body(std::integral_constant<WeightKind, BOTH_CODES>{});
+        default: return body(std::integral_constant<WeightKind, FLOATS>{});
+    }
+}
 
 constexpr int PANEL_VECS = 2;
 constexpr int PANEL = W * PANEL_VECS;         // outputs whose weights lie interleaved
@@ -62,33 +75,33 @@ inline int64_t source_row(const PackedLinear& layer, int64_t at) {
     return at / PANEL * W + within % W + (within < W ? 0 : layer.outputs / 2);
 }
 
-template <class T> void pack(const PackedLinear& layer, const T* rows, T* panels, int threads) {
-    constexpr int G = 4 / sizeof(T);
+// Where in its panel the weight of input k and the panel's output i is.
+template <WeightKind KIND> inline int64_t place(int64_t k, int64_t i) {
+    return k / G<KIND> * PANEL * G<KIND> + i * G<KIND> + k % G<KIND>;
+}
+
+template <WeightKind KIND> void pack(const PackedLinear& layer, const Held<KIND>* rows, Held<KIND>* panels, int threads) {
+    using T = Held<KIND>;
     const int64_t K = layer.inputs, padded = layer.padded();
     parallel(layer.num_panels(), threads, [&](int64_t p) {
         T* panel = panels + p * padded * PANEL;
         std::memset(panel, 0, padded * PANEL * sizeof(T));
         for (int i = 0; i < PANEL && p * PANEL + i < layer.outputs; i++) {
             const T* row = rows + source_row(layer, p * PANEL + i) * K;
-            for (int64_t k = 0; k < K; k++) panel[k / G * PANEL * G + i * G + k % G] = row[k];
+            for (int64_t k = 0; k < K; k++) panel[place<KIND>(k, i)] = row[k];
         }
     });
 }
 
 // Row `at` of the packed matrix as float32 [inputs].
-template <class T> void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
-    constexpr int G = 4 / sizeof(T);
-    const T* from = (const T*)layer.panel(at / PANEL) + at % PANEL * G;
-    for (int64_t k = 0; k < layer.inputs; k++) out[k] = to_float(from[k / G * PANEL * G + k % G]);
+inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
+    with_kind(layer.kind, [&](auto kind) {
+        const auto* panel = (const Held<kind>*)layer.panel(at / PANEL);
+        for (int64_t k = 0; k < layer.inputs; k++) out[k] = to_float(panel[place<kind>(k, at % PANEL)]);
+    });
     hadamard(out, layer.inputs, layer.hadamard);  // its own inverse, but for the factor that packing took out
     if (layer.scales)
         for (int64_t k = 0; k < layer.inputs; k++) out[k] *= layer.scales[at];
-}
-
-inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
-    if (layer.kind == FLOATS) return unpack_row<float>(layer, at, out);
-    if (layer.kind == BF16S) return unpack_row<bf16>(layer, at, out);
-    unpack_row<int8_t>(layer, at, out);
 }
 
 // ---- activations ----------------------------------------------------------------------------------------------------
@@ -181,21 +194,20 @@ inline void prefetch_panel(const char* at) {
     for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4);
 }
 
-// Input g of 4-byte lanes as weights of PANEL outputs, exactly.
-template <WeightKind KIND> inline void widen(const char* lanes, int g, vf* out) {
+template <WeightKind KIND> constexpr int GROUP = 4 / sizeof(Held<KIND>);  // inputs whose weights are PANEL * 4 bytes
+
+// Of such a group, input g as weights of PANEL outputs, exactly.
+template <WeightKind KIND> inline void widen(const char* group, int g, vf* out) {
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECS; v++) {
-        const vu bits = load_as<vu>(lanes + v * W * 4);
-        if (KIND == FLOATS)
-            out[v] = (vf)bits;
-        else if (KIND == BF16S)
-            out[v] = (vf)(g ? bits & 0xffff0000u : bits << 16);
-        else
-            out[v] = __builtin_convertvector((vi)(bits << (24 - 8 * g)) >> 24, vf);
+        if (KIND == BF16S) {
+            const vu pairs = load_as<vu>(group + v * W * 4);
+            out[v] = (vf)(g ? pairs & 0xffff0000u : pairs << 16);
+        } else {
+            out[v] = load((const Held<KIND>*)group + g * PANEL + v * W);
+        }
     }
 }
-
-template <WeightKind KIND> constexpr int GROUP = KIND == FLOATS ? 1 : KIND == BF16S ? 2 : 4;  // inputs a lane
 
 // sums[row][PANEL] += strip[k][row] * panel[k][PANEL] over `deep` of k.
 template <WeightKind KIND, int ROWS> void multiply(const void* strip, const char* panel, int deep, void* sums, bool fresh) {
@@ -401,12 +413,7 @@ template <WeightKind KIND> void product(const PackedLinear& layer, const Activat
 }
 
 inline void multiply_by(const PackedLinear& layer, const Activations& x, const Target& target, int threads) {
-    switch (layer.kind) {
-        case BF16S: return product<BF16S>(layer, x, target, threads);
-        case CODES: return product<CODES>(layer, x, target, threads);
-        case BOTH_CODES: return product<BOTH_CODES>(layer, x, target, threads);
-        default: return product<FLOATS>(layer, x, target, threads);
-    }
+    with_kind(layer.kind, [&](auto kind) { product<kind>(layer, x, target, threads); });
 }
 
 }  // namespace mooncake

@@ -2,7 +2,7 @@
 // NEON. Loads widen bfloat16 and int8 to float32; all arithmetic is float32.
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -46,6 +46,8 @@ inline vf load(const bf16* from) {
 inline vf load(const int8_t* from) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #endif
     return __builtin_convertvector(__builtin_convertvector(load_as<vc>(from), vi), vf);
 }
