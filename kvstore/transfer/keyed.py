@@ -71,7 +71,8 @@ class Fetch:
         reply = _reply_of(self._native, self._frame_id, self._answer_bytes - protocol.REPLY_BYTES)
         if reply.status is not Status.OK:
             raise ProtocolViolation("blocks cannot be fetched by key here")
-        return protocol.unpack_found(self._native.answer[protocol.REPLY_BYTES : self._answer_bytes], MAX_SUMS)
+        found = self._native.answer[protocol.REPLY_BYTES : self._answer_bytes]
+        return protocol.unpack_found(found, MAX_SUMS, MIN_SUM_BYTES)
 
     def receive(self, into: Sequence[tuple[memoryview, int]]) -> Step:
         """All that was found: memory of just its length, and the number of ranges, for each."""

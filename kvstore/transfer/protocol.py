@@ -197,11 +197,14 @@ def pack_fetch(keys: Sequence[bytes], frame_id: int) -> bytes:
     return _FRAME_1.pack(Operation.FETCH, len(keys), len(listed), frame_id, 0, 0, len(listed), 0) + listed
 
 
-def unpack_found(data: bytes | bytearray | memoryview, most_ranges: int) -> list[tuple[int, int]]:
+def unpack_found(
+    data: bytes | bytearray | memoryview, most_ranges: int, least_range_bytes: int
+) -> list[tuple[int, int]]:
     """Length and number of ranges of each block. Raises ProtocolViolation."""
     found = [(length, ranges) for length, ranges, _ in _FOUND.iter_unpack(data)]
     for length, ranges in found:
-        if length and not (1 <= ranges <= most_ranges and length % ranges == 0):
+        is_sound = 1 <= ranges <= most_ranges and length % ranges == 0 and length >= ranges * least_range_bytes
+        if length and not is_sound:
             raise ProtocolViolation(f"a block of {length} bytes in {ranges} ranges")
     return found
 

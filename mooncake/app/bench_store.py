@@ -174,7 +174,8 @@ class _Ours:
         self._puts = 0
 
     def __enter__(self) -> _Ours:
-        connecting = kvstore.Client.connect(self._address, transports=(self._transport,), namespace=self._transport)
+        transports = ("tcp",) if self._transport == "tcp" else ("shm", "tcp")  # as a client of the same host has them
+        connecting = kvstore.Client.connect(self._address, transports=transports, namespace=self._transport)
         self._client = self._loop.run_until_complete(connecting)
         return self
 

@@ -229,7 +229,7 @@ async def test_blocks_written_in_place_are_like_any_others(keep):
     actor, data = keep(ROOMY), np.random.default_rng(0).bytes(SLOT_BYTES)
     address = actor.greeting["control"]
     async with await kvstore.Client.connect(address, transports=("tcp",)) as far:
-        async with await kvstore.Client.connect(address) as near:
+        async with await kvstore.Client.connect(address, transports=("shm",)) as near:
             assert await near.put("first", data, ranges=4) and await near.put("second", data[:1000], parent="first")
             assert (await near.stats())[address].reserved == 1
             assert await far.get("first") == data and await far.get_range("first", 0, 100) == data[:100]
@@ -250,7 +250,7 @@ async def test_blocks_written_in_place_are_like_any_others(keep):
 
 async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_says_so(keep, eventually):
     actor, data = keep(ROOMY, "store.reserve_timeout_s=0.3"), bytes(SLOT_BYTES)
-    async with await kvstore.Client.connect(actor.greeting["control"]) as pool:
+    async with await kvstore.Client.connect(actor.greeting["control"], transports=("shm",)) as pool:
         [store] = pool._stores.values()
         assert await pool.put("one", data)
         store._near._ahead_timer.cancel()  # an event loop that hangs
@@ -264,7 +264,7 @@ def test_what_a_killed_client_had_in_advance_comes_back(keep, eventually):
     program = (
         "import asyncio, kvstore, os, signal\n"
         "async def main():\n"
-        f"    pool = await kvstore.Client.connect({actor.greeting['control']!r})\n"
+        f"    pool = await kvstore.Client.connect({actor.greeting['control']!r}, transports=('shm',))\n"
         "    assert await pool.put('block', bytes(5000))\n"
         "    assert [store._near._ahead for store in pool._stores.values()] != [None]\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -151,6 +151,15 @@ def test_a_reply_is_understood_or_refused(data: bytes) -> None:
         assert protocol.pack_reply(*_fields(protocol.unpack_reply(data))) == data
 
 
+@given(data=st.lists(st.binary(min_size=8, max_size=8)).map(b"".join))
+@example(data=struct.pack("<IHH", 240, 1, 0))  # too short to be hashed
+@example(data=struct.pack("<IHH", 1000, 0, 0))
+def test_what_was_found_can_be_taken_in(data: bytes) -> None:
+    with contextlib.suppress(ProtocolViolation):
+        for length, ranges in protocol.unpack_found(data, native.MAX_SUMS, native.MIN_SUM_BYTES):
+            assert not length or native.MIN_SUM_BYTES <= length / ranges == length // ranges
+
+
 @given(data=st.binary(min_size=protocol.WELCOME_BYTES, max_size=protocol.WELCOME_BYTES))
 def test_a_welcome_is_understood_or_refused(data: bytes) -> None:
     with contextlib.suppress(ProtocolViolation):
