@@ -10,12 +10,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
+from mooncake.engine.beams import Candidate
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.contract import (
     NO_HOOK,
@@ -30,6 +29,7 @@ from mooncake.engine.contract import (
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
+from mooncake.engine.searches import Searches, first_candidates, is_beam
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import Payoff, PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
@@ -67,21 +67,6 @@ class _Ended(NamedTuple):
         """Before any token is appended, which is written over them."""
         sequence = self.entry.sequence
         return list(map(int, sequence.window(sequence.num_tokens, sequence.num_tokens + self.entry.num_draft)))
-
-
-@dataclass(slots=True)
-class _Search:
-    """A beam search: its running beams, the sequence of each, and what may follow those that are computed already."""
-
-    beams: Beams
-    sequences: list[Sequence]
-    rows: dict[str, torch.Tensor] = field(default_factory=dict)  # logits [V] by sequence
-    num_branches: int = 0
-
-    def take_candidates(self) -> list[Candidate]:
-        rows = [self.rows[sequence.request_id] for sequence in self.sequences]
-        self.rows.clear()
-        return best_candidates(rows, self.beams.scores, self.beams.keep)
 
 
 class Engine:
@@ -127,7 +112,7 @@ class Engine:
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = drafter.propose
-        self._searches: dict[str, _Search] = {}  # beam searches by request
+        self._searches = Searches(self._fork, self._retire)
         self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()
         self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
@@ -153,7 +138,7 @@ class Engine:
     def end_choice(self, request_id: str, choice: int) -> None:
         """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
         for sequence in self._answers_to(request_id):
-            is_it = sequence.choice == choice and sequence.has_forked and not _is_beam(sequence)
+            is_it = sequence.choice == choice and sequence.has_forked and not is_beam(sequence)
             if is_it and sequence.state in _UNDER_WAY:
                 self._retire(sequence)
                 self._close(sequence)
@@ -192,24 +177,17 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             raise HandoffFailed(f"request {request_id} is not reserved here (any more)")
-        expected = 1 if sequence.has_forked else sequence.sampling.num_answers
-        if len(first_tokens) != expected:
-            raise InvalidRequest(f"{len(first_tokens)} first tokens came for {expected} answers to {request_id}")
-        for token in first_tokens:
-            token_ids = [token.token_id, *(other for other, _ in (token.logprob.top if token.logprob else ()))]
-            if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
-                raise InvalidRequest(f"token {token.index} is not the next one of request {request_id}")
+        self._check_first_tokens(sequence, first_tokens)
         sequence.num_computed = sequence.num_tokens
         sequence.prompt_logprobs = None  # whoever computed the prompt has told them
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
+        if is_beam(sequence):
+            candidates = [Candidate(0, token_id, score) for token_id, score in _top(first_tokens[0])]
+            self._give_out(self._searches.begin(sequence, candidates))
+            return
         answers = self._answers_of(sequence)
         finished = []
-        if sequence.sampling.beam_search is not None:
-            logprob = first_tokens[0].logprob
-            top = logprob.top if logprob else ()
-            self._grow(self._search_of(sequence), [Candidate(0, token_id, score) for token_id, score in top])
-            return
         for answer, token in zip(answers, first_tokens, strict=True):
             self._outputs.append(_output(answer, token, answer.append(token.token_id)))
             if self._outputs[-1].finish_reason is not None:
@@ -354,16 +332,16 @@ class Engine:
             if self._confirm(end.entry.sequence, draft, logits[end.row + 1 :], end.entry.sequence in finished):
                 finished.append(end.entry.sequence)
         self._note_step(plan, (time.monotonic() - started_s) * 1e3)
-        beams = [(end.entry.sequence, logits[end.row]) for end in ended if _is_beam(end.entry.sequence)]
-        finished += [self._hand_candidates_on(*beam) for beam in beams if beam[0].is_first_leg]
-        searches = self._park([beam for beam in beams if not beam[0].is_first_leg])
+        beams = [(end.entry.sequence, logits[end.row]) for end in ended if is_beam(end.entry.sequence)]
+        finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
+        searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
         try:
             hook.end_step(plan)
         finally:
             for sequence in finished:
                 self._complete(sequence)
             for search in searches:
-                self._grow(search, search.take_candidates())
+                self._give_out(self._searches.grow(search, search.take_candidates()))
 
     def _to_sample(self, ended: list[_Ended]) -> tuple[list[int], list[Sequence]]:
         """Who draws a token, and from which row of the logits: all answers to a prompt draw from its last one."""
@@ -371,7 +349,7 @@ class Engine:
         answers: list[Sequence] = []
         for end in ended:
             sequence = end.entry.sequence
-            if _is_beam(sequence):
+            if is_beam(sequence):
                 continue
             family = [sequence] if sequence.has_forked else self._answers_of(sequence)
             rows += [end.row] * len(family)
@@ -442,80 +420,17 @@ class Engine:
         self._open[sequence.root_id] += len(others)
         return [sequence, *others]
 
-    # Beam search
-
-    def _park(self, reached: list[tuple[Sequence, torch.Tensor]]) -> list[_Search]:
-        """These beams are computed to their ends, and what may follow is known. Returns the searches of which that is
-        now so for every beam; they may get there in different steps."""
-        searches: dict[str, _Search] = {}
-        for sequence, row in reached:
-            search = searches[sequence.root_id] = self._search_of(sequence)
-            search.rows[sequence.request_id] = row.clone()
-            sequence.is_parked = True
-        return [search for search in searches.values() if len(search.rows) == len(search.sequences)]
-
-    def _hand_candidates_on(self, sequence: Sequence, row: torch.Tensor) -> Sequence:
-        """The engine that goes on with the search gets its first candidates instead of a token."""
-        count = num_candidates(sequence.sampling.n, len(sequence.stop_ids))
-        best = best_candidates([row], [0.0], count)
-        top = tuple((candidate.token_id, candidate.score) for candidate in best)
-        token = SampledToken(sequence.num_generated, best[0].token_id, TokenLogprob(best[0].score, top))
+    def _hand_on(self, sequence: Sequence, row: torch.Tensor) -> Sequence:
+        """Another engine goes on with the search of this prompt."""
+        token = first_candidates(sequence, row)
         self._outputs.append(_output(sequence, token, sequence.append(token.token_id) or FinishReason.LENGTH))
         return sequence
 
-    def _search_of(self, sequence: Sequence) -> _Search:
-        search = self._searches.get(sequence.root_id)
-        if search is None:
-            sampling = sequence.sampling
-            assert sampling.beam_search is not None
-            beams = Beams(sampling.beam_search, sampling.n, sequence.stop_ids, sequence.max_new_tokens)
-            search = self._searches[sequence.root_id] = _Search(beams, [sequence])
-        return search
-
-    def _grow(self, search: _Search, candidates: list[Candidate]) -> None:
-        """One token further: beams that continue the same one share its blocks, those that nobody continues end."""
-        going_on = search.beams.advance(candidates)
-        if not going_on:
-            self._end_search(search)
-            return
-        old, search.sequences = search.sequences, []
-        continued: set[int] = set()
-        for candidate in going_on:
-            parent = old[candidate.beam]
-            if candidate.beam in continued:  # forks come before the parent itself goes on
-                search.num_branches += 1
-                branch = parent.branch(search.num_branches, candidate.token_id)
-                search.sequences.append(branch)
-            else:
-                search.sequences.append(parent)
-            continued.add(candidate.beam)
-        for candidate, sequence in zip(going_on, search.sequences, strict=True):
-            if sequence is not old[candidate.beam]:
-                self._fork(old[candidate.beam], [sequence])
-        for candidate, sequence in zip(going_on, search.sequences, strict=True):
-            sequence.is_parked = False
-            if sequence is old[candidate.beam]:
-                sequence.append(candidate.token_id)
-        for beam, sequence in enumerate(old):
-            if beam not in continued:
-                self._retire(sequence)
-
-    def _end_search(self, search: _Search) -> None:
-        """All that it found comes out at once, best first."""
-        root_id = search.sequences[0].root_id
-        for choice, answer in enumerate(search.beams.finished):
-            tokens = answer.tokens(search.sequences[0].sampling.logprobs is not None)
-            for token in tokens:
-                reason = answer.finish_reason if token is tokens[-1] else None
-                self._outputs.append(StepOutput(root_id, token, reason, choice))
-        self._drop_search(root_id)
-        del self._open[root_id]
-
-    def _drop_search(self, root_id: str) -> None:
-        search = self._searches.pop(root_id, None)
-        for sequence in search.sequences if search else ():
-            if sequence.state is not SequenceState.FINISHED:
-                self._retire(sequence)
+    def _give_out(self, found: list[StepOutput]) -> None:
+        """All answers of a search that is over, or nothing."""
+        if found:
+            self._outputs += found
+            del self._open[found[0].request_id]
 
     def _fork(self, parent: Sequence, children: list[Sequence]) -> None:
         for child in children:
@@ -575,7 +490,7 @@ class Engine:
 
     def _tell_end(self, sequence: Sequence, error: MooncakeError) -> None:
         self._close(sequence)
-        self._drop_search(sequence.root_id)
+        self._searches.drop(sequence.root_id)
         self._ended.append((sequence.root_id, error))
 
     def _keep(self, sequence: Sequence) -> None:
@@ -610,9 +525,21 @@ class Engine:
             self._guides.compile(sequence.sampling.guide)
         sequence.limit_length(self.config.max_model_len)
 
+    def _check_first_tokens(self, sequence: Sequence, tokens: Rows[SampledToken]) -> None:
+        """Raises InvalidRequest when its answers cannot begin with them."""
+        expected = 1 if sequence.has_forked else sequence.sampling.num_answers
+        if len(tokens) != expected:
+            raise InvalidRequest(f"{len(tokens)} first tokens came for {expected} answers to {sequence.root_id}")
+        for token in tokens:
+            token_ids = [token.token_id, *(other for other, _ in _top(token))]
+            if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
+                raise InvalidRequest(f"token {token.index} is not the next one of request {sequence.root_id}")
+        if is_beam(sequence) and not _top(tokens[0]):
+            raise InvalidRequest(f"no candidates came for the beams of request {sequence.root_id}")
 
-def _is_beam(sequence: Sequence) -> bool:
-    return sequence.sampling.beam_search is not None
+
+def _top(token: SampledToken) -> Rows[tuple[int, float]]:
+    return token.logprob.top if token.logprob else ()
 
 
 def _output(sequence: Sequence, token: SampledToken, finish_reason: FinishReason | None) -> StepOutput:

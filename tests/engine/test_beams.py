@@ -14,7 +14,7 @@ from mooncake import LLM
 from mooncake.engine.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.errors import Cancelled, InternalError, InvalidRequest
-from mooncake.types import BeamSearch, FinishReason, SamplingParams
+from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
 
 WIDTH = 4
@@ -139,6 +139,8 @@ def test_a_search_goes_on_after_a_hand_off(max_tokens: int) -> None:
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
         target.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
     source.release("r")
+    with pytest.raises(InvalidRequest, match="no candidates"):
+        target.start_reserved("r", [SampledToken(0, output.token.token_id)])
     target.start_reserved("r", [output.token])
     assert answers(run_all(target)) == searched(prompt, beams(max_tokens))
     assert source.block_pool.num_in_use == target.block_pool.num_in_use == 0

@@ -1,0 +1,129 @@
+"""Beam searches under way in an engine: whose sequences compute which beams, and when a search can take its next step.
+
+What goes on and what is finished is decided by ``beams``; blocks are shared and given back by the engine, through the
+two functions that it passes. It must not know about steps, logits' origin or who waits for the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
+from mooncake.engine.contract import StepOutput
+from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.types import SampledToken, TokenLogprob
+
+Row = torch.Tensor  # logits [V] float32
+
+
+@dataclass(slots=True)
+class Search:
+    """The running beams of one request, the sequence of each, and what may follow those that are computed already."""
+
+    beams: Beams
+    sequences: list[Sequence]
+    rows: dict[str, Row] = field(default_factory=dict)  # by sequence
+    num_branches: int = 0
+
+    def take_candidates(self) -> list[Candidate]:
+        rows = [self.rows[sequence.request_id] for sequence in self.sequences]
+        self.rows.clear()
+        return best_candidates(rows, self.beams.scores, self.beams.keep)
+
+
+class Searches:
+    """By request. One that ends gives its answers out and is forgotten."""
+
+    def __init__(self, fork: Callable[[Sequence, list[Sequence]], None], retire: Callable[[Sequence], None]) -> None:
+        """``fork`` has sequences go on over the blocks of another one; ``retire`` takes a sequence's blocks back."""
+        self._fork = fork
+        self._retire = retire
+        self._searches: dict[str, Search] = {}
+
+    def begin(self, sequence: Sequence, candidates: list[Candidate]) -> list[StepOutput]:
+        """A search whose prompt was computed elsewhere, with the candidates that ``first_candidates`` gave there."""
+        return self.grow(self._search_of(sequence), candidates)
+
+    def park(self, reached: list[tuple[Sequence, Row]]) -> list[Search]:
+        """These beams are computed to their ends, and what may follow is known. Returns the searches of which that is
+        now so for every beam; they may get there in different steps."""
+        searches: dict[str, Search] = {}
+        for sequence, row in reached:
+            search = searches[sequence.root_id] = self._search_of(sequence)
+            search.rows[sequence.request_id] = row.clone()
+            sequence.is_parked = True
+        return [search for search in searches.values() if len(search.rows) == len(search.sequences)]
+
+    def grow(self, search: Search, candidates: list[Candidate]) -> list[StepOutput]:
+        """One token further: beams that continue the same one share its blocks, those that nobody continues end.
+
+        Returns all that the search found, once it is over.
+        """
+        going_on = search.beams.advance(candidates)
+        if not going_on:
+            return self._end(search)
+        old, search.sequences = search.sequences, []
+        continued: set[int] = set()
+        for candidate in going_on:
+            parent = old[candidate.beam]
+            if candidate.beam in continued:  # forks come before the parent itself goes on
+                search.num_branches += 1
+                search.sequences.append(parent.branch(search.num_branches, candidate.token_id))
+            else:
+                search.sequences.append(parent)
+            continued.add(candidate.beam)
+        for candidate, sequence in zip(going_on, search.sequences, strict=True):
+            if sequence is not old[candidate.beam]:
+                self._fork(old[candidate.beam], [sequence])
+        for candidate, sequence in zip(going_on, search.sequences, strict=True):
+            sequence.is_parked = False
+            if sequence is old[candidate.beam]:
+                sequence.append(candidate.token_id)
+        for beam, sequence in enumerate(old):
+            if beam not in continued:
+                self._retire(sequence)
+        return []
+
+    def drop(self, root_id: str) -> None:
+        """The request's search, if it has one, goes no further. Idempotent."""
+        search = self._searches.pop(root_id, None)
+        for sequence in search.sequences if search else ():
+            if sequence.state is not SequenceState.FINISHED:
+                self._retire(sequence)
+
+    def _search_of(self, sequence: Sequence) -> Search:
+        search = self._searches.get(sequence.root_id)
+        if search is None:
+            sampling = sequence.sampling
+            assert sampling.beam_search is not None
+            beams = Beams(sampling.beam_search, sampling.n, sequence.stop_ids, sequence.max_new_tokens)
+            search = self._searches[sequence.root_id] = Search(beams, [sequence])
+        return search
+
+    def _end(self, search: Search) -> list[StepOutput]:
+        """All that it found comes out at once, best first."""
+        first = search.sequences[0]
+        outputs = []
+        for choice, answer in enumerate(search.beams.finished):
+            tokens = answer.tokens(first.sampling.logprobs is not None)
+            for token in tokens:
+                reason = answer.finish_reason if token is tokens[-1] else None
+                outputs.append(StepOutput(first.root_id, token, reason, choice))
+        self.drop(first.root_id)
+        return outputs
+
+
+def first_candidates(sequence: Sequence, row: Row) -> SampledToken:
+    """What the engine that goes on with the search gets instead of a token: its first candidates, as log-probabilities
+    of the best one."""
+    count = num_candidates(sequence.sampling.n, len(sequence.stop_ids))
+    best = best_candidates([row], [0.0], count)
+    top = tuple((candidate.token_id, candidate.score) for candidate in best)
+    return SampledToken(sequence.num_generated, best[0].token_id, TokenLogprob(best[0].score, top))
+
+
+def is_beam(sequence: Sequence) -> bool:
+    return sequence.sampling.beam_search is not None
