@@ -231,10 +231,14 @@ class StoreClient:
     ) -> bool | None:
         """``put`` into a slot that was given out in advance: one pass over the bytes, and one message. None when there
         is none, or it has run out: then it has to be reserved first."""
-        is_short = view.nbytes <= SHORT_PUT_BYTES
-        if self._far is not None and self._far.is_open and (self._near.board is None or is_short):
-            return await self._far.put(name, view, ranges, time.monotonic() + timeout_s)
-        return await self._near.put(name, view, ranges, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        is_near = self._near.board is not None
+        placed: bool | None = None
+        if self._far is not None and self._far.is_open and (not is_near or view.nbytes <= SHORT_PUT_BYTES):
+            placed = await self._far.put(name, view, ranges, deadline)
+        if placed is None and is_near:
+            placed = await self._near.put(name, view, ranges, left_s(deadline))
+        return placed
 
     async def get_all(
         self,

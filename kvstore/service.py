@@ -55,6 +55,8 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
         response = pb.CommitResponse()
+        if request.lane.startswith("\0"):
+            raise InvalidRequest("this lane is the store's own", "lane")
         if request.HasField("slot"):
             name = BlockName(checked_key(request.block.key), checked_parent(request.block.parent))
             checksums = checksums_from_wire(request.checksums)

@@ -21,7 +21,7 @@ from kvstore.transfer.protocol import Status
 from kvstore.transfer.server import Put, SegmentServer
 from mooncake.errors import InvalidRequest
 
-AHEAD = 8  # slots: twice as many as a client has connections
+AHEAD = 16  # slots: as many as four clients have connections
 RETURN_AFTER_S = 1.0  # without a put
 
 _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committed.OVER: Status.NO_SLOT}

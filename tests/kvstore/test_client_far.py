@@ -13,12 +13,14 @@ import pytest
 import kvstore
 from kvstore.client_far import FarStore
 from kvstore.segment import Segment
+from kvstore.store import WIRE
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
+from mooncake.rpc import store_pb2 as pb
 
 SLOT_BYTES = 1 << 20
 TCP = ("tcp",)
@@ -85,7 +87,10 @@ async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
         assert slot is not None and not await far.put("busy", data(0))
         await writing.abort([slot])
         assert await far.put("busy", data(0))
-        assert actor.ask("counts")["reserved"] >= 1  # slots ahead
+        assert actor.ask("counts")["reserved"] >= 1  # slots ahead,
+        for slot in (None, pb.Slot(index=0, epoch=1)):  # which nobody else can ask for or fill
+            with pytest.raises(InvalidRequest, match="the store's own"):
+                await writing._calls.call(writing._calls.fast.Commit(pb.CommitRequest(lane=WIRE, slot=slot), timeout=5))
         for number in range(200):  # through all of the store, several times
             assert await far.put(f"last {number}", data(number % 3))
         assert await far.get("last 199") == data(199 % 3) and await far.get("0") is None
