@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from kvstore.transfer.protocol import MAX_RANGES, SLICE_BYTES, Operation
+from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link
 from kvstore.transfer.rdma_memory import RegisteredMemory, Staging, merge
@@ -41,7 +41,7 @@ class RdmaTransport:
     """The transport ``rdma``. ``unavailable`` says in one line why this process cannot use it, or is empty."""
 
     name = "rdma"
-    max_slice_bytes = SLICE_BYTES
+    max_slice_bytes = MAX_FRAME_BYTES
 
     def __init__(self, device: str = "") -> None:
         """``device``: by name; the first one that has an active port when it is empty."""
@@ -84,7 +84,7 @@ class RdmaTransport:
 class RdmaPath:
     """One queue pair to one segment."""
 
-    window_bytes = WINDOW * SLICE_BYTES
+    window_bytes = 2 * MAX_FRAME_BYTES
 
     def __init__(self, device: Device, memory: RegisteredMemory, address: SegmentAddress, attach: Attach) -> None:
         self._device = device

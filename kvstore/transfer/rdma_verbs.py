@@ -26,8 +26,9 @@ _CHANNEL_LINK = "anon_inode:[infinibandevent]"
 
 MAX_READS = 16  # RDMA reads on their way in one queue pair
 _HOP_LIMIT = 64
-_ACK_TIMEOUT = 16  # 4.096 µs · 2^16 = 0.27 s a try
-_RETRIES = 7  # so a peer that answers nothing is given up after about two seconds
+_MOST_AT_ONCE = 64
+_ACK_TIMEOUT = 14  # 4.096 µs · 2^14 = 67 ms a try: the queue pair stands still so long for each lost acknowledgement
+_RETRIES = 7  # so a peer that answers nothing is given up after half a second, or two: devices may wait four times that
 _RNR_TIMER = 12  # 0.64 ms between looks for a receive of the peer
 _RNR_FOR_EVER = 7  # a peer that is slow to post receives is slow, not gone
 
@@ -180,12 +181,13 @@ class QueuePair:
             raise VerbsFailed(f"{device.name} takes {device.max_work_requests} work requests, too few")
         self._undo = contextlib.ExitStack()
         self._armed = False
+        self._unacknowledged = 0  # events
         try:
             with self._undo:
                 self._channel, self._channel_fd = _open_channel(verbs, device._context)
                 self._undo.callback(self._channel.close)
                 self._queue = verbs.cq.CQ(device._context, send_depth + receive_depth, channel=self._channel)
-                self._undo.callback(self._queue.close)
+                self._undo.callback(self._close_queue)
                 depths = verbs.qp.QPCap(
                     max_send_wr=send_depth, max_recv_wr=receive_depth, max_send_sge=1, max_recv_sge=1
                 )
@@ -269,15 +271,16 @@ class QueuePair:
             gather.close()
 
     def completions(self) -> list[Completion]:
-        """What has ended since the last look. Never blocks."""
+        """What has ended since the last look, or a part of it. Never blocks."""
         try:
-            _, found = self._queue.poll(64)
+            _, found = self._queue.poll(_MOST_AT_ONCE)
         except self.device._verbs.error as error:
             raise VerbsFailed(f"the completion queue cannot be polled: {error}") from None
         return [_completion(entry) for entry in found] if found else []
 
     def wait(self, timeout_s: float | None) -> list[Completion]:
-        """The same, but sleeps while there is none. Empty after the timeout, and when a watched file has news."""
+        """The same, but sleeps while there is none. May be empty: after the timeout, when a watched file has news, and
+        when what woke it had been seen before."""
         if (found := self.completions()) or (timeout_s is not None and timeout_s <= 0):
             return found
         if not self._armed:
@@ -287,6 +290,7 @@ class QueuePair:
         timeout_ms = None if timeout_s is None else max(1, int(timeout_s * 1e3))
         if any(fd == self._channel_fd for fd, _ in self._poll.poll(timeout_ms)):
             self._take_event()
+            self._arm()  # before the look: what this does not see will wake the next
         return self.completions()
 
     def _arm(self) -> None:
@@ -297,13 +301,19 @@ class QueuePair:
         self._armed = True
 
     def _take_event(self) -> None:
-        """The one that arming brought. An event that is not acknowledged would block the queue's end for ever."""
+        """The one that arming brought."""
         try:
             self._channel.get_cq_event(self._queue)
         except self.device._verbs.error as error:
             raise VerbsFailed(f"the completion channel is broken: {error}") from None
-        self._queue.ack_events(1)
+        self._unacknowledged += 1
         self._armed = False
+
+    def _close_queue(self) -> None:
+        """An event that is not acknowledged would block its end for ever."""
+        if self._unacknowledged:
+            self._queue.ack_events(self._unacknowledged)
+        self._queue.close()
 
     def close(self) -> None:
         """After this returns the device neither reads nor writes memory for it. Idempotent."""
