@@ -124,16 +124,28 @@ def _measure(size: int, device: str, gid_index: int, options: Options, report: R
             report.notes.append("perftest is not installed: nothing to compare with")
             ways = {way: measure for way, measure in ways.items() if way[0] == "mooncake"}
         rates: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+        late: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         write(data), read()  # opens the path and its windows
         for _ in range(options.reps):
             for way, measure in ways.items():
+                before = _late_acknowledgements(device)
                 rates[way].append(measure())
+                late[way].append(_late_acknowledgements(device) - before)
     transfer.close()
     for (subject, name), values in rates.items():
-        report.add(Figure(subject, name, "GB/s", tuple(values), more_is_better=True, params={"KiB": size >> 10}))
+        params: dict[str, str | int | float | bool] = {"KiB": size >> 10}
+        report.add(Figure(subject, name, "GB/s", tuple(values), more_is_better=True, params=params))
+        report.add(Figure(subject, f"{name}: late acks", "", tuple(late[subject, name]), params=params))
     for name in ("write", "read"):
         ours, theirs = (report.find(subject, name, KiB=size >> 10) for subject in ("mooncake", "perftest"))
         report.compare(f"{name}_{size >> 10}KiB_vs_ib_{name}_bw", ours, theirs)
+
+
+def _late_acknowledgements(device: str) -> float:
+    """How often a queue pair of this machine has sent again what it waited too long for; 0 where nobody counts."""
+    counters = Path("/sys/class/infiniband", device, "ports", "1", "hw_counters")
+    known = [counters / "completer_retry_err", counters / "local_ack_timeout_err"]  # soft RoCE's, and Mellanox's
+    return float(sum(int(path.read_text()) for path in known if path.exists()))
 
 
 def _rate(move: Callable[[], float]) -> float:
