@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conductor.fleet import Ticket
-from conductor.view import NONE, Floats, View
+from conductor.view import Floats, View
 
 MARK_TOKENS = 1024  # between two marks
 
@@ -21,7 +21,8 @@ class Promises:
     def __init__(self, block_tokens: int) -> None:
         self._stride = max(1, MARK_TOKENS // block_tokens)
         self._nodes: dict[bytes, tuple[str, ...]] = {}  # by mark: the node of each prompt that waits with it
-        self._marks: dict[Ticket, list[bytes]] = {}
+        self._marks: dict[Ticket, tuple[list[bytes], int]] = {}  # and the prompt's blocks where it ends between two
+        self._ends: dict[int, int] = {}  # how many prompts end so, by their blocks
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -30,20 +31,27 @@ class Promises:
         """The ticket's node holds ``held`` leading blocks of ``keys`` and will hold all of them."""
         stride = self._stride
         marks = list(keys[(held // stride + 1) * stride - 1 :: stride])
-        if len(keys) > held and len(keys) % stride:
+        end = len(keys) if len(keys) > held and len(keys) % stride else 0
+        if end:
             marks.append(keys[-1])
+            self._ends[end] = self._ends.get(end, 0) + 1
         nodes, here = self._nodes, (ticket.prefill_id,)
         if nodes.keys().isdisjoint(marks):
             nodes.update(dict.fromkeys(marks, here))
         else:
             for mark in marks:
                 nodes[mark] = nodes.get(mark, ()) + here
-        self._marks[ticket] = marks
+        self._marks[ticket] = (marks, end)
 
     def kept(self, ticket: Ticket) -> None:
         """The prompt is computed, or never will be."""
         nodes = self._nodes
-        for mark in self._marks.pop(ticket, ()):
+        marks, end = self._marks.pop(ticket, ((), 0))
+        if end:
+            self._ends[end] -= 1
+            if not self._ends[end]:
+                del self._ends[end]
+        for mark in marks:
             waiting = nodes[mark]
             if len(waiting) == 1:
                 del nodes[mark]
@@ -57,8 +65,9 @@ class Promises:
             return
         depth = self._depth(keys, longest)
         if depth:
-            positions = {view.prefill_at.get(node_id, NONE) for node_id in self._nodes[keys[depth - 1]]} - {NONE}
-            runs[view.prefill.slots[list(positions)]] = depth
+            for node_id in self._nodes[keys[depth - 1]]:
+                if (at := view.prefill_at.get(node_id)) is not None:
+                    runs[view.prefill.slots.item(at)] = depth
 
     def _depth(self, keys: Sequence[bytes], held: int) -> int:
         """How many leading blocks of ``keys`` end with the deepest mark beyond ``held`` blocks; 0: none."""
@@ -71,8 +80,8 @@ class Promises:
                 low = middle
             else:
                 high = middle - 1
-        first = max(low * stride, held)
-        end = min((low + 1) * stride, len(keys))
-        if not nodes.keys().isdisjoint(keys[first:end]):  # a shorter prompt ends there
-            return next(at + 1 for at in range(end - 1, first - 1, -1) if keys[at] in nodes)
+        ends = self._ends
+        for end in range(min((low + 1) * stride - 1, len(keys)), max(low * stride, held), -1):
+            if end in ends and keys[end - 1] in nodes:  # a shorter prompt ends there
+                return end
         return low * stride if low > base else 0
