@@ -6,7 +6,7 @@ Types alone. It must not know how any of it is done.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -91,8 +91,7 @@ class EngineConfig:
     keep_events: bool = True  # whether someone takes the block pool's events
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """A new token of answer ``choice`` to a request. ``finish_reason`` is set on its last one."""
 
     request_id: str

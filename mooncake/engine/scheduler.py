@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +27,11 @@ MOST_LOOKED_AT = 8  # waiting sequences that a long prompt leaves room for
 HEADROOM = 100  # one block in so many stays free at admission while others run, so that they can grow
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(NamedTuple):
     """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step.
 
-    The last ``num_draft`` of them are guesses, which may turn out wrong.
+    The last ``num_draft`` of them are guesses, which may turn out wrong. (A tuple, as ``StepOutput``: there is one a
+    sequence and step, and a frozen dataclass takes more than twice as long to make.)
     """
 
     sequence: Sequence
