@@ -15,6 +15,7 @@ namespace xxh3 {
 constexpr size_t kMinBytes = 241;
 constexpr size_t kStripe = 64;
 constexpr size_t kStripesPerBlock = 16;
+constexpr size_t kBlock = kStripesPerBlock * kStripe;
 constexpr size_t kStreamBytes = 128 << 10;  // from here on stores go past the caches: nothing is read to be overwritten
 
 alignas(64) constexpr uint8_t kSecret[192] = {
@@ -134,21 +135,28 @@ inline uint64_t fold(uint64_t a, uint64_t b) {
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
+constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+
+// Whole blocks, none of them the last.
 template <Store store>
-uint64_t pass(uint8_t* out, const uint8_t* in, size_t length) {
-    const uint64_t start[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                               kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-    Lanes lanes(start);
-    const size_t stripes = (length - 1) / kStripe;
-    for (size_t first = 0; first < stripes; first += kStripesPerBlock) {
-        const size_t count = stripes - first < kStripesPerBlock ? stripes - first : kStripesPerBlock;
-        for (size_t s = 0; s < count; s++) {
-            const size_t at = (first + s) * kStripe;
+void absorb(Lanes& lanes, uint8_t* out, const uint8_t* in, size_t bytes) {
+    for (size_t block = 0; block < bytes; block += kBlock) {
+        for (size_t s = 0; s < kStripesPerBlock; s++) {
+            const size_t at = block + s * kStripe;
             __builtin_prefetch(in + at + 1024);
             lanes.stripe<store>(in + at, kSecret + 8 * s, out + at);
         }
-        if (count == kStripesPerBlock) lanes.scramble(kSecret + 128);
+        lanes.scramble(kSecret + 128);
     }
+}
+
+// The last block, whole or not, of ``length`` bytes that begin at ``in``; all before it has been absorbed.
+template <Store store>
+uint64_t finish(Lanes& lanes, uint8_t* out, const uint8_t* in, size_t length) {
+    const size_t start = (length - 1) / kBlock * kBlock;
+    for (size_t s = 0; s < (length - 1 - start) / kStripe; s++)
+        lanes.stripe<store>(in + start + s * kStripe, kSecret + 8 * s, out + start + s * kStripe);
     // The last stripe ends with the input; it overlaps the one before, and is not aligned.
     constexpr Store tail = store == Store::Streamed ? Store::Cached : store;
     lanes.stripe<tail>(in + length - kStripe, kSecret + 121, out + length - kStripe);
@@ -161,6 +169,13 @@ uint64_t pass(uint8_t* out, const uint8_t* in, size_t length) {
     result ^= result >> 37;
     result *= 0x165667919E3779F9;
     return result ^ (result >> 32);
+}
+
+template <Store store>
+uint64_t pass(uint8_t* out, const uint8_t* in, size_t length) {
+    Lanes lanes(kStart);
+    absorb<store>(lanes, out, in, (length - 1) / kBlock * kBlock);
+    return finish<store>(lanes, out, in, length);
 }
 
 inline uint64_t hash(const uint8_t* in, size_t length) { return pass<Store::None>(const_cast<uint8_t*>(in), in, length); }

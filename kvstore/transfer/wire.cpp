@@ -22,10 +22,6 @@
 
 #include "../board.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int kClosed = -1, kViolation = -2;  // other results: 0, or an errno
@@ -37,77 +33,6 @@ double now_s() {
     timespec at;
     clock_gettime(CLOCK_MONOTONIC, &at);
     return at.tv_sec + at.tv_nsec * 1e-9;
-}
-
-// xxh3-64 of more than 240 bytes, with the default secret and no seed (the specification of xxHash, XXH3 long input).
-
-constexpr uint64_t kBlock = 1024, kStripe = 64, kLanes = 8;
-constexpr uint64_t kPrime32[3] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
-constexpr uint64_t kPrime64[5] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
-                                  0x27D4EB2F165667C5};
-alignas(64) constexpr uint8_t kSecret[192] = {
-    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4,
-    0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e,
-    0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43,
-    0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
-    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19,
-    0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7,
-    0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78,
-    0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
-    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16,
-    0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f,
-    0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
-
-using Lanes = uint64_t __attribute__((vector_size(64)));
-constexpr Lanes kStart = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
-                          kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
-
-inline Lanes load(const uint8_t *at) {
-    Lanes lanes;
-    memcpy(&lanes, at, sizeof lanes);
-    return lanes;
-}
-
-inline Lanes times_halves(Lanes key) {  // low 32 bits x high 32 bits
-#ifdef __AVX512F__
-    return (Lanes)_mm512_mul_epu32((__m512i)key, (__m512i)(key >> 32));
-#else
-    return (key & 0xffffffff) * (key >> 32);
-#endif
-}
-
-inline Lanes absorb(Lanes lanes, const uint8_t *stripe, const uint8_t *secret) {
-    const Lanes data = load(stripe);
-    const Lanes swapped = __builtin_shuffle(data, (Lanes){1, 0, 3, 2, 5, 4, 7, 6});
-    return lanes + swapped + times_halves(data ^ load(secret));
-}
-
-Lanes absorb_blocks(Lanes lanes, const uint8_t *at, const uint8_t *end) {
-    for (; at < end; at += kBlock) {
-#pragma GCC unroll 16
-        for (uint64_t n = 0; n < kBlock / kStripe; ++n) {
-            __builtin_prefetch(at + n * kStripe + 512);
-            lanes = absorb(lanes, at + n * kStripe, kSecret + 8 * n);
-        }
-        lanes = (lanes ^ (lanes >> 47) ^ load(kSecret + sizeof kSecret - kStripe)) * kPrime32[0];
-    }
-    return lanes;
-}
-
-// `lanes` have taken all of `data` up to the last, perhaps whole, block.
-uint64_t finish(Lanes lanes, const uint8_t *data, uint64_t size) {
-    const uint64_t start = (size - 1) / kBlock * kBlock;
-    for (uint64_t n = 0; n < (size - 1 - start) / kStripe; ++n)
-        lanes = absorb(lanes, data + start + n * kStripe, kSecret + 8 * n);
-    lanes = absorb(lanes, data + size - kStripe, kSecret + sizeof kSecret - kStripe - 7);
-    lanes ^= load(kSecret + 11);
-    uint64_t hash = size * kPrime64[0];
-    for (uint64_t i = 0; i < kLanes; i += 2) {
-        const auto product = (unsigned __int128)lanes[i] * lanes[i + 1];
-        hash += (uint64_t)product ^ (uint64_t)(product >> 64);
-    }
-    hash = (hash ^ (hash >> 37)) * 0x165667919E3779F9;
-    return hash ^ (hash >> 32);
 }
 
 struct Part {
@@ -122,7 +47,7 @@ struct Flow {
     int64_t tick_us;  // the socket's timeout for this direction; 0: not known
     uint64_t part, offset;
     uint64_t hashed_part, hashed_offset;  // whole blocks of the range that is being hashed, and all before it
-    uint64_t lanes[kLanes];
+    uint64_t lanes[8];
 };
 
 void hash_until(Flow &flow, const Part *parts, uint64_t sum_bytes, uint64_t part, uint64_t offset) {
@@ -135,15 +60,15 @@ void hash_until(Flow &flow, const Part *parts, uint64_t sum_bytes, uint64_t part
             continue;
         }
         const uint64_t start = flow.hashed_offset / sum_bytes * sum_bytes, size = std::min(sum_bytes, at.size - start);
-        const uint64_t last = start + (size - 1) / kBlock * kBlock;
-        const uint64_t until = std::min(last, start + (known - start) / kBlock * kBlock);
-        Lanes lanes = kStart;
-        if (flow.hashed_offset > start) memcpy(&lanes, flow.lanes, sizeof lanes);
-        lanes = absorb_blocks(lanes, at.data + flow.hashed_offset, at.data + until);
-        memcpy(flow.lanes, &lanes, sizeof lanes);
+        const uint64_t last = start + (size - 1) / xxh3::kBlock * xxh3::kBlock;
+        const uint64_t until = std::min(last, start + (known - start) / xxh3::kBlock * xxh3::kBlock);
+        xxh3::Lanes lanes(flow.hashed_offset > start ? flow.lanes : xxh3::kStart);
+        uint8_t *next = at.data + flow.hashed_offset;
+        xxh3::absorb<xxh3::Store::None>(lanes, next, next, until - flow.hashed_offset);
+        lanes.read(flow.lanes);
         flow.hashed_offset = until;
         if (known < start + size) return;
-        at.sums[start / sum_bytes] = finish(lanes, at.data + start, size);
+        at.sums[start / sum_bytes] = xxh3::finish<xxh3::Store::None>(lanes, at.data + start, at.data + start, size);
         flow.hashed_offset = start + size;
         if (flow.hashed_offset == at.size) ++flow.hashed_part, flow.hashed_offset = 0;
     }
