@@ -31,9 +31,9 @@ from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.searches import Searches, first_candidates, is_beam
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.engine.speculation import Payoff, PromptLookup
+from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
-from mooncake.engine.step_curve import StepCurve
+from mooncake.engine.step_costs import StepCosts
 from mooncake.errors import Cancelled, HandoffFailed, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
@@ -102,12 +102,7 @@ class Engine:
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._num_computed_tokens = 0
-        self._curve = (
-            StepCurve(config.tbt_limit_ms, config.block_tokens, config.chunk_tokens or config.max_model_len)
-            if config.tbt_limit_ms
-            else None
-        )
-        self._payoff = Payoff() if config.speculative_tokens else None
+        self._costs = StepCosts(config, self._scheduler.swap)
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
@@ -237,8 +232,8 @@ class Engine:
 
         Raises KVLoadFailed from the hook: the step is abandoned and ``rewind_failed`` is next.
         """
-        self._scheduler.drafts = self._payoff is not None and self._payoff.is_open
-        plan = self._scheduler.plan(self._curve.budget if self._curve else None)
+        self._scheduler.drafts = self._costs.drafts_pay
+        plan = self._scheduler.plan(self._costs.budget)
         self._settle(plan)
         if plan.entries:
             self._run(plan, hook)
@@ -331,7 +326,7 @@ class Engine:
         for end, draft in drafts:
             if self._confirm(end.entry.sequence, draft, logits[end.row + 1 :], end.entry.sequence in finished):
                 finished.append(end.entry.sequence)
-        self._note_step(plan, (time.monotonic() - started_s) * 1e3)
+        self._costs.note(plan.entries, (time.monotonic() - started_s) * 1e3)
         beams = [(end.entry.sequence, logits[end.row]) for end in ended if is_beam(end.entry.sequence)]
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
@@ -394,21 +389,6 @@ class Engine:
         self._num_drafted += len(draft)
         self._num_accepted += num_accepted
         return ends
-
-    def _note_step(self, plan: StepPlan, elapsed_ms: float) -> None:
-        """Learn what steps cost, and what drafts bring (from steps of decodes alone)."""
-        entries = plan.entries
-        num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
-        has_drafts = any(entry.num_draft for entry in entries)
-        num_tokens = sum(entry.num_tokens for entry in entries)
-        if 2 * num_chunk_tokens > num_tokens:
-            self._scheduler.swap.note_prompt(num_tokens, elapsed_ms)
-        if self._curve is not None and not has_drafts:
-            num_decodes = sum(entry.num_tokens == 1 for entry in entries)
-            self._curve.note(num_decodes, num_chunk_tokens, elapsed_ms)
-        if self._payoff is not None and not num_chunk_tokens:
-            num_tokens = sum(entry.sequence.num_computed - entry.first for entry in entries)
-            self._payoff.note(len(entries), num_tokens, has_drafts, elapsed_ms)
 
     def _answers_of(self, sequence: Sequence) -> list[Sequence]:
         """The sequence, and when its prompt has just been computed for several answers, the others. They hold

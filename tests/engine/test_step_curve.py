@@ -43,9 +43,9 @@ def test_a_limit_changes_no_token_and_lets_nobody_wait_for_a_whole_prompt() -> N
     model = HashModel()
     engine = hash_engine(model=model, chunk_tokens=64)
     limited = hash_engine(chunk_tokens=64)
-    assert engine._curve is None and limited._curve is None
+    assert engine._costs.curve is None and limited._costs.curve is None
     curve = StepCurve(limit_ms=10.0, block_tokens=4, most_tokens=64)
-    engine._curve = curve
+    engine._costs.curve = curve
     engine.add(hash_sequence("short", random_prompt(4, 0)))
     outputs = [output for _ in range(3) for output in engine.step()]
     curve.note(1, 0, 2.0)

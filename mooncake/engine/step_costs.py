@@ -1,0 +1,47 @@
+"""What an engine learns from the time of each step: how much of a prompt fits beside decodes, whether guesses pay, and
+whether computing a preempted sequence again is cheaper than copying it.
+
+It hands measurements to those who decide. It must not know clocks or how a step is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.speculation import Payoff
+from mooncake.engine.step_curve import StepCurve
+from mooncake.engine.swap import SwapSpace
+
+
+class StepCosts:
+    def __init__(self, config: EngineConfig, swap: SwapSpace) -> None:
+        most_tokens = config.chunk_tokens or config.max_model_len
+        limit_ms = config.tbt_limit_ms
+        self.curve = StepCurve(limit_ms, config.block_tokens, most_tokens) if limit_ms else None
+        self._payoff = Payoff() if config.speculative_tokens else None
+        self._swap = swap
+
+    @property
+    def budget(self) -> Callable[[int], int] | None:
+        """Prompt tokens that may be computed beside so many decodes; None where no limit is set."""
+        return self.curve.budget if self.curve else None
+
+    @property
+    def drafts_pay(self) -> bool:
+        return self._payoff is not None and self._payoff.is_open
+
+    def note(self, entries: list[StepEntry], elapsed_ms: float) -> None:
+        """A step is done: its tokens count, and so does what came true of its guesses."""
+        num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
+        has_drafts = any(entry.num_draft for entry in entries)
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        if 2 * num_chunk_tokens > num_tokens:
+            self._swap.note_prompt(num_tokens, elapsed_ms)
+        if self.curve is not None and not has_drafts:
+            num_decodes = sum(entry.num_tokens == 1 for entry in entries)
+            self.curve.note(num_decodes, num_chunk_tokens, elapsed_ms)
+        if self._payoff is not None and not num_chunk_tokens:
+            num_made = sum(entry.sequence.num_computed - entry.first for entry in entries)
+            self._payoff.note(len(entries), num_made, has_drafts, elapsed_ms)
