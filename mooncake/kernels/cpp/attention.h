@@ -1,7 +1,8 @@
 // Paged attention that reads pages where they lie. Letters for shapes are those of reference.py.
 //
 // Two ways, chosen by how many query rows (tokens times G) read the same keys:
-//   few rows (decode)   `attend_dots`   lanes run over D: K and V stream by once, each page row is used G times from registers
+//   few rows (decode)   `attend_dots`   lanes run over keys for the scores, over D for the mixing: K and V stream by once, for
+//                                       the G rows of a sequence or for those of all sequences that share the part
 //   many rows (chunks)  `attend_lanes`  lanes run over query rows: all of scores, softmax and mixing is vertical, K and V are
 //                                       read by broadcast, in place, and stay in L1 for all rows of a query block
 // Long contexts are cut into parts whose borders depend on the sequence alone, never on threads or batch; whoever finishes
@@ -18,8 +19,8 @@
 namespace mooncake {
 
 #if defined(__AVX512F__)
-constexpr int LANE_VECS = 4; // vectors of query rows that one pass of attend_lanes holds
-constexpr int DOT_ROWS = 4;  // query rows that one pass of attend_dots mixes
+constexpr int LANE_VECS = 4;  // vectors of query rows that one pass of attend_lanes holds
+constexpr int DOT_ROWS = 6;  // query rows that one pass of attend_dots mixes
 #else
 constexpr int LANE_VECS = 2;
 constexpr int DOT_ROWS = 2;
@@ -29,6 +30,9 @@ constexpr int LANES = W * LANE_VECS;    // query rows in one row block of attend
 constexpr int BLOCK_ROWS = 128;         // query rows that share a pass over K and V, where G allows
 constexpr int TILE = 32;                // tokens of K and V that stay in L1 between uses
 constexpr int FEW_ROWS = 16;            // up to here attend_dots is faster; measured
+constexpr int SCORE_ROWS = 6;           // query rows that one pass of attend_dots scores
+constexpr int SCORE_VECS = 2;
+constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int DOT_PART = 256;           // tokens of context in a part
 constexpr int LANE_PART = 2048;
 constexpr int SHARED_ROWS = 48;         // most query rows of several sequences that are taken through a shared part at once
@@ -267,44 +271,46 @@ struct Results {
 
 // ---- few query rows: lanes over D -----------------------------------------------------------------------------------
 
-// scores[0 .. W) of one query row against W keys.
-template <class T> inline vf dots(const float* query, const T* const* keys, int D) {
-    vf acc[W];
-    {
-        vf q = load(query);
+// SCORE_KEYS keys as float32 [D][key], without their scales. Pairs of bfloat16 are turned as one lane and parted behind it.
+template <class T> inline void turn_keys(const T* const* keys, int D, float* turned) {
+    for (int first = 0; first < SCORE_KEYS; first += W) {
+        float* to = turned + first;
+        vf block[W];
+        int d = 0;
+        if constexpr (std::is_same<T, bf16>::value)
+            for (; d + 2 * W <= D; d += 2 * W) {
 #pragma GCC unroll 16
-        for (int t = 0; t < W; t++) acc[t] = q * load(keys[t]);
-    }
-    for (int d = W; d < D; d += W) {
-        vf q = load(query + d);
+                for (int t = 0; t < W; t++) block[t] = load_as<vf>(keys[first + t] + d);
+                transpose(block);
 #pragma GCC unroll 16
-        for (int t = 0; t < W; t++) acc[t] += q * load(keys[t] + d);
+                for (int i = 0; i < W; i++, to += 2 * SCORE_KEYS) {
+                    store(to, (vf)((vu)block[i] << 16));
+                    store(to + SCORE_KEYS, (vf)((vu)block[i] & 0xffff0000u));
+                }
+            }
+        for (; d < D; d += W) {
+#pragma GCC unroll 16
+            for (int t = 0; t < W; t++) block[t] = load(keys[first + t] + d);
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++, to += SCORE_KEYS) store(to, block[i]);
+        }
     }
-    return sums_of(acc);
 }
 
-// The same from keys as `widen_keys` lays them: for many rows, which then need no 16 addresses in registers.
-inline vf dots(const float* query, const float* keys, int D) {
-    vf acc[W];
-    {
-        const vf q = load(query);
-#pragma GCC unroll 16
-        for (int t = 0; t < W; t++) acc[t] = q * load(keys + t * W);
-    }
-    for (int d = W; d < D; d += W) {
-        const vf q = load(query + d);
-        keys += W * W;
-#pragma GCC unroll 16
-        for (int t = 0; t < W; t++) acc[t] += q * load(keys + t * W);
-    }
-    return sums_of(acc);
+// scores[row][0 .. SCORE_KEYS) of ROWS query rows [D][row]: each a sum over D in order, whatever ROWS is.
+template <int ROWS> void score_rows(const float* query, const float* keys, int D, float* scores, int64_t width) {
+    vf acc[ROWS][SCORE_VECS] = {};
+    for (int d = 0; d < D; d++, query += ROWS, keys += SCORE_KEYS)
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < SCORE_VECS; v++) acc[r][v] += load(keys + v * W) * query[r];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < SCORE_VECS; v++) store(scores + r * width + v * W, acc[r][v]);
 }
 
-// W keys as float32 [D / W][key][W], without their scales.
-template <class T> inline void widen_keys(const T* const* keys, int D, float* wide) {
-    for (int d = 0; d < D; d += W)
-        for (int t = 0; t < W; t++, wide += W) store(wide, load(keys[t] + d));
-}
+constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {score_rows<1>, score_rows<2>, score_rows<3>,
+                                                                              score_rows<4>, score_rows<5>, score_rows<6>};
+static_assert(sizeof SCORE == SCORE_ROWS * sizeof *SCORE);
 
 // mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows.
 template <int ROWS, int VECS, class T>
@@ -333,11 +339,13 @@ inline void mix(const float* scores, int64_t score_stride, const T* const* value
     for (; d < D; d += W) mix_rows<ROWS, 1>(scores, score_stride, values, count, d, mixed, D);
 }
 
-template <class T> inline vf scales_of(const T* const* rows, int D) {
-    vf scales{};
-    if constexpr (IS_CODED<T>)
-        for (int t = 0; t < W; t++) scales[t] = row_scale(rows[t], D);
-    return scales;
+// scores[row][0 .. count) times the scales of `count` keys or values, a multiple of W.
+inline void scale_scores(const int8_t* const* coded, int count, int D, int rows, float* scores, int64_t width) {
+    for (int t = 0; t < count; t += W) {
+        vf scales;
+        for (int i = 0; i < W; i++) scales[i] = row_scale(coded[t + i], D);
+        for (float *at = scores + t, *end = at + rows * width; at < end; at += width) store(at, load(at) * scales);
+    }
 }
 
 // The rows of an item, wherever they come from.
@@ -376,34 +384,38 @@ template <class T>
 void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                  const Results& results, Scratch& scratch) {
     const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
-    const int64_t width = (length + W - 1) / W * W;
+    const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
+    constexpr int MOST = std::max(TILE, SCORE_KEYS);
     const int32_t* table = call.table(item.seq);
-    scratch.start(int64_t(rows) * (2 * D + width + 4) + std::max(TILE, W) * D + 128);
+    scratch.start(int64_t(rows) * (2 * D + width + 2) + MOST * D + 128);
     float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
     float *most = scratch.take(rows), *sums = scratch.take(rows);
-    float* wide = scratch.take(std::max(TILE, W) * D);
+    float* wide = scratch.take(MOST * D);
+    const auto prefetch = [&](int kv, int at, int count) {
+        cache.template prefetch<T>(table, item.kv_head, kv, item.begin + at, std::min(count, length - at));
+    };
     RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
     places_of(call, plan, item, places);
     for (int row = 0; row < rows; row++) {
+        const int first = row / SCORE_ROWS * SCORE_ROWS, together = std::min(SCORE_ROWS, rows - first);
         const float* from = call.query_row(places[row].seq, item.kv_head, places[row].row);
-        for (int d = 0; d < D; d += W) store(query + row * D + d, load(from + d) * call.scale_log2);
+        for (int d = 0; d < D; d++) query[first * D + d * together + row - first] = from[d] * call.scale_log2;
     }
 
-    const T* tile[std::max(TILE, W)];
-    const float* wide_tile[std::max(TILE, W)];
-    const bool has_many = rows > FEW_ROWS;  // else each row widens anew, in registers
-    for (int at = 0; at < length; at += W) {
-        const int count = std::min(W, length - at);
+    const T* tile[MOST];
+    const float* wide_tile[MOST];
+    for (int at = 0; at < length; at += SCORE_KEYS) {
+        const int count = std::min(SCORE_KEYS, length - at);
         cache.rows(table, item.kv_head, 0, item.begin + at, count, tile);
-        for (int t = count; t < W; t++) tile[t] = tile[0];
-        const vf scales = scales_of(tile, D);
-        if (has_many) widen_keys(tile, D, wide);
-        for (int row = 0; row < rows; row++) {
-            const vf score = has_many ? dots(query + row * D, wide, D) : dots(query + row * D, tile, D);
-            store(scores + row * width + at, IS_CODED<T> ? score * scales : score);
-        }
+        prefetch(0, at + SCORE_KEYS, SCORE_KEYS);
+        for (int t = count; t < SCORE_KEYS; t++) tile[t] = tile[0];
+        turn_keys(tile, D, wide);
+        for (int row = 0; row < rows; row += SCORE_ROWS)
+            SCORE[std::min(SCORE_ROWS, rows - row) - 1](query + row * D, wide, D, scores + row * width + at, width);
+        if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
     }
 
+    prefetch(1, 0, TILE);
     for (int row = 0; row < rows; row++) {
         const int position = call.position(places[row].seq, places[row].row);
         const int stop = std::min(length, position + 1 - item.begin);
@@ -426,16 +438,12 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     for (int at = 0; at < length; at += TILE) {
         const int count = std::min(TILE, length - at);
         cache.rows(table, item.kv_head, 1, item.begin + at, count, tile);
+        prefetch(1, at + TILE, TILE);
         if constexpr (IS_CODED<T>) {  // the weights take the scales along
-            float scales[std::max(TILE, W)] = {};
-            for (int t = 0; t < count; t++) scales[t] = row_scale(tile[t], D);
-            for (int row = 0; row < rows; row++)
-                for (int t = 0; t < count; t += W) {
-                    float* score = scores + row * width + at + t;
-                    store(score, load(score) * load(scales + t));
-                }
+            for (int t = count; t % W; t++) tile[t] = tile[0];
+            scale_scores(tile, (count + W - 1) / W * W, D, rows, scores + at, width);
         }
-        if (has_many && !std::is_same<T, float>::value) {
+        if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
             widen_rows(tile, count, D, wide, wide_tile);
             mix_all(scores + at, width, wide_tile, count, rows, mixed, D);
         } else {

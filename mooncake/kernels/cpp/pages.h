@@ -44,6 +44,17 @@ struct CacheLayer {
             for (int j = 0; j < run; j++, from += row_bytes<T>(head_dim)) out[i++] = (const T*)from;
         }
     }
+
+    // Has such rows brought near, for use soon: the hardware's own prefetching ends with each page of memory.
+    template <class T> void prefetch(const int32_t* table, int head, int kv, int first, int count) const {
+        int block = first / block_tokens, offset = first % block_tokens;
+        for (; count > 0; block++, offset = 0) {
+            const char* from = (const char*)row<T>(table[block], offset, kv, head);
+            const int run = std::min(block_tokens - offset, count), bytes = run * row_bytes<T>(head_dim);
+            for (int at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+            count -= run;
+        }
+    }
 };
 
 inline void put_row(float* to, const float* from, int D) { std::memcpy(to, from, D * sizeof(float)); }

@@ -93,18 +93,6 @@ inline vf splat(float x) { return x - vf{}; }
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf magnitude(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 
-inline float sum(vf v) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += v[i];
-    return total;
-}
-
-inline float largest(vf v) {
-    float most = v[0];
-    for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
-    return most;
-}
-
 inline vf round_whole(vf x) {  // ties to even; |x| below 2^22
     const float magic = 12582912.0f;  // 1.5 * 2^23: nothing behind the point survives adding it
     return (x + magic) - magic;
@@ -149,20 +137,36 @@ template <int SEG, bool UPPER, size_t... LANE> constexpr vi halves(std::index_se
     return vi{int(LANE / half / 2 * SEG + LANE % half + (LANE / half % 2 ? W : 0) + (UPPER ? half : 0))...};
 }
 
-// The W sums over lanes of W vectors, as one vector: a tree in which each step halves the vectors.
-template <int SEG = W> inline vf sums_of(vf* v) {
-    if constexpr (SEG == 1) {
-        return v[0];
-    } else {
+// W vectors, the rows of a matrix, become its columns: halves of rows change places, then halves of those.
+template <int SEG = W> inline void transpose(vf* v) {
+    if constexpr (SEG > 1) {
         constexpr auto lanes = std::make_index_sequence<W>();
 #pragma GCC unroll 16
         for (int i = 0; i < SEG / 2; i++) {
-            vf lower = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, false>(lanes));
-            vf upper = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, true>(lanes));
-            v[i] = lower + upper;
+            const vf lower = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, false>(lanes));
+            v[i + SEG / 2] = __builtin_shuffle(v[i], v[i + SEG / 2], halves<SEG, true>(lanes));
+            v[i] = lower;
         }
-        return sums_of<SEG / 2>(v);
+        transpose<SEG / 2>(v);
+        transpose<SEG / 2>(v + SEG / 2);
     }
 }
+
+template <int DISTANCE, size_t... LANE> constexpr vi partners(std::index_sequence<LANE...>) { return vi{int(LANE ^ DISTANCE)...}; }
+
+// All lanes joined into one, half with half.
+template <int SEG = W, class Join> inline float fold(vf v, const Join& join) {
+    if constexpr (SEG == 1) {
+        return v[0];
+    } else {
+        const vf others = __builtin_shuffle(v, partners<SEG / 2>(std::make_index_sequence<W>()));
+        return fold<SEG / 2>(join(v, others), join);
+    }
+}
+
+inline float sum(vf v) {
+    return fold(v, [](vf a, vf b) { return a + b; });
+}
+inline float largest(vf v) { return fold(v, larger); }
 
 }  // namespace mooncake
