@@ -36,11 +36,10 @@ class Promises:
             marks.append(keys[-1])
             self._ends[end] = self._ends.get(end, 0) + 1
         nodes, here = self._nodes, (ticket.prefill_id,)
-        if nodes.keys().isdisjoint(marks):
-            nodes.update(dict.fromkeys(marks, here))
-        else:
-            for mark in marks:
-                nodes[mark] = nodes.get(mark, ()) + here
+        for mark in marks:
+            waiting = nodes.setdefault(mark, here)
+            if waiting is not here:
+                nodes[mark] = waiting + here
         self._marks[ticket] = (marks, end)
 
     def kept(self, ticket: Ticket) -> None:
