@@ -176,7 +176,8 @@ class Brain:
             self.costs.observe_transfer(name, store_id(name), num_bytes, load_ms)
 
     def stored(self, name: str, events: Iterable[BlockEvent]) -> None:
-        self.index.apply(name, events)
+        if self.script is None:  # nobody asks in a replay
+            self.index.apply(name, events)
 
     def heartbeat(self, node_id: str, load: NodeLoad, now: float, draining: bool = False) -> None:
         node = self.registry.get(node_id)

@@ -46,8 +46,9 @@ class _Branches:
     def __init__(self, judged: Simulation, refused: Indices, looked_at: Indices) -> None:
         if judged.brain.kept is None:
             raise ValueError("the placements of the run were not kept")
-        open_door = judged.cluster.with_conductor(admission="none")
-        self._simulation = Simulation(open_door, judged.trace, judged.options)
+        # It learns nothing, for it decides nothing.
+        unasked = judged.cluster.with_conductor(admission="none", sample_every=judged.results.size)
+        self._simulation = Simulation(unasked, judged.trace, judged.options)
         self._simulation.brain.script = judged.brain.kept
         self._simulation.brain.turned_away = set(refused.tolist())
         self._without = meets(judged.results, judged.cluster.slo)
