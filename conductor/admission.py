@@ -28,7 +28,7 @@ from conductor.view import NONE, Bools, Floats, Question
 
 NUM_SAMPLES = 16  # futures looked at
 CONFIDENCE = 0.9  # share of the futures in which it must fit
-TBT_ROOM = 0.8  # of the limit, for a step when a request joins: its longest gaps come later, or before its first step
+TBT_ROOM = 0.85  # of the limit, for a step when a request joins: its longest gaps come later, or before its first step
 COMFORT = 0.7  # below this share of the limits, for certain, no future is sampled
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 MAX_REFUSED = 1024  # refusals that are looked at again
