@@ -1,6 +1,6 @@
 """Our defaults against everybody else's: placement against the published formulas, admission against the paper's.
 
-Scored on the second half of each trace only; nothing in the defaults was fitted to either half.
+Scored on the second half of each trace only; what a default was chosen by (admission.TBT_ROOM), was the first half.
 """
 
 from __future__ import annotations
