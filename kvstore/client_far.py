@@ -118,7 +118,7 @@ class FarStore:
         self._takes_puts = status is not Status.NOT_OFFERED
         self._num_refused = self._num_refused + 1 if status is Status.NO_SLOT else 0
         if self._num_refused > 1:
-            self._no_puts_before_s = time.monotonic() + AGAIN_AFTER_S
+            self._num_refused, self._no_puts_before_s = 0, time.monotonic() + AGAIN_AFTER_S
         return {Status.OK: True, Status.REFUSED: False}.get(status)
 
     async def _take(self, deadline: float) -> KeyedWire | None:

@@ -96,7 +96,7 @@ class StoreNode:
             on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
             secret=transfer_secret(config),
             listing=board,
-            on_put=(lambda put: loop.call_soon_threadsafe(self._puts.came, put)) if lane_slots else None,
+            on_put=(lambda put: loop.call_soon_threadsafe(self._puts.came, put)) if lane_slots > 1 else None,
         )
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
@@ -113,7 +113,7 @@ class StoreNode:
             board=board,
             lane_slots=lane_slots,
         )
-        self._puts = WirePuts(self._store, self._segment_server, lane_slots)
+        self._puts = WirePuts(self._store, self._segment_server)
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
         address = self._segment_server.address

@@ -98,7 +98,8 @@ class Store:
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
         self._work: set[asyncio.Task[None]] = set()
         self._lanes: dict[str, set[Grant]] = {WIRE: set()}  # slots that each writer has in advance
-        self._lane_slots = lane_slots
+        self.wire_slots = lane_slots // 2  # half for each kind of writer, so that neither starves the other
+        self._near_slots = lane_slots - self.wire_slots
         self._num_ahead = 0  # slots given in advance, ever
         self._num_saves = 0  # blocks that are on their way to the SSD, and cannot go before they are there
         self._room = asyncio.Event()  # set whenever a slot may have come free
@@ -186,7 +187,8 @@ class Store:
         held = self._lanes.get(lane)
         if held is None:
             return []
-        wanted = min(count - len(held), self._lane_slots - sum(map(len, self._lanes.values())))
+        in_advance = sum(len(grants) for other, grants in self._lanes.items() if (other == WIRE) == (lane == WIRE))
+        wanted = min(count - len(held), (self.wire_slots if lane == WIRE else self._near_slots) - in_advance)
         if wanted <= 0:
             return []
         names = [

@@ -30,10 +30,10 @@ _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committ
 class WirePuts:
     """Everything on the store's event loop."""
 
-    def __init__(self, store: Store, server: SegmentServer, most_slots: int) -> None:
+    def __init__(self, store: Store, server: SegmentServer) -> None:
         self._store = store
         self._server = server
-        self._most = min(most_slots, AHEAD, MAX_AHEAD)
+        self._most = min(store.wire_slots, AHEAD, MAX_AHEAD)
         self._last_s = 0.0
         self._num_left = 0  # slots ahead, but for those that others have ended
 
@@ -44,7 +44,7 @@ class WirePuts:
             put.answer(self._commit(put.landed))
             self._store.settle()
             self._num_left -= 1
-        if self._num_left <= self._most // 2:  # several at a time cost little more than one
+        if put is None or self._num_left <= self._most // 2:  # several at a time cost little more than one
             self._fill()
 
     def sweep(self) -> None:
@@ -52,6 +52,7 @@ class WirePuts:
         if time.monotonic() >= self._last_s + RETURN_AFTER_S:
             while (slot := self._server.take_ahead()) is not None:
                 self._store.abort([Grant(*slot)])
+            self._num_left = 0
         else:
             self._fill()
 

@@ -72,7 +72,7 @@ class StoreLife(RuleBasedStateMachine):
         board = Board.create(self.segment)
         assert board is not None, "no C++ compiler"
         self.store = Store(
-            self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, lane_slots=1
+            self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, lane_slots=2
         )
         self.board, self.door = board, BoardDoor(board, self.store.lane_opened, self.store.lane_gone)
         self.door.open()
