@@ -339,6 +339,7 @@ class EngineBench:
         self.report.add(
             Figure(OURS, "decode step", "ms", step_ms, params=shape),
             Figure(OURS, "decode step outside the model", "ms", _ms([median_outside_s(steps)]), params=shape),
+            Figure(OURS, "of it, scanning logits", "ms", _ms([own.choosing_s(batch)]), params=shape),
         )
 
     def _measure_ttft(self, draw: random.Random) -> None:

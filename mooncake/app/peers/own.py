@@ -17,12 +17,15 @@ from mooncake.checkpoint import Checkpoint
 from mooncake.engine.contract import CausalModel, EngineConfig, HasVocabulary
 from mooncake.engine.engine import Engine
 from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sampler import Sampler
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import chain_seed, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.precision import Precision
 from mooncake.types import SamplingParams
+
+CHOICES = 20  # timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class OwnEngine:
         self._model = TimedModel(load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding))
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
         self.core = Engine(self._model, self.cache, config)
+        self._sampler = Sampler()
         self._num_requests = 0
         self.steps: list[StepTime] = []  # of the last run
 
@@ -116,6 +120,18 @@ class OwnEngine:
     def decode_steps(self, batch: int) -> list[StepTime]:
         """Of the last run: the steps in which ``batch`` sequences got a token each and nothing else was computed."""
         return [step for step in self.steps if step.is_decode and step.num_sequences == batch]
+
+    def choosing_s(self, batch: int) -> float:
+        """What the most likely token of each of ``batch`` rows of logits costs alone: the one part of a greedy step
+        outside the model that is not Python's own."""
+        logits = torch.randn(batch, self._model.config.vocab_size)
+        sequences = [self.sequence([1], 1) for _ in range(batch)]
+        taken: list[float] = []
+        for _ in range(CHOICES):
+            begin = time.perf_counter()
+            self._sampler.sample(logits, sequences)
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken)
 
 
 def median_outside_s(steps: list[StepTime]) -> float:
