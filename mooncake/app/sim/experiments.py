@@ -325,7 +325,6 @@ def rejections(traces: Traces) -> Finding:
     """arXiv Table 3: rejected requests at twice the speed, by admission."""
     published = {"baseline": 4183.0, "early": 3771.0, "predicted": 3589.0}
     trace = traces.toolagent()[:REJECTIONS_LOOKED_AT]
-    # Not said: the limits. These let 82 % in with the baseline, as the published count does.
     cluster = load_preset("paper-16").with_slo(ttft_s=30.0, tbt_ms=OVERLOAD_TBT_MS)
     found: dict[str, Summary] = {}
     swing: dict[str, float] = {}
@@ -348,8 +347,8 @@ def rejections(traces: Traces) -> Finding:
         "table3",
         "arXiv 2407.00079 Table 3 and Fig. 9: rejections under overload, and the swing of decode load",
         f"8 prefill and 8 decode machines, the first {len(trace):,} requests of the tool&agent shape at "
-        f"{OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT {OVERLOAD_TBT_MS:g} ms (the published limits for this "
-        "table are not said)",
+        f"{OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT {OVERLOAD_TBT_MS:g} ms (the published limits are not said; "
+        "this one refuses as many as published with the baseline)",
         rows,
         _verdict(in_order and near, in_order),
         ("order kept" if in_order else "order differs")
@@ -357,7 +356,7 @@ def rejections(traces: Traces) -> Finding:
     )
 
 
-OVERLOAD_SPEED, OVERLOAD_TBT_MS, REJECTIONS_LOOKED_AT = 2.0, 100.0, 8_000
+OVERLOAD_SPEED, OVERLOAD_TBT_MS, REJECTIONS_LOOKED_AT = 2.0, 49.0, 8_000
 
 
 def decode_swing(simulation: Simulation) -> float:
