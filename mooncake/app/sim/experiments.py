@@ -347,8 +347,8 @@ def rejections(traces: Traces) -> Finding:
         "table3",
         "arXiv 2407.00079 Table 3 and Fig. 9: rejections under overload, and the swing of decode load",
         f"8 prefill and 8 decode machines, the first {len(trace):,} requests of the tool&agent shape at "
-        f"{OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT {OVERLOAD_TBT_MS:g} ms (the published limits are not said; "
-        "this one refuses as many as published with the baseline)",
+        f"{OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT {OVERLOAD_TBT_MS:g} ms (the published limits are not "
+        "said; this one refuses as many as published with the baseline)",
         rows,
         _verdict(in_order and near, in_order),
         ("order kept" if in_order else "order differs")
