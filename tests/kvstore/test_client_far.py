@@ -101,6 +101,16 @@ async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
     assert actor.ask("counts")["quarantined"] == 0
 
 
+async def test_neither_kind_of_writer_takes_all_slots_ahead(keep):
+    actor = keep(32)  # two of which are given ahead
+    async with await connect(actor) as far, await kvstore.Client.connect(actor.greeting["control"]) as near:
+        [sending], [writing] = far._stores.values(), near._stores.values()
+        async with asyncio.timeout(10):  # the first block may find none yet
+            while not await sending.put_in_place((b"far", b""), memoryview(data(1)), 1):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await writing.put_in_place((b"near", b""), memoryview(data(2)), 1) is True
+
+
 async def test_bytes_that_rot_in_the_store_are_dropped(keep):
     actor = keep()
     async with await connect(actor) as pool:
