@@ -25,19 +25,12 @@ from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc.convert import report_from_wire, sampled_from_wire, sampling_to_wire
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, check_address
-from mooncake.types import PrefillReport, SampledToken, SamplingParams, check_type
+from mooncake.types import PrefillReport, SampledToken, SamplingParams, Usage, check_type
 
 Messages = Sequence[Mapping[str, str]]
 """E.g. ``[{"role": "user", "content": "Hello"}]``."""
 
 _SHORT_CALL_S = 30.0  # for everything but generating
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # prompt tokens whose KV was reused
 
 
 @dataclass(frozen=True, slots=True)

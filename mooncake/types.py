@@ -290,6 +290,15 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was reused
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillReport:
     """What one prefill did: for usage, metrics and the cost model."""
 

@@ -14,7 +14,7 @@ from conductor.api import Delta, InferenceRequest, RequestSummary
 from mooncake.errors import Cancelled, InternalError
 from mooncake.text import TextAssembler
 from mooncake.tokenizer import Tokenizer
-from mooncake.types import FinishReason, SampledToken
+from mooncake.types import FinishReason, SampledToken, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,6 @@ class Job:
     request: InferenceRequest
     stop: tuple[str, ...]
     arrived_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # prompt tokens whose KV was reused
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from mooncake.client import RequestTimings, Usage
+from mooncake.client import RequestTimings
+from mooncake.types import Usage
 
 PIPE_WIDTH = 160  # what is not a terminal has no width of its own, and nothing should be cut there
 

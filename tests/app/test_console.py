@@ -7,9 +7,9 @@ import pytest
 from mooncake.app.console import answer_line
 from mooncake.app.replay import Replay, ReplayOptions
 from mooncake.app.replay_command import print_report
-from mooncake.client import RequestTimings, Usage
+from mooncake.client import RequestTimings
 from mooncake.trace import TraceRequest
-from mooncake.types import PrefillReport
+from mooncake.types import PrefillReport, Usage
 
 
 @pytest.mark.parametrize(
