@@ -71,7 +71,9 @@ class ConductorNode:
         )
 
     async def stop(self) -> None:
-        """Let requests under way end for up to ``DRAIN_S``, then close."""
+        """Tell health checks, let requests under way end for up to ``DRAIN_S``, then close."""
+        if self._server is not None:
+            await self._server.set_serving(False)
         if self._ingress is not None:
             await self._ingress.drain(DRAIN_S)
             await self._ingress.stop()

@@ -100,6 +100,8 @@ class Ingress:
         return http.json_response({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
+        if not self._pipeline.is_open:
+            return http.json_response({"status": "stopping"}, 503)
         status = self._status()
         if status.ready:
             return http.json_response({"status": "ready"})

@@ -108,6 +108,11 @@ class Pipeline:
             raise UnknownModel(f"the model {name[:64]!r} is not served here; served: {served}")
         return self.model.adapters[name]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been asked to stop."""
+        return self._is_open
+
     def check_open(self) -> None:
         """Raises NodeUnavailable while shutting down, Overloaded when far more requests run than the core admits."""
         if not self._is_open:

@@ -457,12 +457,14 @@ async def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new(ope
         draining = asyncio.create_task(front.ingress.drain(10.0))
         await asyncio.sleep(0)
         refused = await front.http.post("/v1/completions", json={"prompt": "y"})
+        ready, live = await front.http.get("/health/ready"), await front.http.get("/health/live")
         await draining
         assert not front.script.running
         await front.ingress.stop()
         answer = (await running).json()["choices"][0]
 
     assert refused.status_code == 503
+    assert (ready.status_code, ready.json(), live.status_code) == (503, {"status": "stopping"}, 200)
     assert (answer["text"], answer["finish_reason"]) == ("Hello, wörld!", "stop")
 
 
