@@ -25,7 +25,7 @@ from kvstore.checksum import Checksums
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
 from kvstore.transfer.piece_table import PieceTable
-from kvstore.transfer.protocol import ProtocolViolation
+from kvstore.transfer.protocol import Operation, ProtocolViolation
 from kvstore.transfer.sockets import PeerClosed, Wire
 from kvstore.transfer.transport import Slice
 from mooncake.errors import DeadlineExceeded
@@ -34,6 +34,7 @@ from mooncake.native import BuildFailed, load_native
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("wire.cpp")
+HEADERS = [SOURCE.with_name("flow.h"), *(SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h"))]
 WORTH_BYTES = 16 << 10  # pieces smaller than this go out sooner from Python
 MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which wire.cpp does not know
 HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
@@ -46,13 +47,14 @@ _CLOSED, _VIOLATION = -1, -2
 def load() -> ctypes.CDLL | None:
     """The library, or None where it cannot be built."""
     try:
-        library = load_native("wire", SOURCE, [SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h")])
+        library = load_native("wire", SOURCE, HEADERS)
     except BuildFailed as error:
         log.warning("moving bytes over TCP in Python, at twice the cost: %s", error)
         return None
     for move in (library.send_parts, library.receive_parts):
         move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double)
     size, time_s, memory = ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+    library.exchange.argtypes = (memory, ctypes.c_char_p, size, size, memory, size, size, time_s)
     library.keyed_ask.argtypes = (memory, ctypes.c_char_p, size, size, time_s)
     library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
     library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
@@ -78,32 +80,60 @@ class _Flow(ctypes.Structure):
     )
 
 
+class _Sliced(ctypes.Structure):
+    """``Sliced`` of wire.cpp."""
+
+    _fields_ = (
+        ("incoming", _Flow),
+        ("out", _Flow),
+        ("step", ctypes.c_uint64),
+        ("reply", ctypes.c_uint8 * protocol.REPLY_BYTES),
+    )
+
+
 class NativeWire(Wire):
-    """A ``Wire`` that also moves whole slices, in one call each."""
+    """A ``Wire`` that also moves whole slices, in one call each, or two with the reply."""
 
     def __init__(self, sock: socket.socket, library: ctypes.CDLL) -> None:
         super().__init__(sock)
-        self._flow = _Flow(fd=sock.fileno())
-        self._flow_at = ctypes.addressof(self._flow)
-        self._send_parts, self._receive_parts = library.send_parts, library.receive_parts
+        self._library = library
+        fd = sock.fileno()
+        self._state = _Sliced(incoming=_Flow(fd=fd), out=_Flow(fd=fd))
+        self._at = ctypes.addressof(self._state)
+        self._reply = memoryview(self._state.reply).cast("B")
 
     def send_slice(self, head: bytes, part: Slice) -> None:
         """``head``, then what the slice is to write. Raises like ``send``."""
-        self._move(self._send_parts, socket.SO_SNDTIMEO, head, part)
+        self._move(self._library.send_parts, self._state.out, socket.SO_SNDTIMEO, head, part)
 
     def receive_slice(self, head: bytearray, part: Slice) -> None:
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
-        self._move(self._receive_parts, socket.SO_RCVTIMEO, head, part)
+        self._move(self._library.receive_parts, self._state.incoming, socket.SO_RCVTIMEO, head, part)
 
-    def _move(self, move: _Move, option: int, head: bytes | bytearray, part: Slice) -> None:
-        table = _parts(head, part)
-        flow = self._flow
-        flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
-        flow.tick_us = round(self._ticks[option] * 1e6)
+    def exchange(self, head: bytes, part: Slice, sum_bytes: int) -> memoryview:
+        """A slice there and back, when nothing else is on its way: the head of its reply, until the next call."""
+        rows, state, ticks = _parts(0, 0, part), self._state, self._ticks
+        rows_at, num_rows, is_read = rows.buffer_info()[0], len(rows) // 3, part.operation is Operation.READ
+        state.out.tick_us, state.incoming.tick_us = ticks[socket.SO_SNDTIMEO], ticks[socket.SO_RCVTIMEO]
         code = errno.EINTR
         while code == errno.EINTR:  # Python has handled the signal: go on where we were
-            code = move(self._flow_at, table.buffer_info()[0], len(table) // 3, part.checksum_bytes, part.deadline)
-        self._ticks[option] = flow.tick_us / 1e6
+            code = self._library.exchange(
+                self._at, head, len(head), is_read, rows_at, num_rows, sum_bytes, part.deadline
+            )
+        ticks[socket.SO_SNDTIMEO], ticks[socket.SO_RCVTIMEO] = state.out.tick_us, state.incoming.tick_us
+        _check(code)
+        return self._reply
+
+    def _move(self, move: _Move, flow: _Flow, option: int, head: bytes | bytearray, part: Slice) -> None:
+        rows = _parts(_address_of(head), len(head), part)
+        flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
+        flow.tick_us = self._ticks[option]
+        code = errno.EINTR
+        while code == errno.EINTR:
+            code = move(
+                ctypes.addressof(flow), rows.buffer_info()[0], len(rows) // 3, part.checksum_bytes, part.deadline
+            )
+        self._ticks[option] = flow.tick_us
         _check(code)
 
 
@@ -153,20 +183,24 @@ class NativeKeyed:
         _check(code)
 
 
-def suits(part: Slice) -> bool:
-    """Whether a call of ``NativeWire`` is worth it, and can take the checksums that are wanted."""
-    if part.nbytes < WORTH_BYTES * len(part.pieces) and not isinstance(part.pieces, PieceTable):
-        return False
+def hashes(part: Slice) -> bool:
+    """Whether ``NativeWire`` can take the checksums that are wanted."""
     size = part.checksum_bytes
-    return size == 0 or all(
-        size >= MIN_SUM_BYTES and not 0 < piece.local.nbytes % size < MIN_SUM_BYTES for piece in part.pieces
-    )
+    if size == 0:
+        return True
+    return size >= MIN_SUM_BYTES and not any(0 < piece.local.nbytes % size < MIN_SUM_BYTES for piece in part.pieces)
 
 
-def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
+def suits(part: Slice) -> bool:
+    """Whether ``send_slice`` and ``receive_slice`` are worth it, and take the checksums."""
+    is_worth_it = part.nbytes >= WORTH_BYTES * len(part.pieces) or type(part.pieces) is PieceTable
+    return is_worth_it and hashes(part)
+
+
+def _parts(head_at: int, head_bytes: int, part: Slice) -> array[int]:
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
-    rows = array("Q", (_address_of(head), len(head), 0))
-    if isinstance(part.pieces, PieceTable):
+    rows = array("Q", (head_at, head_bytes, 0))
+    if type(part.pieces) is PieceTable:
         rows.frombytes(part.pieces.parts.tobytes())
         return rows
     sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
@@ -176,7 +210,9 @@ def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
 
 
 def _address_of(memory: bytes | bytearray | memoryview) -> int:
-    """Also of read-only memory, which ctypes refuses."""
+    """Also of read-only memory, which ctypes refuses. It is not empty."""
+    if isinstance(memory, memoryview) and not memory.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from mooncake.errors import InvalidRequest
 WIRE_ROW = np.dtype([("block", "<u4"), ("offset", "<u4"), ("length", "<u4"), ("epoch", "<u8")])  # a range as it travels
 
 
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceTable(Sequence[Piece]):
     """Pieces of one segment's blocks, to be read: row i goes to ``places[i]`` of ``memories[owners[i]]``."""

@@ -271,7 +271,7 @@ def pack_reply(status: Status, refused: int, payload_bytes: int, frame_id: int, 
     return _REPLY.pack(status, refused, payload_bytes, frame_id, credit_bytes)
 
 
-def unpack_reply(data: bytes | bytearray) -> Reply:
+def unpack_reply(data: bytes | bytearray | memoryview) -> Reply:
     """Raises ProtocolViolation."""
     status, refused, payload_bytes, frame_id, credit_bytes = _REPLY.unpack(data)
     return Reply(_status(status), refused, payload_bytes, frame_id, credit_bytes)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from mooncake.errors import DeadlineExceeded
 
 TICK_S = 1.0
+_TICK_US = 1_000_000
 
 _TIMEVAL = struct.Struct("@ll")
 _IOV_MAX = 1024
@@ -52,9 +53,9 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         sock.settimeout(None)
-        self._ticks = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
-        self._set_tick(socket.SO_RCVTIMEO, TICK_S)
-        self._set_tick(socket.SO_SNDTIMEO, TICK_S)
+        self._ticks = {socket.SO_RCVTIMEO: 0, socket.SO_SNDTIMEO: 0}  # microseconds
+        self._set_tick(socket.SO_RCVTIMEO, _TICK_US)
+        self._set_tick(socket.SO_SNDTIMEO, _TICK_US)
 
     def receive(self, size: int, deadline: float) -> bytearray:
         """Exactly ``size`` bytes. Raises PeerClosed, DeadlineExceeded or another OSError."""
@@ -124,17 +125,16 @@ class Wire:
     def _arm(self, option: int, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left >= TICK_S:
-            if self._ticks[option] != TICK_S:
-                self._set_tick(option, TICK_S)
+            if self._ticks[option] != _TICK_US:
+                self._set_tick(option, _TICK_US)
         elif left <= 0:
             raise DeadlineExceeded("the deadline of the transfer is past")
-        elif not left / 8 <= self._ticks[option] <= left:
-            self._set_tick(option, left / 2)
+        elif not left / 8 <= self._ticks[option] / 1e6 <= left:
+            self._set_tick(option, max(1000, int(left / 2 * 1e6)))  # zero would mean for ever
 
-    def _set_tick(self, option: int, seconds: float) -> None:
-        micros = max(1000, int(seconds * 1e6))  # zero would mean for ever
+    def _set_tick(self, option: int, micros: int) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
-        self._ticks[option] = seconds
+        self._ticks[option] = micros
 
 
 def _after(parts: Sequence[memoryview | bytes], moved: int) -> list[memoryview]:

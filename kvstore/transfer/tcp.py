@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import socket
 from collections import deque
+from collections.abc import Iterable
 
 from kvstore.transfer import native, protocol
 from kvstore.transfer.greeting import greet
@@ -70,13 +71,16 @@ class TcpPath:
 
     def carry(self, work: Work) -> None:
         """Reads and writes are never on their way together: both sides might then wait for the other to take bytes."""
+        taken = deque(part for _ in range(2) if (part := work.take()) is not None)  # and not sent yet
         on_way: deque[tuple[int, Slice]] = deque()
         try:
+            if len(taken) == 1 and self._native is not None:
+                self._exchange(work, self._native, taken[0])
+                taken.popleft()
             while True:
-                part = work.take() if len(on_way) < WINDOW else None
+                part = taken.popleft() if taken else work.take() if len(on_way) < WINDOW else None
                 if part is not None:
-                    on_way.append((self._next_id, part))
-                    self._next_id += 1
+                    on_way.append((self._new_id(), part))
                     while on_way[0][1].operation is not part.operation:
                         self._finish(work, *on_way[0])
                         on_way.popleft()
@@ -87,10 +91,10 @@ class TcpPath:
                 else:
                     return
         except (OSError, ProtocolViolation) as error:
-            self._give_back(work, on_way)
+            self._give_back(work, on_way, taken)
             raise PathFailed(f"the connection to {self._node_id} broke: {error}") from None
         except BaseException:
-            self._give_back(work, on_way)
+            self._give_back(work, on_way, taken)
             raise
 
     def cut(self) -> None:
@@ -99,15 +103,22 @@ class TcpPath:
     def close(self) -> None:
         self._wire.close()
 
-    def _give_back(self, work: Work, on_way: deque[tuple[int, Slice]]) -> None:
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _give_back(self, work: Work, on_way: Iterable[tuple[int, Slice]], taken: Iterable[Slice]) -> None:
         self._wire.shut()
-        work.give_back(part for _, part in on_way)
+        work.give_back([*(part for _, part in on_way), *taken])
+
+    def _exchange(self, work: Work, wire: native.NativeWire, part: Slice) -> None:
+        """The only slice, there and back in one call."""
+        frame_id, hashed = self._new_id(), native.hashes(part)
+        reply = wire.exchange(_head(frame_id, part), part, part.checksum_bytes if hashed else 0)
+        self._settle(work, frame_id, part, reply, hashed)
 
     def _send(self, frame_id: int, part: Slice) -> None:
-        if isinstance(part.pieces, PieceTable):
-            head = protocol.pack_frame_of(part.operation, len(part.pieces), part.pieces.packed(), part.nbytes, frame_id)
-        else:
-            head = protocol.pack_frame(part.operation, [piece.wire for piece in part.pieces], part.nbytes, frame_id)
+        head = _head(frame_id, part)
         if part.operation is Operation.READ:
             self._wire.send([head], part.deadline)
         elif self._native is not None and native.suits(part):
@@ -116,7 +127,7 @@ class TcpPath:
             self._wire.send([head, *(piece.local for piece in part.pieces)], part.deadline)
 
     def _finish(self, work: Work, frame_id: int, part: Slice) -> None:
-        """Take one reply. A refusal is the slice's, not the connection's: the stream of frames stays in step."""
+        """Take one reply."""
         head = bytearray(protocol.REPLY_BYTES)
         is_read = part.operation is Operation.READ
         hashed = self._native is not None and native.suits(part)
@@ -126,8 +137,14 @@ class TcpPath:
             self._native.receive_slice(head, part)
         else:
             self._wire.receive_into([memoryview(head), *(piece.local for piece in part.pieces)], part.deadline)
+        self._settle(work, frame_id, part, head, hashed)
+
+    def _settle(self, work: Work, frame_id: int, part: Slice, head: bytearray | memoryview, hashed: bool) -> None:
+        """A refusal is the slice's, not the connection's: the stream of frames stays in step."""
         reply = protocol.unpack_reply(head)
-        if reply.frame_id != frame_id or reply.payload_bytes != (part.nbytes if is_read else 0):
+        if reply.frame_id != frame_id or reply.payload_bytes != (
+            part.nbytes if part.operation is Operation.READ else 0
+        ):
             raise ProtocolViolation("a reply that answers another frame")
         self.window_bytes = min(reply.credit_bytes, WINDOW_BYTES)
         if reply.status is Status.OK:
@@ -142,6 +159,12 @@ class TcpPath:
         if reply.status is Status.STALE_EPOCH:
             return stale_epoch(self._node_id, wire.block, wire.epoch)
         return InvalidRequest(f"{self._node_id} refused block {wire.block}: {reply.status.name.lower()}")
+
+
+def _head(frame_id: int, part: Slice) -> bytes:
+    if type(part.pieces) is PieceTable:
+        return protocol.pack_frame_of(part.operation, len(part.pieces), part.pieces.packed(), part.nbytes, frame_id)
+    return protocol.pack_frame(part.operation, [piece.wire for piece in part.pieces], part.nbytes, frame_id)
 
 
 def stale_epoch(node_id: str, block: int, epoch: int) -> StaleEpoch:

@@ -7,13 +7,6 @@
 // again with a lease. A block that is put lands in a slot that the store has given out ahead, and is held against the
 // checksums that its sender made; from there on it is the store's.
 
-#include <errno.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <sys/time.h>
-#include <sys/uio.h>
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -21,128 +14,9 @@
 #include <vector>
 
 #include "../board.h"
+#include "flow.h"
 
 namespace {
-
-constexpr int kClosed = -1, kViolation = -2;  // other results: 0, or an errno
-constexpr int64_t kTickUs = 1000000;          // sockets.TICK_S
-constexpr uint64_t kPieceBytes = 128 << 10;   // hashed and moved at a time: it stays in a core's L2
-constexpr int kMaxVectors = 1024;
-
-double now_s() {
-    timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return at.tv_sec + at.tv_nsec * 1e-9;
-}
-
-struct Part {
-    uint8_t *data;
-    uint64_t size;
-    uint64_t *sums;  // null, or one xxh3-64 for each `sum_bytes` of it and what is left
-};
-
-// Parts on their way over one socket. A call that a signal interrupts goes on where it was when it is repeated.
-struct Flow {
-    int64_t fd;
-    int64_t tick_us;  // the socket's timeout for this direction; 0: not known
-    uint64_t part, offset;
-    uint64_t hashed_part, hashed_offset;  // whole blocks of the range that is being hashed, and all before it
-    uint64_t lanes[8];
-};
-
-void hash_until(Flow &flow, const Part *parts, uint64_t sum_bytes, uint64_t part, uint64_t offset) {
-    while (flow.hashed_part < part || (flow.hashed_part == part && flow.hashed_offset < offset)) {
-        const Part &at = parts[flow.hashed_part];
-        const uint64_t known = flow.hashed_part < part ? at.size : offset;
-        if (at.sums == nullptr) {
-            if (flow.hashed_part == part) return;
-            ++flow.hashed_part;
-            continue;
-        }
-        const uint64_t start = flow.hashed_offset / sum_bytes * sum_bytes, size = std::min(sum_bytes, at.size - start);
-        const uint64_t last = start + (size - 1) / xxh3::kBlock * xxh3::kBlock;
-        const uint64_t until = std::min(last, start + (known - start) / xxh3::kBlock * xxh3::kBlock);
-        xxh3::Lanes lanes(flow.hashed_offset > start ? flow.lanes : xxh3::kStart);
-        uint8_t *next = at.data + flow.hashed_offset;
-        xxh3::absorb<xxh3::Store::None>(lanes, next, next, until - flow.hashed_offset);
-        lanes.read(flow.lanes);
-        flow.hashed_offset = until;
-        if (known < start + size) return;
-        at.sums[start / sum_bytes] = xxh3::finish<xxh3::Store::None>(lanes, at.data + start, at.data + start, size);
-        flow.hashed_offset = start + size;
-        if (flow.hashed_offset == at.size) ++flow.hashed_part, flow.hashed_offset = 0;
-    }
-}
-
-// The kernel keeps the time: a call returns after a tick, and only the last ticks before the deadline are shortened.
-int arm(Flow &flow, int option, double deadline_s) {
-    const double left_s = deadline_s - now_s();
-    if (left_s <= 0) return ETIMEDOUT;
-    int64_t tick_us = kTickUs;
-    if (left_s < 1) {
-        const int64_t left_us = std::max<int64_t>(1000, left_s * 1e6);
-        if (flow.tick_us > 0 && flow.tick_us <= left_us && flow.tick_us >= left_us / 8) return 0;
-        tick_us = std::max<int64_t>(1000, left_us / 2);
-    }
-    if (flow.tick_us == tick_us) return 0;
-    const timeval value = {tick_us / 1000000, tick_us % 1000000};
-    if (setsockopt(flow.fd, SOL_SOCKET, option, &value, sizeof value) != 0) return errno;
-    flow.tick_us = tick_us;
-    return 0;
-}
-
-// The parts that the next call of the kernel moves: all that is left, or a piece that is hashed while it is in cache.
-int gather(const Flow &flow, const Part *parts, uint64_t num_parts, bool in_pieces, iovec *vectors, uint64_t &bytes) {
-    int count = 0;
-    bytes = 0;
-    uint64_t offset = flow.offset;
-    for (uint64_t part = flow.part; part < num_parts && count < kMaxVectors; ++part, offset = 0) {
-        uint64_t size = parts[part].size - offset;
-        if (in_pieces) size = std::min(size, kPieceBytes - bytes);
-        vectors[count++] = {parts[part].data + offset, size};
-        bytes += size;
-        if (in_pieces && bytes == kPieceBytes) break;
-    }
-    return count;
-}
-
-void advance(Flow &flow, const Part *parts, uint64_t bytes) {
-    while (bytes > 0) {
-        const uint64_t step = std::min(bytes, parts[flow.part].size - flow.offset);
-        flow.offset += step;
-        bytes -= step;
-        if (flow.offset == parts[flow.part].size) ++flow.part, flow.offset = 0;
-    }
-}
-
-template <bool kSends>
-int move(Flow &flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
-    iovec vectors[kMaxVectors];
-    while (flow.part < num_parts) {
-        if (int error = arm(flow, kSends ? SO_SNDTIMEO : SO_RCVTIMEO, deadline_s)) return error;
-        uint64_t bytes;
-        msghdr message = {};
-        message.msg_iov = vectors;
-        message.msg_iovlen = gather(flow, parts, num_parts, sum_bytes > 0, vectors, bytes);
-        Flow ahead = flow;
-        advance(ahead, parts, bytes);
-        ssize_t moved;
-        if (kSends) {
-            hash_until(flow, parts, sum_bytes, ahead.part, ahead.offset);
-            moved = sendmsg(flow.fd, &message, MSG_NOSIGNAL | (ahead.part < num_parts ? MSG_MORE : 0));
-        } else {
-            moved = recvmsg(flow.fd, &message, MSG_WAITALL);
-            if (moved == 0) return kClosed;
-        }
-        if (moved < 0) {
-            if (errno == EAGAIN) continue;
-            return errno;
-        }
-        advance(flow, parts, moved);
-        if (!kSends) hash_until(flow, parts, sum_bytes, flow.part, flow.offset);
-    }
-    return 0;
-}
 
 // What kvstore/transfer/protocol.py packs: little-endian, without gaps.
 
@@ -248,30 +122,6 @@ uint16_t begin_landing(const Owner &owner, Connection &connection, const Range *
     }
     refused = 0;
     return kOk;
-}
-
-// Moves bytes that nobody wants or that mean nothing.
-template <bool kSends>
-int move_nothing(Flow &flow, uint64_t bytes, double deadline_s) {
-    static const uint8_t zeros[1 << 16] = {};
-    uint8_t scratch[1 << 16];
-    while (bytes > 0) {
-        const uint64_t size = std::min<uint64_t>(bytes, sizeof scratch);
-        const Part part = {kSends ? const_cast<uint8_t *>(zeros) : scratch, size, nullptr};
-        flow.part = flow.offset = 0;
-        if (int error = move<kSends>(flow, &part, 1, 0, deadline_s)) return error;
-        bytes -= size;
-    }
-    return 0;
-}
-
-template <bool kSends>
-int move_all(Flow &flow, const Part *parts, uint64_t num_parts, double deadline_s, uint64_t sum_bytes = 0) {
-    flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0;
-    int error;
-    do error = move<kSends>(flow, parts, num_parts, sum_bytes, deadline_s);
-    while (error == EINTR);
-    return error;
 }
 
 // Waits for ever for the first byte, then until the deadline, which it sets, for the rest.
@@ -423,25 +273,34 @@ int serve_put(Owner &owner, Connection &connection, Flow &in, Flow &out, double 
     return error ? error : send_reply(owner, connection, out, kCorrupt, deadline_s);
 }
 
-// The client's end of a connection for blocks by key. A call that ran out of time goes on when it is repeated.
-struct Keyed {
+// One message there and one back. A call that a signal or a deadline ended goes on where it was when it is repeated.
+struct Exchange {
     Flow in, out;
-    uint64_t step;      // of the call that is under way
+    uint64_t step;  // of the call that is under way
+};
+
+// The client's end of a connection for slices, when only one is on its way,
+struct Sliced : Exchange {
+    Reply reply;
+};
+
+// and of one for blocks by key.
+struct Keyed : Exchange {
     uint64_t is_right;  // whether the block that was received is what its checksums say
     uint64_t made[board::kMaxRanges], listed[board::kMaxRanges];
     uint8_t answer[sizeof(Reply) + kMaxRanges * sizeof(Found)];
 };
 
 template <bool kSends>
-int go_on(Keyed &keyed, uint64_t step, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
-    if (keyed.step > step) return 0;
-    Flow &flow = kSends ? keyed.out : keyed.in;
-    if (keyed.step < step) {
+int go_on(Exchange &at, uint64_t step, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
+    if (at.step > step) return 0;
+    Flow &flow = kSends ? at.out : at.in;
+    if (at.step < step) {
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0;
-        keyed.step = step;
+        at.step = step;
     }
     const int error = move<kSends>(flow, parts, num_parts, sum_bytes, deadline_s);
-    if (!error) keyed.step = step + 1;
+    if (!error) at.step = step + 1;
     return error;
 }
 
@@ -455,6 +314,17 @@ int send_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t sum_b
 
 int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, double deadline_s) {
     return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
+}
+
+// A slice and its reply. The first row is for the head or the reply, whichever goes before the pieces.
+int exchange(Sliced *at, uint8_t *head, uint64_t head_bytes, uint64_t is_read, Part *rows, uint64_t num_rows,
+             uint64_t sum_bytes, double deadline_s) {
+    const Part asked = {head, head_bytes, nullptr}, reply = {reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr};
+    rows[0] = is_read ? reply : asked;
+    const Part *out = is_read ? &asked : rows, *back = is_read ? rows : &reply;
+    if (int error = go_on<true>(*at, 1, out, is_read ? 1 : num_rows, sum_bytes, deadline_s)) return error;
+    if (int error = go_on<false>(*at, 3, back, is_read ? num_rows : 1, sum_bytes, deadline_s)) return error;
+    return at->step = 0;
 }
 
 // A request, and the answer to it.
