@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
+from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
 from mooncake.config import Config, load_config
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
@@ -33,9 +35,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
-trace_app = typer.Typer(help="Recorded request traces.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-app.add_typer(trace_app, name="trace")
+app.add_typer(traces_app)
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
@@ -47,7 +48,6 @@ Overrides = Annotated[
 Address = Annotated[
     str, typer.Option(metavar="HOST:PORT", help="gRPC address of the cluster.", show_default="from the configuration")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.", show_default="random")]
@@ -55,37 +55,21 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be re
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
 
-
-def _preset(context: typer.Context, name: str) -> str:
-    """``help`` is an answer of its own, whatever else is missing."""
-    if name == "help" and not context.resilient_parsing:  # which completion is
-        from mooncake.app.simulate import list_presets
-
-        list_presets()
-        raise typer.Exit
-    return name
-
-
-Preset = Annotated[
-    str,
-    typer.Option(
-        help="A described cluster; --preset help lists them.", show_default=False, is_eager=True, callback=_preset
-    ),
-]
-
+# flags of theirs, --help too, are for the module behind them to read
+_PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 BENCHES = {
-    "chunked": "mooncake.app.bench_chunked",
-    "conductor": "mooncake.app.bench_conductor",
-    "engine": "mooncake.app.bench_engine",
-    "gpu": "mooncake.app.bench_gpu",
-    "layout": "mooncake.app.bench_layout",
-    "quality": "mooncake.app.bench_quality",
-    "rdma": "mooncake.app.bench_rdma",
-    "serve": "mooncake.app.bench_serve",
-    "ssd": "mooncake.app.bench_ssd",
-    "store": "mooncake.app.bench_store",
-    "speculation": "mooncake.app.bench_speculation",
-    "transfer": "mooncake.app.bench_transfer",
+    "chunked": "answers under way while a long prompt arrives",
+    "conductor": "placement decisions a second, memory of the prefix index",
+    "engine": "one engine against this machine's limits and other engines",
+    "gpu": "GPU kernels against the limits of the card",
+    "layout": "KV read into another layout",
+    "quality": "what narrow formats cost in perplexity",
+    "rdma": "one-sided writes and reads beside perftest",
+    "serve": "a cluster as its clients see it, beside one engine",
+    "speculation": "answers with and without guesses",
+    "ssd": "the SSD tier beside fio",
+    "store": "the pool's put, get and look-up beside Mooncake's store",
+    "transfer": "the data plane beside Mooncake's transfer engine",
 }
 
 
@@ -143,7 +127,7 @@ def generate(
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the whole answer.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask once and stream the answer; then its TTFT, speed and reused tokens."""
+    """Ask once and stream the answer. Then come its TTFT, speed and reused tokens."""
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import generate as generate_once
 
@@ -169,7 +153,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
 ) -> None:
-    """A conversation in which each turn reuses the blocks of the turns before."""
+    """A conversation; each turn reuses the blocks of those before."""
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import chat as converse
 
@@ -181,7 +165,7 @@ def chat(
 def status(
     config: ConfigFile = None, overrides: Overrides = None, address: Address = "", as_json: AsJson = False
 ) -> None:
-    """The nodes of a running cluster, their load, and what was reused."""
+    """The nodes of a running cluster, their load, what was reused."""
     from mooncake.app.show import show_status
 
     show_status(_address(address, config, overrides), as_json)
@@ -195,7 +179,7 @@ def role(
     overrides: Overrides = None,
     address: Address = "",
 ) -> None:
-    """Make a prefill node a decode node, or the other way (for nodes started with cluster.switchable)."""
+    """Make a prefill node a decode node, or the other way. It takes nodes started with cluster.switchable."""
     from mooncake.app.show import switch_role
 
     switch_role(_address(address, config, overrides), node, to)
@@ -203,19 +187,17 @@ def role(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
+    trace: TraceFile,
     config: ConfigFile = None,
     overrides: Overrides = None,
     address: Address = "",
     speed: Annotated[float, typer.Option(min=0.0, help="Trace seconds played in one; 0: as fast as it goes.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
-    tokens_per_block: Annotated[
-        int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")
-    ] = 16,
+    limit: Limit = None,
+    tokens_per_block: TokensPerBlock = 16,
     max_output: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded, scaled")
     ] = None,
-    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")] = 0.0,
+    jitter_ms: JitterMs = 0.0,
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Most requests in flight.")] = 64,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one request.")] = 300.0,
@@ -226,7 +208,7 @@ def replay(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every request.", show_default=False)] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
 ) -> None:
-    """Play a recorded trace against a running cluster and report what its clients would see."""
+    """Play a recorded trace against a running cluster. The report is what its clients would see."""
     from mooncake.app.latency import SLO
     from mooncake.app.replay import ReplayOptions
     from mooncake.app.replay_command import ReplayOutput, replay_trace
@@ -237,123 +219,44 @@ def replay(
     replay_trace(trace, _address(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=_PASS_FLAGS_ON)
 def calibrate(context: typer.Context) -> None:
-    """Measure how long a model's steps take on this machine; --out FILE for the conductor and the simulator."""
+    """Measure how long a model's steps take on this machine."""
     from mooncake.app.calibrate import main as measure
 
     measure(context.args)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=_PASS_FLAGS_ON)
 def validate(context: typer.Context) -> None:
-    """Play a trace on a live pair of nodes and in the simulator, and compare."""
+    """Play a trace on a live pair of nodes and in the simulator."""
     from mooncake.app.validate import main as compare
 
     compare(context.args)
 
 
 @app.command()
-def simulate(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
-    preset: Preset = "",
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
-    ] = None,
-    policy: Annotated[str, typer.Option(help="Placement policy.", show_default="the cluster's")] = "",
-    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill machines.", show_default="the cluster's")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Decode machines.", show_default="the cluster's")] = None,
-    admission: Annotated[str, typer.Option(help="How requests are refused.", show_default="the cluster's")] = "",
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    speed: Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")] = 1.0,
-    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")] = 3000.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
-    resample: Annotated[
-        int | None, typer.Option(min=1, help="So many requests, from copies of the trace.", show_default=False)
-    ] = None,
-    max_output: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")
-    ] = None,
-    tokens_per_block: Annotated[
-        int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")
-    ] = 512,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)] = None,
-    requests: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every request as JSONL.", show_default=False)
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Play a recorded trace on a described cluster in virtual time, with the shipped conductor deciding."""
-    from mooncake.app import simulate as command
-    from mooncake.app.sim.simulation import Run
-
-    chosen = command.choose_cluster(preset, cluster)
-    chosen = command.changed(chosen, policy, admission, prefill, decode)
-    run = Run(seed, speed, jitter_ms / 1e3, max_output, tokens_per_block)
-    command.simulate(trace, limit, resample, chosen, run, command.Output(as_json, report, requests))
-
-
-@app.command()
-def sweep(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
-    vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity or load.")],
-    values: Annotated[str, typer.Option(help="With commas between: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
-    preset: Preset = "",
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    speed: Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
-    max_output: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Simulate a trace again and again with one thing varied."""
-    from mooncake.app.sim.simulation import Run
-    from mooncake.app.simulate import choose_cluster
-    from mooncake.app.simulate_sweep import sweep as run_all
-    from mooncake.app.trace_tools import load_any
-
-    chosen = choose_cluster(preset, cluster)
-    setting = chosen, Run(seed, speed, max_output=max_output)
-    run_all(load_any(trace, limit), trace.name, setting, vary, values.split(","), as_json, plot)
-
-
-@app.command()
-def reproduce(
-    traces: Annotated[Path, typer.Argument(help="The folder with the published traces.", show_default=False)],
-    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.")] = Path(
-        "deploy/reproduction"
-    ),
-    only: Annotated[list[str] | None, typer.Option(help="Only this experiment; may be repeated.")] = None,
-) -> None:
-    """The paper's experiments in virtual time, in one table beside the published figures."""
-    from mooncake.app.simulate_reproduce import reproduce as run_experiments
-
-    run_experiments(traces, target, only or [])
-
-
-@app.command()
 def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Start a cluster, ask it, ask again with what it remembers, replay a small trace, and show where time went."""
+    """Start a cluster, ask it twice, replay a small trace. It shows what was reused and where time went."""
     from mooncake.app.demo import demo as show_demo
     from mooncake.app.role_main import run_async
 
     run_async(show_demo(_load(config, overrides, {})))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=_PASS_FLAGS_ON)
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)] = "",
 ) -> None:
-    """Measure: a table, then one line of JSON. Flags after the name go to the benchmark."""
+    """Measure: a table, then one line of JSON."""
+    if name in ("", "--help"):
+        typer.echo("Usage: mooncake bench NAME [OPTIONS]; mooncake bench NAME --help lists its options\n")
+        typer.echo("\n".join(f"  {each:<12} {what}" for each, what in BENCHES.items()))
+        raise typer.Exit(0 if name else 2)
     if name not in BENCHES:
         raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(BENCHES)}")
-    importlib.import_module(BENCHES[name]).main(context.args)
+    importlib.import_module(f"mooncake.app.bench_{name}").main(context.args)
 
 
 def _tell_version(wanted: bool) -> None:
@@ -379,47 +282,6 @@ def version() -> None:
     typer.echo(f"mooncake {installed('mooncake-cluster')} (Python {platform.python_version()})")
 
 
-@app.command("cache-lab")
-def cache_lab(
-    traces: Annotated[list[Path], typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
-    capacity: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Blocks in the cache; may be repeated.", show_default="1000 to 50000, in five steps"),
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Only this policy; may be repeated.", show_default="all")
-    ] = None,
-    rules: Annotated[
-        str,
-        typer.Option(
-            help="pool: as our pool evicts; tail-first, head-first: as two published analyses count, which touch a "
-            "prompt's last or first block first (deploy/reproduction/eviction.md)."
-        ),
-    ] = "pool",
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="All rules, beside what was published, as Markdown.", show_default=False),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Hit rate against capacity for every eviction policy, on recorded traces."""
-    from mooncake.app.cache_lab import CAPACITIES, LAB_POLICIES, Rules
-    from mooncake.app.cache_lab_command import LabOptions, write_report
-    from mooncake.app.cache_lab_command import cache_lab as compare
-
-    if rules not in tuple(Rules):
-        raise ConfigError(f"--rules must be one of {', '.join(Rules)}, got {rules!r}")
-    sizes = tuple(capacity or CAPACITIES)
-    options = LabOptions(tuple(policy or LAB_POLICIES), sizes, Rules(rules), jobs, limit, plots, as_json)
-    if report is not None:
-        write_report(report, traces, options)
-    else:
-        compare(traces, options)
-
-
 @config_app.command("show")
 def config_show(
     config: ConfigFile = None,
@@ -431,47 +293,6 @@ def config_show(
     from mooncake.app.show import show_config
 
     show_config(config, overrides or [], origin, as_json)
-
-
-@trace_app.command("stats")
-def trace_stats(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Lengths, rates, and the hit rates of LRU caches of several sizes."""
-    from mooncake.app.show import show_trace
-
-    show_trace(trace, limit, as_json)
-
-
-@trace_app.command("scale")
-def trace_scale(
-    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="So many, from copies with users of their own.", show_default="as many")
-    ] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Make it so much faster.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of when each copy begins.")] = 0,
-) -> None:
-    """The same trace with more requests, or faster."""
-    from mooncake.app.trace_tools import scale_trace
-
-    scale_trace(trace, target, requests, speed, seed)
-
-
-@trace_app.command("generate")
-def trace_generate(
-    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
-    shape: Annotated[str, typer.Option(help="conversation or toolagent: measured on the published traces.")],
-    requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="as published")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
-) -> None:
-    """A trace of a published one's measured shape: lengths, arrivals, and what was there before."""
-    from mooncake.app.trace_tools import generate_trace
-
-    generate_trace(shape, target, requests, seed)
 
 
 def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:

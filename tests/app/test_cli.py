@@ -89,6 +89,15 @@ def test_help_answers_at_once() -> None:
     assert min(times) < 0.5
 
 
+def test_help_says_what_there_is_in_whole_sentences_and_benchmarks_list_their_own_flags() -> None:
+    commands = run("--help").stdout.partition("Commands:")[2]
+    assert "simulate" in commands and "..." not in commands
+    assert all(name in run("bench", "--help").stdout for name in ("serve", "transfer"))
+    assert "--nodes NODES" in run("bench", "conductor", "--help").stdout
+    for name in ("calibrate", "validate"):
+        assert "--set SECTION.KEY=VALUE" in run(name, "--help").stdout
+
+
 def test_the_version_is_a_command_and_a_flag() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, run("version").stdout)

@@ -1,0 +1,207 @@
+"""The part of the command line that works on recorded traces: virtual time, eviction policies, facts, copies.
+
+It starts no cluster and reaches none. As in ``cli``, what a command does lives in its own module, imported when it
+runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mooncake.errors import ConfigError
+
+app = typer.Typer()
+trace_app = typer.Typer(help="Recorded request traces.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+
+TraceFile = Annotated[Path, typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)]
+AnyTraceFile = Annotated[
+    Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")]
+MaxOutput = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")]
+TokensPerBlock = Annotated[int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")]
+JitterMs = Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")]
+Speed = Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")]
+Seed = Annotated[int, typer.Option(help="Of everything random.")]
+ClusterFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
+]
+Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+def _preset(context: typer.Context, name: str) -> str:
+    """``help`` is an answer of its own, whatever else is missing."""
+    if name == "help" and not context.resilient_parsing:  # which completion is
+        from mooncake.app.simulate import list_presets
+
+        list_presets()
+        raise typer.Exit
+    return name
+
+
+Preset = Annotated[
+    str,
+    typer.Option(
+        help="A described cluster; --preset help lists them.", show_default=False, is_eager=True, callback=_preset
+    ),
+]
+
+
+@app.command()
+def simulate(
+    trace: AnyTraceFile,
+    preset: Preset = "",
+    cluster: ClusterFile = None,
+    policy: Annotated[str, typer.Option(help="Placement policy.", show_default="the cluster's")] = "",
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill machines.", show_default="the cluster's")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode machines.", show_default="the cluster's")] = None,
+    admission: Annotated[str, typer.Option(help="How requests are refused.", show_default="the cluster's")] = "",
+    seed: Seed = 0,
+    speed: Speed = 1.0,
+    jitter_ms: JitterMs = 3000.0,
+    limit: Limit = None,
+    resample: Annotated[
+        int | None, typer.Option(min=1, help="So many requests, from copies of the trace.", show_default=False)
+    ] = None,
+    max_output: MaxOutput = None,
+    tokens_per_block: TokensPerBlock = 512,
+    report: Page = None,
+    requests: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every request as JSONL.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play a recorded trace on a described cluster in virtual time. The shipped conductor decides."""
+    from mooncake.app import simulate as command
+    from mooncake.app.sim.simulation import Run
+
+    chosen = command.choose_cluster(preset, cluster)
+    chosen = command.changed(chosen, policy, admission, prefill, decode)
+    run = Run(seed, speed, jitter_ms / 1e3, max_output, tokens_per_block)
+    command.simulate(trace, limit, resample, chosen, run, command.Output(as_json, report, requests))
+
+
+@app.command()
+def sweep(
+    trace: AnyTraceFile,
+    vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity or load.")],
+    values: Annotated[str, typer.Option(help="With commas between: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
+    preset: Preset = "",
+    cluster: ClusterFile = None,
+    seed: Seed = 0,
+    speed: Speed = 1.0,
+    limit: Limit = None,
+    max_output: MaxOutput = None,
+    plot: Page = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a trace again and again with one thing varied."""
+    from mooncake.app.sim.simulation import Run
+    from mooncake.app.simulate import choose_cluster
+    from mooncake.app.simulate_sweep import sweep as run_all
+    from mooncake.app.trace_tools import load_any
+
+    chosen = choose_cluster(preset, cluster)
+    setting = chosen, Run(seed, speed, max_output=max_output)
+    run_all(load_any(trace, limit), trace.name, setting, vary, values.split(","), as_json, plot)
+
+
+@app.command()
+def reproduce(
+    traces: Annotated[Path, typer.Argument(help="The folder with the published traces.", show_default=False)],
+    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.")] = Path(
+        "deploy/reproduction"
+    ),
+    only: Annotated[list[str] | None, typer.Option(help="Only this experiment; may be repeated.")] = None,
+) -> None:
+    """The paper's experiments in virtual time. One table has them beside the published figures."""
+    from mooncake.app.simulate_reproduce import reproduce as run_experiments
+
+    run_experiments(traces, target, only or [])
+
+
+@app.command("cache-lab")
+def cache_lab(
+    traces: Annotated[list[Path], typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Blocks in the cache; may be repeated.", show_default="1000 to 50000, in five steps"),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Only this policy; may be repeated.", show_default="all")
+    ] = None,
+    rules: Annotated[
+        str,
+        typer.Option(
+            help="pool: as our pool evicts; tail-first, head-first: as two published analyses count, which touch a "
+            "prompt's last or first block first (deploy/reproduction/eviction.md)."
+        ),
+    ] = "pool",
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    limit: Limit = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="All rules, beside what was published, as Markdown.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hit rate against capacity for every eviction policy."""
+    from mooncake.app.cache_lab import CAPACITIES, LAB_POLICIES, Rules
+    from mooncake.app.cache_lab_command import LabOptions, write_report
+    from mooncake.app.cache_lab_command import cache_lab as compare
+
+    if rules not in tuple(Rules):
+        raise ConfigError(f"--rules must be one of {', '.join(Rules)}, got {rules!r}")
+    sizes = tuple(capacity or CAPACITIES)
+    options = LabOptions(tuple(policy or LAB_POLICIES), sizes, Rules(rules), jobs, limit, plots, as_json)
+    if report is not None:
+        write_report(report, traces, options)
+    else:
+        compare(traces, options)
+
+
+@trace_app.command("stats")
+def trace_stats(
+    trace: TraceFile,
+    limit: Limit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lengths, rates, and hit rates of LRU caches of several sizes."""
+    from mooncake.app.show import show_trace
+
+    show_trace(trace, limit, as_json)
+
+
+@trace_app.command("scale")
+def trace_scale(
+    trace: AnyTraceFile,
+    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="So many, from copies with users of their own.", show_default="as many")
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Make it so much faster.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of when each copy begins.")] = 0,
+) -> None:
+    """The same trace with more requests, or faster."""
+    from mooncake.app.trace_tools import scale_trace
+
+    scale_trace(trace, target, requests, speed, seed)
+
+
+@trace_app.command("generate")
+def trace_generate(
+    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
+    shape: Annotated[str, typer.Option(help="conversation or toolagent: measured on the published traces.")],
+    requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="as published")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+) -> None:
+    """A trace of a published one's measured shape. That is lengths, arrivals, and what was there before."""
+    from mooncake.app.trace_tools import generate_trace
+
+    generate_trace(shape, target, requests, seed)
