@@ -20,8 +20,10 @@ from mooncake.native import BuildFailed, load_native
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("placing.cpp")
+KEYS_HEADER = Path(__file__).with_name("keys.h")
 # Python adds and multiplies in steps, too: without fused operations both round alike.
 FLAGS = ("-ffp-contract=off",)
+Signatures = dict[str, tuple[type | None, tuple[type, ...]]]  # of each function: its result and its arguments
 _from_buffer: Callable[..., ctypes.c_char] = ctypes.c_char.from_buffer
 _REQUEST = struct.Struct("=QQQdddqqq")
 _RESULT = struct.Struct("=qqqqqqddddd")
@@ -35,6 +37,18 @@ def load_search() -> ctypes.CDLL | None:
     except BuildFailed as error:
         log.warning("placing in Python, several times slower: %s", error)
         return None
+
+
+def load_with_keys(name: str, source: Path, signatures: Signatures) -> ctypes.PyDLL:
+    """A library that reads keys out of their objects (``keys.h``), called with the interpreter's lock held. Raises
+    BuildFailed."""
+    found = load_native(name, source, headers=[KEYS_HEADER])
+    library = ctypes.PyDLL(found._name, handle=found._handle)
+    for function_name, (result, arguments) in signatures.items():
+        function = library[function_name]
+        function.restype, function.argtypes = result, arguments
+        setattr(library, function_name, function)
+    return library
 
 
 class _View(ctypes.Structure):

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from conductor.native import address
+from conductor.native import Signatures, address, load_with_keys
 from conductor.prefix_table import INDEX_KEY_BYTES, PrefixTable, Slots
 from conductor.view import Floats
-from mooncake.native import BuildFailed, load_native
+from mooncake.native import BuildFailed
 from mooncake.types import BlockEvent, Tier
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("prefix_table.cpp")
 RECORD_BYTES = INDEX_KEY_BYTES + 1
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+_SIGNATURES: Signatures = {
     "new_table": (c_void_p, (c_int64,)),
     "delete_table": (None, (c_void_p,)),
     "num_blocks": (c_int64, (c_void_p,)),
@@ -45,18 +45,11 @@ def new_table(max_blocks: int, native: bool = True) -> PrefixTable | NativeTable
 
 @functools.cache
 def _load() -> ctypes.PyDLL | None:
-    """The library, called with the interpreter's lock held: it reads keys out of their objects."""
     try:
-        found = load_native("prefix_table", SOURCE)
+        return load_with_keys("prefix_table", SOURCE, _SIGNATURES)
     except BuildFailed as error:
         log.warning("matching prefixes in Python, several times slower: %s", error)
         return None
-    library = ctypes.PyDLL(found._name, handle=found._handle)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = library[name]
-        function.restype, function.argtypes = result, arguments
-        setattr(library, name, function)
-    return library
 
 
 class NativeTable:

@@ -2,7 +2,8 @@
 
 Pure soft state beside the prefix index. What a prompt adds to what its node holds is marked every few blocks and at its
 end, from booking to the first token. Beyond what some cache holds a mark implies all before it, so the deepest one that
-a new prompt shares is found by bisection.
+a new prompt shares is found by bisection. ``promises.cpp`` is the same in C++; this is the definition, and serves where
+that cannot be built.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from conductor.view import Floats, View
 MARK_TOKENS = 1024  # between two marks
 
 
+def stride_blocks(block_tokens: int) -> int:
+    """Blocks between two marks."""
+    return max(1, MARK_TOKENS // block_tokens)
+
+
 class Promises:
     """One owner. A ticket's marks stand until it is ``kept``, which it is once or more."""
 
     def __init__(self, block_tokens: int) -> None:
-        self._stride = max(1, MARK_TOKENS // block_tokens)
+        self._stride = stride_blocks(block_tokens)
         self._nodes: dict[bytes, tuple[str, ...]] = {}  # by mark: the node of each prompt that waits with it
         self._marks: dict[Ticket, tuple[list[bytes], int]] = {}  # and the prompt's blocks where it ends between two
         self._ends: dict[int, int] = {}  # how many prompts end so, by their blocks

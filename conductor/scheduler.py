@@ -15,7 +15,7 @@ from conductor.native import NativeSearch, load_search
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.policies.milliseconds import milliseconds
 from conductor.predict import Breakdown, Prediction, explain
-from conductor.promises import Promises
+from conductor.promises_native import new_promises
 from conductor.registry import NodeInfo
 from conductor.view import NONE, Bools, Choice, Question, RequestFacts, Shape
 from mooncake.errors import NodeUnavailable, Overloaded
@@ -57,7 +57,7 @@ class Scheduler:
         self.policy = policy
         self._rng = rng if rng is not None else np.random.default_rng(0)
         # What waits is our policy's own knowledge; the published ones go by what caches report.
-        self._promises = Promises(shape.block_tokens) if policy is milliseconds else None
+        self._promises = new_promises(shape.block_tokens, native) if policy is milliseconds else None
         library = load_search() if native else None
         self._native = NativeSearch(library, shape) if library is not None else None
 

@@ -5,7 +5,8 @@ import pytest
 from placing import Cluster, pair
 
 from conductor.fleet import Ticket
-from conductor.promises import MARK_TOKENS, Promises
+from conductor.promises import MARK_TOKENS
+from conductor.promises_native import new_promises
 from conductor.view import RequestFacts
 from mooncake.types import BlockKey
 
@@ -60,11 +61,12 @@ def test_published_policies_go_by_what_caches_report() -> None:
     assert cluster.scheduler.place(ask(cluster, chain(7, 30)), cluster.now + 1.3).local_tokens == 0
 
 
-def test_marks_against_comparing_every_block() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_marks_against_comparing_every_block(native: bool) -> None:
     """Random prompts of two families come and go; a count is right to the marks' distance below what is true."""
     rng = np.random.default_rng(3)
     cluster = Cluster(prefill=3)
-    view, promises, waiting = cluster.fleet.view(cluster.now), Promises(64), []
+    view, promises, waiting = cluster.fleet.view(cluster.now), new_promises(64, native), []
     for _ in range(400):
         if waiting and rng.random() < 0.45:
             ticket, _ = waiting.pop(rng.integers(len(waiting)))
@@ -86,7 +88,38 @@ def test_marks_against_comparing_every_block() -> None:
         assert runs.max() > deepest - MARK_TOKENS // 64
     for ticket, _ in waiting:
         promises.kept(ticket)
-    assert len(promises) == 0 and not promises._nodes
+    assert len(promises) == 0
+    runs = np.zeros(64)
+    promises.count(chain(1, 40), view, runs, 0)
+    assert not runs.any()
+
+
+def test_many_prompts_wait_with_one_mark() -> None:
+    cluster = Cluster(prefill=3)
+    view, keys = cluster.fleet.view(cluster.now), chain(1, 40)
+    for native in (True, False):
+        promises, runs = new_promises(64, native), np.zeros(64)
+        tickets = [Ticket(f"p{number % 2}", "", 1, 1.0, 1) for number in range(300)]
+        for ticket in tickets:
+            promises.give(ticket, keys, 0)
+        promises.count(keys, view, runs, 0)
+        assert list(runs[view.prefill.slots]) == [40, 40, 0]
+        for ticket in tickets[::2]:
+            promises.kept(ticket)
+        runs[:] = 0
+        promises.count(keys, view, runs, 0)
+        assert list(runs[view.prefill.slots]) == [0, 40, 0]
+
+
+def test_what_is_no_key_is_refused_and_promises_nothing() -> None:
+    promises, runs = new_promises(64), np.zeros(64)
+    with pytest.raises(ValueError, match="15 bytes"):
+        promises.give(Ticket("p0", "", 1, 1.0, 1), [*chain(1, 17), b"short"], 0)
+    assert len(promises) == 0
+    cluster = Cluster(prefill=3)
+    promises.give(Ticket("p0", "", 1, 1.0, 1), chain(2, 5), 0)
+    promises.count(chain(1, 17), cluster.fleet.view(cluster.now), runs, 0)
+    assert not runs.any()
 
 
 def shared_blocks(one: list[BlockKey], other: list[BlockKey]) -> int:
