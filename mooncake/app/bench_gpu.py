@@ -20,7 +20,8 @@ import torch
 from mooncake.app.bench_report import Figure, Report, progress, tell
 from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.errors import ConfigError
-from mooncake.kernels.gpu import INTERPRETED, DevicePlan, GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.gpu import DevicePlan, GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
 from mooncake.model.llama import CausalLM

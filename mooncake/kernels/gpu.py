@@ -8,7 +8,6 @@ Triton's interpreter when ``TRITON_INTERPRET=1`` was set before this module was 
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +18,7 @@ from mooncake.kernels import reference
 from mooncake.kernels import triton_attention as attention
 from mooncake.kernels import triton_elementwise as elementwise
 from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan, Int32s, plan_attention
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from mooncake.kernels.triton_launch import INTERPRETED
 
 DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
 SHARED_ROWS = 64  # where sequences share a prefix

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mooncake.kernels.attention_plan import PIECE_FIELDS
+from mooncake.kernels.triton_launch import kernel
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -100,7 +101,7 @@ def _visit(
     return accumulated * fade[:, None] + mixed, new_peak, total
 
 
-@triton.jit
+@kernel
 def attend(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 2, Hkv, block_tokens, D]
@@ -192,7 +193,7 @@ def attend(
             tl.store(partial_lse + part, lse, mask=row_ok)
 
 
-@triton.jit
+@kernel
 def merge(
     partial,  # float32 [rows, Hq, D]
     partial_lse,  # float32 [rows, Hq]

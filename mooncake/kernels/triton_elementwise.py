@@ -8,8 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mooncake.kernels.triton_launch import kernel
 
-@triton.jit
+
+@kernel
 def add_rms_norm(
     residual,  # [T, width], written if HAS_UPDATE
     update,  # [T, width]
@@ -39,7 +41,7 @@ def add_rms_norm(
     tl.store(output + token * width + at, (weights * normed).to(kind), mask=inside)
 
 
-@triton.jit
+@kernel
 def silu_mul(gate_up, output, width, stride, BLOCK: tl.constexpr):
     """``silu(gate) * up`` of ``[T, 2 * width]``; a program does ``BLOCK`` elements of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -88,7 +90,7 @@ def _store_head(
     tl.store(cache + at + HALF, high.to(kind), mask=ok)
 
 
-@triton.jit
+@kernel
 def rope_write_kv(
     qkv,  # [T, (Hq + 2 Hkv) * D]: queries are rotated in place
     cos,  # float32 [P, D / 2]
@@ -171,7 +173,7 @@ def rope_write_kv(
     _store_head(cache, scales, to, scale_to, low, high, halves, stored, head_ok, HALF, SCALED, MAX_CODE)
 
 
-@triton.jit
+@kernel
 def copy_pages(
     source,  # int64 words
     target,
@@ -197,7 +199,7 @@ def copy_pages(
         tl.store(there + at, tl.load(here + at, mask=inside), mask=inside)
 
 
-@triton.jit
+@kernel
 def quantise_rows(rows, codes, scales, width, stride, WIDTH_PAD: tl.constexpr):
     """int8 codes and one float32 scale a row, ``max|x| / 127``: the activations of W8A8."""
     token = tl.program_id(0).to(tl.int64)
@@ -210,7 +212,7 @@ def quantise_rows(rows, codes, scales, width, stride, WIDTH_PAD: tl.constexpr):
     tl.store(scales + token, largest / 127.0)
 
 
-@triton.jit
+@kernel
 def int8_product(
     codes,  # int8 [T, inputs]
     code_scales,  # float32 [T]

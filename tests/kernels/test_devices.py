@@ -15,7 +15,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.errors import InvalidRequest
-from mooncake.kernels.gpu import INTERPRETED
+from mooncake.kernels.triton_launch import INTERPRETED
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 35), (1, 4))]

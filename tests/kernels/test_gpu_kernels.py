@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.kernels import reference
-from mooncake.kernels.gpu import INTERPRETED, GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.gpu import GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),

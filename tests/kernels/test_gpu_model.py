@@ -15,7 +15,7 @@ from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.kernels import reference
-from mooncake.kernels.gpu import INTERPRETED
+from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
 from mooncake.model.llama import CausalLM
 from mooncake.types import KVLayout, SamplingParams
