@@ -28,6 +28,8 @@ class Watched:
 class GeneratedBlocks:
     """``watch`` and ``forget`` are called on the event loop, one assignment each."""
 
+    wants_layers = False
+
     def __init__(self, writeback: WriteBack, block_tokens: int) -> None:
         self._writeback = writeback
         self._block_tokens = block_tokens

@@ -1,7 +1,8 @@
 """The receiving end of hand-offs: reserves blocks of the engine, lets one writer write them, verifies, starts.
 
 The table of hand-offs lives on the event loop; the engine's blocks belong to the engine's thread. Between the two there
-is always a question whether a hand-off is still wanted, and it is asked again after every await.
+is always a question whether a hand-off is still wanted, and it is asked again after every await. Bytes come to host
+memory, and go on to a cache on a GPU once they are verified, while other sequences decode.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Rows
 
 import numpy as np
-import numpy.typing as npt
 
 from decode_node.handoff import Handoff, HandoffState
 from kvstore.checksum import Checksums, checksums_from_wire, range_checksums
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.engine import Engine, StepOutput
+from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ChecksumMismatch, HandoffFailed, InvalidRequest, MooncakeError, OutOfBlocks
@@ -39,20 +40,21 @@ class Receiver:
         self,
         thread: EngineThread,
         server: SegmentServer,
-        memory: npt.NDArray[np.uint8],
+        mirror: Mirror,
         layout: KVLayout,
         timeout_s: float,
     ) -> None:
-        """``memory`` is the paged cache as bytes ``[num_blocks, block_bytes]``. A hand-off that is not over
-        ``timeout_s`` after it was opened has expired."""
+        """``server`` exports the memory of ``mirror``. A hand-off that is not over ``timeout_s`` after it was opened
+        has expired."""
         self._timeout_s = timeout_s
         self._thread = thread
         self._server = server
-        self._memory = memory
+        self._mirror = mirror
         self._layout = layout
         self._handoffs: dict[str, tuple[Handoff, Sequence, OnOutput]] = {}
         self._announced = asyncio.Condition()
         self._background: set[asyncio.Task[None]] = set()
+        self._taking_in: dict[str, asyncio.Task[bool]] = {}  # blocks that are being verified and copied, by hand-off
         self.checksum_mismatches = 0
         self.committed = 0  # hand-offs
 
@@ -112,17 +114,20 @@ class Receiver:
         """
         handoff, _, on_output = self._get(handoff_id)
         handoff.check_epoch(epoch)
-        if handoff.state is not HandoffState.RESERVED:
+        if handoff.state is not HandoffState.RESERVED or handoff_id in self._taking_in:
             raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}, it cannot be committed")
         self._server.revoke(handoff.block_ids)
         expected = checksums_from_wire(checksums)
         if expected.size != len(handoff.block_ids) * self._layout.num_layers:
             await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
             raise InvalidRequest("checksums do not fit the blocks of the hand-off", "checksums")
-        actual = await asyncio.to_thread(self._checksums, handoff.block_ids)
+        work = asyncio.create_task(asyncio.to_thread(self._take_in, handoff.block_ids, expected))
+        self._taking_in[handoff_id] = work
+        work.add_done_callback(lambda _: self._taking_in.pop(handoff_id))
+        is_right = await asyncio.shield(work)
         if handoff.is_over:  # given up meanwhile, and freed by whoever gave it up
             raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
-        if not np.array_equal(actual, expected):
+        if not is_right:
             self.checksum_mismatches += 1
             await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
             raise ChecksumMismatch(f"hand-off {handoff_id}: bytes differ from what prefill computed")
@@ -198,11 +203,18 @@ class Receiver:
         else:
             await self._free(handoff)
 
-    def _checksums(self, block_ids: list[int]) -> Checksums:
-        parts = [range_checksums(self._memory[block].data, self._layout.num_layers) for block in block_ids]
-        return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+    def _take_in(self, block_ids: list[int], expected: Checksums) -> bool:
+        """On a thread: whether the bytes are those that were sent. They are in the cache then."""
+        memory, num_layers = self._mirror.memory, self._layout.num_layers
+        parts = [range_checksums(memory[block].data, num_layers) for block in block_ids]
+        if parts and not np.array_equal(np.concatenate(parts), expected):
+            return False
+        self._mirror.to_device(block_ids).wait()
+        return True
 
     async def _free(self, handoff: Handoff) -> None:
+        if work := self._taking_in.get(handoff.handoff_id):  # still writing into the cache
+            await asyncio.wait([work])
         handoff.is_quarantined = False
         self._handoffs.pop(handoff.handoff_id, None)
         await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.request_id)))

@@ -1,4 +1,4 @@
-"""The decode role of a process: its registered segment under the paged cache, hand-offs, write-back, its service.
+"""The decode role of a process: a registered segment under its cache (or the mirror), hand-offs, write-back, service.
 
 ``node`` gives it an engine of its own; a node that can change its role gives it the one that prefill uses too.
 """
@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-
-import numpy as np
 
 from decode_node.generated import GeneratedBlocks
 from decode_node.receiver import Receiver
@@ -33,9 +31,8 @@ class DecodeRole:
         self._node_id, self._config, self._plan = node_id, config, plan
         self._transfer, self._channels = transfer, channels
         self._segment = Segment.create(node_id, plan.layout.block_bytes, plan.num_blocks)
-        self._memory = np.frombuffer(self._segment.buffer, np.uint8).reshape(plan.num_blocks, plan.layout.block_bytes)
         self._stores: dict[str, StoreClient] = {}
-        self._writeback = WriteBack(self._store, self._memory, plan.layout)
+        self._writeback = WriteBack(self._store, plan.layout)
         self.hook = GeneratedBlocks(self._writeback, config.block.tokens)
         self._loop = asyncio.get_running_loop()
 
@@ -60,10 +57,10 @@ class DecodeRole:
             secret=transfer_secret(self._config),
         )
         self._receiver = Receiver(
-            host.thread, self._segment_server, self._memory, self._plan.layout, transfer.handoff_timeout_s
+            host.thread, self._segment_server, host.mirror, self._plan.layout, transfer.handoff_timeout_s
         )
         self._segment_server.start()
-        self._writeback.start()
+        self._writeback.start(host.mirror)
         self._servicer = DecodeServicer(host, self._receiver, self.hook, self.address)
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
 

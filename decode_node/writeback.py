@@ -11,11 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.checksum import Checksums, range_checksums
 from kvstore.client import StoreClient
+from mooncake.engine.kv_cache import Mirror
 from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey, KVLayout
 
@@ -40,16 +38,16 @@ class FilledBlock:
 class WriteBack:
     """One background task that stores filled blocks, a few at a time."""
 
-    def __init__(self, clients: Callable[[str], StoreClient], memory: npt.NDArray[np.uint8], layout: KVLayout) -> None:
+    def __init__(self, clients: Callable[[str], StoreClient], layout: KVLayout) -> None:
         self._clients = clients
-        self._memory = memory
         self._layout = layout
         self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue(MAX_WAITING)
         self._task: asyncio.Task[None] | None = None
         self.stored = 0
         self.skipped = 0
 
-    def start(self) -> None:
+    def start(self, mirror: Mirror) -> None:
+        self._mirror = mirror
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -85,16 +83,20 @@ class WriteBack:
                     block.done()
 
     async def _store(self, address: str, blocks: list[FilledBlock]) -> None:
+        checksums = await asyncio.to_thread(self._bring_out, [block.block_id for block in blocks])
         try:
             self.stored += await self._clients(address).put_blocks(
                 [(block.key, block.parent) for block in blocks],
-                [self._memory[block.block_id] for block in blocks],
-                self._checksums(blocks),
+                [self._mirror.memory[block.block_id] for block in blocks],
+                checksums,
                 timeout_s=WRITE_TIMEOUT_S,
             )
         except MooncakeError as error:
             self.skipped += len(blocks)
             log.info("%d blocks were not written back: %s", len(blocks), error.message)
 
-    def _checksums(self, blocks: list[FilledBlock]) -> list[Checksums]:
-        return [range_checksums(self._memory[block.block_id].data, self._layout.num_layers) for block in blocks]
+    def _bring_out(self, block_ids: list[int]) -> list[Checksums]:
+        """On a thread: have the blocks in host memory; their checksums."""
+        self._mirror.to_host(block_ids).wait()
+        memory, num_layers = self._mirror.memory, self._layout.num_layers
+        return [range_checksums(memory[block_id].data, num_layers) for block_id in block_ids]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -103,7 +104,8 @@ class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a prefill or decode node (sections [prefill] and [decode])."""
 
-    kv_gb: float = 1.0  # paged cache
+    device: str = "cpu"  # that computes: "cpu", "cuda", or "cuda:1" and so on
+    kv_gb: float = 1.0  # paged cache; on a GPU, and as much again in host memory, where other nodes write and read
     swap_gb: float = 0.25  # host memory for blocks of preempted sequences, where copying beats computing; 0: none
     chunk_tokens: int = 256  # most prompt tokens computed in one step, rounded to blocks; 0: whole prompts
     max_sequences: int = 64  # running at once
@@ -333,6 +335,12 @@ def _check_values(config: Config) -> None:
         raise ConfigError("transfer.transports must name at least one of shm, rdma, tcp")
     if config.cluster.coupled and config.cluster.switchable:
         raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
+    for name in ("prefill", "decode"):
+        device = getattr(config, name).device
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {device!r}')
+    if config.cluster.switchable and config.prefill.device != config.decode.device:
+        raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
 

@@ -1,7 +1,8 @@
 """Reused prefixes on their way in: a thread reads stored blocks layer by layer, ahead of the computation.
 
 The engine's thread waits for a layer only when it gets there first. Bytes are checked against the checksums they were
-sealed with and against the lease's clock before a layer counts as loaded.
+sealed with and against the lease's clock before a layer counts as loaded. They come to host memory, and go on
+from there to a cache on a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from kvstore.checksum import checksum
 from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
+from mooncake.engine.kv_cache import Arrival, Mirror
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.foreign import ForeignLease
@@ -64,11 +66,12 @@ class PrefixLoad:
         self.num_blocks = len(blocks)
         self.transport = ""
         self._blocks = blocks
+        self._block_ids = tuple(block.block_id for block in blocks)
         self._lease = lease
         self._release = release
         self._layout = layout
         self._deadline = deadline
-        self._ready = 0  # layers
+        self._arrivals: list[Arrival] = []  # of the layers that are ready, in order
         self._is_reading = False  # bytes may be on their way into the cache
         self._error: KVLoadFailed | None = None
         self._changed = threading.Condition()
@@ -76,11 +79,12 @@ class PrefixLoad:
     def wait(self, layer: int) -> None:
         """Block until ``layer`` is in the cache. Raises KVLoadFailed (with ``request_ids``) when it will not be."""
         with self._changed:
-            while self._ready <= layer and self._error is None:
+            while len(self._arrivals) <= layer and self._error is None:
                 left = self._deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     self._error = KVLoadFailed("the stored prefix did not arrive in time", (self.request_id,))
-            if self._ready > layer:
+            if len(self._arrivals) > layer:
+                self._arrivals[layer].order()
                 return
         self.wait_quiet()
         assert self._error is not None
@@ -101,7 +105,7 @@ class PrefixLoad:
             while self._is_reading:
                 self._changed.wait()
 
-    def run(self, transfer: TransferEngine, reader: LayoutReader, memory: npt.NDArray[np.uint8]) -> None:
+    def run(self, transfer: TransferEngine, reader: LayoutReader, mirror: Mirror) -> None:
         """Read every layer of every block. Called on the loader's thread."""
         with self._changed:
             if self._error is not None:
@@ -113,12 +117,12 @@ class PrefixLoad:
         try:
             lease = self._lease()
             if isinstance(lease, ForeignLease):
-                self._convert(lease, reader, memory, corrupt)
+                self._convert(lease, reader, mirror, corrupt)
                 return
             for layer in range(self._layout.num_layers):
                 if self.has_failed:
                     return
-                self._load_layer(layer, lease, transfer, memory, corrupt)
+                self._load_layer(layer, lease, transfer, mirror, corrupt)
         except KVLoadFailed as error:
             self._fail(error)
         except MooncakeError as error:
@@ -128,6 +132,8 @@ class PrefixLoad:
             self._fail(KVLoadFailed(f"reading the stored prefix failed: {error!r}"))
         finally:
             self.load_ms = (time.monotonic() - started_s) * 1e3
+            for arrival in self._arrivals[-1:]:  # which is behind the others
+                arrival.wait()
             with self._changed:
                 self._is_reading = False
                 self._changed.notify_all()
@@ -139,11 +145,11 @@ class PrefixLoad:
         layer: int,
         lease: LeasedPrefix,
         transfer: TransferEngine,
-        memory: npt.NDArray[np.uint8],
+        mirror: Mirror,
         corrupt: list[BlockKey],
     ) -> None:
         offset, size = layer * self._layout.layer_bytes, self._layout.layer_bytes
-        targets = [memory[block.block_id, offset : offset + size] for block in self._blocks]
+        targets = [mirror.memory[block.block_id, offset : offset + size] for block in self._blocks]
         ranges = [
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(self._blocks, targets, strict=True)
@@ -158,15 +164,13 @@ class PrefixLoad:
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
         self.loaded_bytes += len(ranges) * size
-        self._is_loaded_up_to(layer + 1)
+        self._is_loaded([mirror.to_device(self._block_ids, layer)])
 
-    def _convert(
-        self, lease: ForeignLease, reader: LayoutReader, memory: npt.NDArray[np.uint8], corrupt: list[BlockKey]
-    ) -> None:
+    def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
         """All layers at once: the pieces of another layout may hold several."""
         targets: list[npt.NDArray[np.uint8] | None] = [None] * lease.num_blocks
         for block in self._blocks:
-            targets[block.index] = memory[block.block_id]
+            targets[block.index] = mirror.memory[block.block_id]
         try:
             done = reader.read_blocks(lease.plan, lease.shards, targets, min(self._deadline, lease.expires_s))
         except WrongBytes as error:
@@ -176,17 +180,17 @@ class PrefixLoad:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         self.transport = "converted"
         self.loaded_bytes += done.nbytes
-        self._is_loaded_up_to(self._layout.num_layers)
+        self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
 
-    def _is_loaded_up_to(self, layers: int) -> None:
+    def _is_loaded(self, layers: list[Arrival]) -> None:
         with self._changed:
-            self._ready = layers
+            self._arrivals += layers
             self._changed.notify_all()
 
     def _fail(self, error: KVLoadFailed) -> None:
         error.request_ids = (self.request_id,)
         with self._changed:
-            if self._error is None and self._ready < self._layout.num_layers:
+            if self._error is None and len(self._arrivals) < self._layout.num_layers:
                 self._error = error
             self._changed.notify_all()
 
@@ -194,10 +198,10 @@ class PrefixLoad:
 class Loader:
     """One thread that runs loads in the order of admission."""
 
-    def __init__(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, transfer: TransferEngine, mirror: Mirror) -> None:
         self._transfer = transfer
         self._reader = LayoutReader(transfer)
-        self._memory = memory
+        self._mirror = mirror
         self._loads: queue.SimpleQueue[PrefixLoad | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
@@ -211,5 +215,5 @@ class Loader:
 
     def _run(self) -> None:
         while (load := self._loads.get()) is not None:
-            load.run(self._transfer, self._reader, self._memory)
+            load.run(self._transfer, self._reader, self._mirror)
         self._reader.close()

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore.checksum import checksum
 from kvstore.transfer.engine import Priority, TransferEngine, WriteRange
+from mooncake.engine.kv_cache import HERE, Arrival
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress
 
@@ -30,11 +31,13 @@ LAYERS_PER_TURN = 8  # written for one sink before the next sink has its turn
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Layer ``layer`` of the prompt's blocks ``first``, ``first + 1``, … is final, in these cache blocks."""
+    """Layer ``layer`` of the prompt's blocks ``first``, ``first + 1``, … is final, in these cache blocks: in host
+    memory once it has arrived there."""
 
     layer: int
     first: int
     block_ids: tuple[int, ...]
+    arrival: Arrival = HERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class Sink:
         ranges: list[WriteRange] = []
         for run in runs:
             offset = run.layer * self._layout.layer_bytes
+            run.arrival.wait()
             for index, block_id in enumerate(run.block_ids, run.first):
                 if index not in destination.slots:
                     continue

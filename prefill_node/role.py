@@ -30,9 +30,10 @@ class PrefillRole:
     def serve(self, host: EngineHost, server: RpcServer) -> None:
         """Add the service; ``host`` runs."""
         self._host = host
-        memory = host.cache.memory
+        self.hook.mirror = host.mirror
+        memory = host.mirror.memory
         self._transfer.register(memory.data)
-        self._loader = Loader(self._transfer, memory)
+        self._loader = Loader(self._transfer, host.mirror)
         self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
         self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
         shop = Workshop(

@@ -2,7 +2,8 @@
 
 Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
 is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
-abandoned, and then again with the same bytes.
+abandoned, and then again with the same bytes. Where the cache is on a GPU, final layers are copied to host memory
+beside the computation, and the sinks wait for the copy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.engine.engine import StepPlan
+from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey
@@ -50,9 +52,15 @@ class LayerStreamer:
     """The StepHook of a prefill node. ``streams`` is changed from the event loop, one assignment at a time."""
 
     block_tokens: int
+    mirror: Mirror = field(init=False)  # set once the cache is there; nothing streams before
     streams: dict[str, Stream] = field(default_factory=dict)
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
+    _leaving: tuple[int, ...] = ()  # blocks that become final in this step and have somewhere to go
+
+    @property
+    def wants_layers(self) -> bool:
+        return bool(self._leaving or self.listeners or any(part.stream.load for part in self._step))
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
@@ -78,6 +86,7 @@ class LayerStreamer:
             first = min(stream.next_block, end)
             block_ids = tuple(entry.sequence.block_table[first:end])
             self._step.append(StreamStep(stream, first, end, block_ids, is_last))
+        self._leaving = tuple(block for part in self._step if part.stream.outlets for block in part.block_ids)
 
     def before_layer(self, layer: int) -> None:
         for part in self._step:
@@ -87,10 +96,13 @@ class LayerStreamer:
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:
             listener(layer)
+        if not self._leaving:
+            return
+        arrival = self.mirror.to_host(self._leaving, layer)
         for part in self._step:
             if not part.block_ids:
                 continue
-            run = LayerRun(layer, part.first, part.block_ids)
+            run = LayerRun(layer, part.first, part.block_ids, arrival)
             for sink, outbox in part.stream.outlets:
                 sink.push(run)
                 outbox.kick(sink)
@@ -103,4 +115,4 @@ class LayerStreamer:
                 for sink, outbox in part.stream.outlets:
                     sink.end()
                     outbox.kick(sink)
-        self._step = []
+        self._step, self._leaving = [], ()

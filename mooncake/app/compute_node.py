@@ -50,6 +50,10 @@ class BothHooks:
         for hook in self._hooks:
             hook.admitted(sequence, to_load)
 
+    @property
+    def wants_layers(self) -> bool:
+        return any(hook.wants_layers for hook in self._hooks)
+
     def begin_step(self, plan: StepPlan) -> None:
         for hook in self._hooks:
             hook.begin_step(plan)

@@ -13,7 +13,7 @@ import torch
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint
 from mooncake.engine.engine import Cache, CausalModel
-from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache
+from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache, Mirror
 from mooncake.errors import ConfigError, ModelError
 from mooncake.model import load_model
 from mooncake.precision import Precision
@@ -30,46 +30,61 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """``close`` ends what was started for it."""
+    """``mirror`` is the cache as other nodes see it, where there are any; ``close`` ends what was started for it."""
 
     model: CausalModel
     cache: Cache
+    mirror: Mirror | None = None
     close: Callable[[], None] = lambda: None
 
 
-class DeviceCache:
-    """``engine.Cache`` in the memory of a GPU. What is preempted is computed again."""
+def on_device(
+    device: str,
+    checkpoint: Checkpoint,
+    precision: Precision,
+    size: CacheSize,
+    adapters: Sequence[Adapter] = (),
+    buffer: memoryview | None = None,
+) -> Backend:
+    """For a node: ``device`` is "cpu" or names a GPU, and other nodes see the cache, in ``buffer`` or in memory of its
+    own. Raises as the others do."""
+    if device == "cpu":
+        return on_cpu(checkpoint, precision, size, adapters, buffer)
+    backend = on_gpu(checkpoint, precision, size, device, adapters)
+    from mooncake.engine.device_cache import DeviceCache, HostMirror, SettledModel
 
-    num_places = 0
-
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-        self.num_blocks = num_blocks
-        self.tensor = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
-
-    def copy_block(self, source: int, target: int) -> None:
-        self.tensor[target].copy_(self.tensor[source], non_blocking=True)
+    assert isinstance(backend.cache, DeviceCache)
+    mirror = HostMirror(backend.cache, buffer)
+    return Backend(SettledModel(backend.model, mirror), backend.cache, mirror, mirror.close)
 
 
-def on_cpu(checkpoint: Checkpoint, precision: Precision, size: CacheSize, adapters: Sequence[Adapter] = ()) -> Backend:
-    """Raises ModelError."""
+def on_cpu(
+    checkpoint: Checkpoint,
+    precision: Precision,
+    size: CacheSize,
+    adapters: Sequence[Adapter] = (),
+    buffer: memoryview | None = None,
+) -> Backend:
+    """The cache lies over ``buffer``, where one is given. Raises ModelError."""
     model = load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, adapters=adapters)
-    return Backend(model, KVCache(size.layout, size.num_blocks, num_places=size.num_places))
+    cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
+    return Backend(model, cache, mirror=cache)
 
 
 def on_gpu(
     checkpoint: Checkpoint, precision: Precision, size: CacheSize, device: str, adapters: Sequence[Adapter] = ()
 ) -> Backend:
     """Decode steps are replayed as CUDA graphs. In Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on
-    the CPU, step by step. Raises ConfigError without a GPU, ModelError for what its kernels do not take."""
+    the CPU, step by step. Raises ConfigError without this GPU, ModelError for what its kernels do not take."""
     try:
-        from mooncake.kernels.gpu import INTERPRETED
+        from mooncake.engine.device_cache import DeviceCache
+        from mooncake.kernels.triton_launch import INTERPRETED
         from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
         from mooncake.model.llama import CausalLM
     except ImportError as error:
         raise ConfigError(f"device {device!r} needs Triton: {error}") from None
-    if not (INTERPRETED or torch.cuda.is_available()):
-        raise ConfigError(f"device {device!r}: torch finds no GPU here")
+    if not INTERPRETED and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
     if size.layout.dtype == "int8":
         raise ModelError("int8 pages are for CPUs")
 
@@ -86,7 +101,7 @@ def on_gpu(
         device=None if INTERPRETED else device,
         buckets=() if INTERPRETED else BUCKETS,
     )
-    return Backend(gpu, DeviceCache(size.layout, size.num_blocks, gpu.kernels.device))
+    return Backend(gpu, DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places))
 
 
 def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:
@@ -98,4 +113,4 @@ def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int)
     model = TensorParallelModel(
         path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
     )
-    return Backend(model, model, model.close)
+    return Backend(model, model, close=model.close)

@@ -21,15 +21,15 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection
+from mooncake.engine.backend import CacheSize, on_device
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
-from mooncake.model import load_model
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
 
@@ -112,6 +112,10 @@ class NodeHook:
         self._publish = publish
         self._started_s = 0.0
 
+    @property
+    def wants_layers(self) -> bool:
+        return self._inner.wants_layers
+
     def begin_step(self, plan: StepPlan) -> None:
         self._started_s = time.monotonic()
         self._inner.begin_step(plan)
@@ -138,30 +142,29 @@ class EngineHost:
         self._checkpoint = checkpoint
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
-        self.cache: KVCache
+        self.device = section.device
+        self.mirror: Mirror  # the cache, as other nodes see it
         self.engine: Engine
         self.thread: EngineThread
 
     async def start(self, hook: StepHook, buffer: memoryview | None = None) -> None:
-        """Load the model, lay the cache over ``buffer`` (or own memory), measure a few steps, be ready.
+        """Load the model, lay the cache or its mirror over ``buffer`` (or own memory), measure a few steps, be ready.
 
-        Raises ModelError for weights that cannot be loaded.
+        Raises ModelError for weights that cannot be loaded, ConfigError for a device that is not there.
         """
         self._loop = asyncio.get_running_loop()
         if self._section.threads:
             torch.set_num_threads(self._section.threads)
         started_s = time.monotonic()
-        precision = self._precision
-        model = await asyncio.to_thread(
-            load_model,
-            self._checkpoint,
-            precision.dtype,
-            self.plan.max_model_len,
-            precision.coding,
-            adapters=self._adapters.adapters,
+        plan = self.plan
+        num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
+        size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places)
+        backend = await asyncio.to_thread(
+            on_device, self.device, self._checkpoint, self._precision, size, self._adapters.adapters, buffer
         )
-        num_places = int(self._section.swap_gb * 1e9) // self.plan.layout.block_bytes
-        self.cache = KVCache(self.plan.layout, self.plan.num_blocks, buffer, num_places)
+        assert backend.mirror is not None
+        self.mirror = backend.mirror
+        self._close_backend = backend.close
         config = EngineConfig(
             block_tokens=self.config.block.tokens,
             chunk_tokens=self._section.chunk_tokens,
@@ -170,12 +173,13 @@ class EngineHost:
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
         )
-        self.engine = Engine(model, self.cache, config, self._guides)
+        self.engine = Engine(backend.model, backend.cache, config, self._guides)
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
         log.info(
-            "%s ready in %.1f s: %d blocks of %d tokens (%.2f GB), context %d",
+            "%s ready on %s in %.1f s: %d blocks of %d tokens (%.2f GB), context %d",
             self._checkpoint.name,
+            self.device,
             time.monotonic() - started_s,
             self.plan.num_blocks,
             self.config.block.tokens,
@@ -186,6 +190,7 @@ class EngineHost:
     async def stop(self) -> None:
         if hasattr(self, "thread"):
             await asyncio.to_thread(self.thread.stop)
+            self._close_backend()
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do outside of the engine's thread what would hold its steps up. Raises InvalidRequest."""

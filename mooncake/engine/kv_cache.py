@@ -4,11 +4,16 @@ The last axis has 4 more elements in a cache of int8 codes, which are the bytes 
 
 The buffer may be a registered segment that other processes write into. Blocks of preempted sequences may be kept in
 places apart. It must not know which block is whose.
+
+Nodes move blocks through a ``Mirror``: host memory that stands for the cache. On a CPU that is the cache itself; on a
+GPU (``device_cache``) bytes are copied between the two.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +25,48 @@ from mooncake.types import KVLayout
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
+class Arrival(Protocol):
+    """A copy of blocks, made or on its way."""
+
+    def wait(self) -> None:
+        """Block until the bytes are there."""
+
+    def order(self) -> None:
+        """Have what this thread starts on the device from now on come after the copy; the thread itself goes on."""
+
+
+class Mirror(Protocol):
+    """A cache's blocks as other nodes see them: ``memory`` is ``[num_blocks, block_bytes]`` uint8 in host memory.
+
+    The two methods bring its blocks and the cache's into line, all layers or one. They may be called from any thread.
+    """
+
+    memory: npt.NDArray[np.uint8]
+
+    def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        """What this thread has computed so far of these blocks, to ``memory``."""
+        ...
+
+    def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        """What ``memory`` holds of these blocks, to the cache. Nobody else touches them there meanwhile."""
+        ...
+
+
+class _Here:
+    def wait(self) -> None:
+        pass
+
+    def order(self) -> None:
+        pass
+
+
+HERE: Arrival = _Here()
+"""Of bytes that need not go anywhere."""
+
+
 class KVCache:
-    """``tensor`` for the model and ``memory`` (``[num_blocks, block_bytes]`` uint8) for transfers: the same bytes."""
+    """``tensor`` for the model and ``memory`` (``[num_blocks, block_bytes]`` uint8) for transfers: the same bytes, so
+    it is its own ``Mirror``."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None, num_places: int = 0
@@ -47,6 +92,12 @@ class KVCache:
             .view(TORCH_DTYPES[layout.dtype])
             .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, -1)
         )
+
+    def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        return HERE
+
+    def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        return HERE
 
     def copy_block(self, source: int, target: int) -> None:
         self._row(target)[:] = self._row(source)

@@ -31,6 +31,11 @@ class ForwardBatch:
 class LayerHook(Protocol):
     """What happens around each layer of a step: waiting for loaded KV, streaming computed KV."""
 
+    @property
+    def wants_layers(self) -> bool:
+        """Whether it has anything to do between the layers of this step; else they may run without telling it."""
+        ...
+
     def before_layer(self, layer: int) -> None:
         """Called before layer ``layer`` touches the cache. Blocks until reused KV of that layer is there.
 
@@ -43,6 +48,8 @@ class LayerHook(Protocol):
 
 class NoHook:
     """For steps whose KV neither comes from nor goes to anywhere else."""
+
+    wants_layers = False
 
     def before_layer(self, layer: int) -> None:
         pass

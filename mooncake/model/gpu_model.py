@@ -105,12 +105,16 @@ class GpuModel:
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``, with ``batch`` on the host and ``cache`` on the GPU.
 
-        A hook that waits or copies between layers forbids a graph; ``NoHook`` allows it.
+        A hook that waits or copies between layers forbids a graph.
         """
+        with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]  # Triton launches where its thread is
+            return self._forward(batch, cache, hook)
+
+    def _forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         size = batch.num_sequences
         decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
         is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
-        if is_plain and isinstance(hook, NoHook) and self._buckets and size <= self._buckets[-1]:
+        if is_plain and not hook.wants_layers and self._buckets and size <= self._buckets[-1]:
             logits = self._replay(batch, cache)
         else:
             self.kernels.step_plan = self._plan(batch, cache)

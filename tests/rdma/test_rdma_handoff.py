@@ -74,6 +74,7 @@ def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkp
     slots = {index: (block, EPOCH) for index, block in enumerate(reservation.block_ids)}
     sink.open(Destination(server.address, slots))
     streamer = LayerStreamer(BLOCK_TOKENS)
+    streamer.mirror = prefill.cache
 
     def no_load(blocks: Any) -> Any:
         raise AssertionError("nothing is stored")
