@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 
 import grpc
 
@@ -35,7 +35,6 @@ class Copier:
         limits = ReplicationLimits(ttl_s=section.replica_ttl_s)
         self.replicator = Replicator(limits)
         self.copied = 0  # prefixes
-        self.reclaimed = 0
         self._timeout_s = limits.copy_timeout_s
         self._fleet = fleet
         self._registry = registry
@@ -54,7 +53,7 @@ class Copier:
             return
         self._look_at = now + LOOK_S
         for action in self.replicator.tick(self._fleet.view(now), self._fleet.index, now):
-            self._begin(self._copy(action) if isinstance(action, Copy) else self._reclaim(action))
+            self._begin(self._copy(action) if isinstance(action, Copy) else self._remove(action))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -82,16 +81,13 @@ class Copier:
         if ok:
             log.info("a hot prefix of %d blocks is on %s too", held, copy.target)
 
-    async def _reclaim(self, reclaim: Reclaim) -> None:
-        await self._remove(reclaim.node_id, reclaim.keys)
-        self.reclaimed += 1
-
-    async def _remove(self, node_id: str, keys: Sequence[bytes]) -> None:
-        node = self._registry.get(node_id)
+    async def _remove(self, reclaim: Reclaim) -> None:
+        node = self._registry.get(reclaim.node_id)
         if node is None:
             return
         stub = StoreStub(self._channels.get(node.info.control_address))
+        leaves_first = store_pb2.RemoveRequest(keys=reclaim.keys[::-1])
         try:
-            await stub.Remove(store_pb2.RemoveRequest(keys=keys[::-1]), timeout=REMOVE_TIMEOUT_S)  # leaves first
+            await stub.Remove(leaves_first, timeout=REMOVE_TIMEOUT_S)
         except grpc.RpcError as error:
-            log.info("a copy on %s is left to its eviction: %s", node_id, error)
+            log.info("a copy on %s is left to its eviction: %s", reclaim.node_id, error)

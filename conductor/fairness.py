@@ -122,10 +122,6 @@ class WaitingRoom(Generic[T]):
                     self._leave(room, name, tenant)
         return late
 
-    def must_yield(self, running: Band) -> bool:
-        """Whether work of that band should stop where it is: only the batch class does, when anybody else waits."""
-        return running is Band.BATCH and any(self._bands[band].tenants for band in (Band.URGENT, Band.NORMAL))
-
     def remove(self, item: T) -> bool:
         """Take out one request whose client went away. Whether it was there."""
         for room in self._bands.values():

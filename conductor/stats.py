@@ -45,9 +45,6 @@ class DispatchStats:
     block_queries: int = 0  # full prompt blocks asked for
     block_hits: int = 0  # of them found in a cache
     output_tokens: int = 0
-    ttft_predicted_ms: float = 0.0  # sums over requests with a prediction
-    ttft_measured_ms: float = 0.0
-    ttft_compared: int = 0
     recent_ttft_errors_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     recent_durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     recent_output_tokens: RecentMean = field(default_factory=RecentMean)
@@ -63,9 +60,6 @@ class DispatchStats:
         return sum(errors) / len(errors) if errors else 0.0
 
     def compare_ttft(self, predicted_ms: float, measured_ms: float) -> None:
-        self.ttft_predicted_ms += predicted_ms
-        self.ttft_measured_ms += measured_ms
-        self.ttft_compared += 1
         self.recent_ttft_errors_ms.append(abs(predicted_ms - measured_ms))
 
     def retry_after_s(self) -> float:

@@ -426,7 +426,6 @@ class Engine:
 
     def _advance(self, plan: StepPlan, started_s: float) -> None:
         """The step succeeded: its KV counts."""
-        now = time.monotonic()
         block_tokens = self.config.block_tokens
         for entry in plan.entries:
             sequence = entry.sequence
@@ -434,7 +433,6 @@ class Engine:
             self._num_computed_tokens += entry.num_tokens
             sequence.is_loading = False
             sequence.first_step_s = sequence.first_step_s or started_s
-            sequence.last_step_s = now
             if (sequence.num_sealed + 1) * block_tokens <= sequence.num_computed:
                 self._seal(sequence)
 

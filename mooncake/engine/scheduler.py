@@ -96,7 +96,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # whose turn comes first, first; the queue as well
         self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
         self.drafts = False  # whether to ask it
-        self.num_reserved = 0
         self.num_preemptions = 0
         self.num_swapped_blocks = 0  # kept while their sequences were preempted
         self.num_forks = 0  # sequences that began over blocks of another one
@@ -138,13 +137,11 @@ class Scheduler:
             raise OutOfBlocks(f"{self._blocks_of(sequence)} blocks are needed, {self.pool.num_available} are available")
         self._arrive(sequence)
         sequence.move(SequenceState.RESERVED)
-        self.num_reserved += 1
         return num_cached
 
     def start_reserved(self, sequence: Sequence) -> None:
         """Its blocks are filled: it runs from now on."""
         sequence.move(SequenceState.RUNNING)
-        self.num_reserved -= 1
         self._run(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -173,8 +170,6 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.state is SequenceState.RESERVED:
-            self.num_reserved -= 1
         self._give_row_back(sequence)
         self._drop_swapped(sequence)
         if hold:

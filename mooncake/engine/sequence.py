@@ -62,7 +62,6 @@ class Sequence:
         "is_first_leg",
         "is_loading",
         "is_parked",
-        "last_step_s",
         "last_token",
         "num_cached_tokens",
         "num_computed",
@@ -159,9 +158,8 @@ class Sequence:
 
         self.num_cached_tokens = 0  # found in this engine's own cache when first admitted
         self.num_preemptions = 0
-        self.admitted_s = 0.0  # monotonic, as the next two; 0 until it happens
+        self.admitted_s = 0.0  # monotonic, as the next one; 0 until it happens
         self.first_step_s = 0.0
-        self.last_step_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Sequence {self.request_id} {self.state} {self.num_computed}/{self.num_tokens} tokens>"

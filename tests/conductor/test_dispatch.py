@@ -344,7 +344,7 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
     _, deltas = await cluster.generate(cluster.request(prompt, 3))
     assert (deltas[-1].summary.prefill_node, deltas[-1].summary.decode_node) == ("p2", "d1")
     assert deltas[-1].summary.predicted_ttft_ms > 0
-    assert cluster.core.dispatcher.stats.ttft_compared == 1
+    assert len(cluster.core.dispatcher.stats.recent_ttft_errors_ms) == 1
 
     cluster.prefill[2].events.append([BlockEvent(False, key) for key in keys[:3]])
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 0)

@@ -31,14 +31,11 @@ def test_bands_then_fairness_then_deadlines() -> None:
     assert order(room) == ["urgent", "a2", "b0", "a1", "a0", "batch"]
 
 
-def test_batch_work_takes_idle_capacity_only_and_yields() -> None:
+def test_batch_work_takes_idle_capacity_only() -> None:
     room = WaitingRoom[str](10)
     room.push(waiting("batch", band=Band.BATCH))
     assert room.pop(is_idle=False) is None
-    assert not room.must_yield(Band.BATCH)
-    room.push(waiting("online"))
-    assert room.must_yield(Band.BATCH)
-    assert not room.must_yield(Band.NORMAL)
+    assert order(room) == ["batch"]
 
 
 def test_a_heavy_tenant_gets_its_share_and_no_more() -> None:
