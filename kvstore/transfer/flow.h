@@ -42,7 +42,6 @@ struct Flow {
 };
 
 void hash_until(Flow &flow, const Part *parts, uint64_t sum_bytes, uint64_t part, uint64_t offset) {
-    if (sum_bytes == 0) return;  // none are wanted
     while (flow.hashed_part < part || (flow.hashed_part == part && flow.hashed_offset < offset)) {
         const Part &at = parts[flow.hashed_part];
         const uint64_t known = flow.hashed_part < part ? at.size : offset;

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,6 +41,8 @@ HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
 MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
 MAX_AHEAD = 64
 _CLOSED, _VIOLATION = -1, -2
+_READ = Operation.READ  # an enum's members are slow to find
+_byte_in: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 @functools.cache
@@ -95,46 +97,49 @@ class NativeWire(Wire):
     """A ``Wire`` that also moves whole slices, in one call each, or two with the reply."""
 
     def __init__(self, sock: socket.socket, library: ctypes.CDLL) -> None:
-        super().__init__(sock)
-        self._library = library
         fd = sock.fileno()
         self._state = _Sliced(incoming=_Flow(fd=fd), out=_Flow(fd=fd))
+        self._flows = {socket.SO_RCVTIMEO: self._state.incoming, socket.SO_SNDTIMEO: self._state.out}
         self._at = ctypes.addressof(self._state)
         self._reply = memoryview(self._state.reply).cast("B")
+        self._send_parts, self._receive_parts = library.send_parts, library.receive_parts
+        self._exchange = library.exchange
+        super().__init__(sock)
 
     def send_slice(self, head: bytes, part: Slice) -> None:
         """``head``, then what the slice is to write. Raises like ``send``."""
-        self._move(self._library.send_parts, self._state.out, socket.SO_SNDTIMEO, head, part)
+        self._move(self._send_parts, self._state.out, head, part)
 
     def receive_slice(self, head: bytearray, part: Slice) -> None:
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
-        self._move(self._library.receive_parts, self._state.incoming, socket.SO_RCVTIMEO, head, part)
+        self._move(self._receive_parts, self._state.incoming, head, part)
 
-    def exchange(self, head: bytes, part: Slice, sum_bytes: int) -> memoryview:
+    def exchange(self, head: bytes, part: Slice, hashed: bool) -> memoryview:
         """A slice there and back, when nothing else is on its way: the head of its reply, until the next call."""
-        rows, state, ticks = _parts(0, 0, part), self._state, self._ticks
-        rows_at, num_rows, is_read = rows.buffer_info()[0], len(rows) // 3, part.operation is Operation.READ
-        state.out.tick_us, state.incoming.tick_us = ticks[socket.SO_SNDTIMEO], ticks[socket.SO_RCVTIMEO]
+        rows = _parts(0, 0, part, hashed)
+        rows_at, length = rows.buffer_info()
+        is_read, sum_bytes = part.operation is _READ, part.checksum_bytes
         code = errno.EINTR
         while code == errno.EINTR:  # Python has handled the signal: go on where we were
-            code = self._library.exchange(
-                self._at, head, len(head), is_read, rows_at, num_rows, sum_bytes, part.deadline
-            )
-        ticks[socket.SO_SNDTIMEO], ticks[socket.SO_RCVTIMEO] = state.out.tick_us, state.incoming.tick_us
+            code = self._exchange(self._at, head, len(head), is_read, rows_at, length // 3, sum_bytes, part.deadline)
         _check(code)
         return self._reply
 
-    def _move(self, move: _Move, flow: _Flow, option: int, head: bytes | bytearray, part: Slice) -> None:
-        rows = _parts(_address_of(head), len(head), part)
+    def _move(self, move: _Move, flow: _Flow, head: bytes | bytearray, part: Slice) -> None:
+        rows = _parts(_address_of(head), len(head), part, True)
+        rows_at, length = rows.buffer_info()
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
-        flow.tick_us = self._ticks[option]
         code = errno.EINTR
         while code == errno.EINTR:
-            code = move(
-                ctypes.addressof(flow), rows.buffer_info()[0], len(rows) // 3, part.checksum_bytes, part.deadline
-            )
-        self._ticks[option] = flow.tick_us
+            code = move(ctypes.addressof(flow), rows_at, length // 3, part.checksum_bytes, part.deadline)
         _check(code)
+
+    def _tick(self, option: int) -> int:
+        return int(self._flows[option].tick_us)
+
+    def _set_tick(self, option: int, micros: int) -> None:
+        super()._set_tick(option, micros)
+        self._flows[option].tick_us = micros
 
 
 class _Keyed(ctypes.Structure):
@@ -197,23 +202,25 @@ def suits(part: Slice) -> bool:
     return is_worth_it and hashes(part)
 
 
-def _parts(head_at: int, head_bytes: int, part: Slice) -> array[int]:
+def _parts(head_at: int, head_bytes: int, part: Slice, hashed: bool) -> array[int]:
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
     rows = array("Q", (head_at, head_bytes, 0))
     if type(part.pieces) is PieceTable:
         rows.frombytes(part.pieces.parts.tobytes())
         return rows
-    sums_at = [each.ctypes.data for each in part.sums] or itertools.repeat(0)
+    sums_at = [_address_of(each) for each in part.sums] if hashed and part.sums else itertools.repeat(0)
     for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
-        rows.extend((_address_of(piece.local), piece.local.nbytes, sum_at))
+        local = piece.local
+        rows.extend((_address_of(local), len(local), sum_at))
     return rows
 
 
-def _address_of(memory: bytes | bytearray | memoryview) -> int:
-    """Also of read-only memory, which ctypes refuses. It is not empty."""
-    if isinstance(memory, memoryview) and not memory.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
+def _address_of(memory: bytes | bytearray | memoryview | Checksums) -> int:
+    """Of the first byte: there is one."""
+    try:
+        return ctypes.addressof(_byte_in(memory))
+    except TypeError:  # it is read-only
+        return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def _check(code: int) -> None:

@@ -125,12 +125,15 @@ class Wire:
     def _arm(self, option: int, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left >= TICK_S:
-            if self._ticks[option] != _TICK_US:
+            if self._tick(option) != _TICK_US:
                 self._set_tick(option, _TICK_US)
         elif left <= 0:
             raise DeadlineExceeded("the deadline of the transfer is past")
-        elif not left / 8 <= self._ticks[option] / 1e6 <= left:
+        elif not left / 8 <= self._tick(option) / 1e6 <= left:
             self._set_tick(option, max(1000, int(left / 2 * 1e6)))  # zero would mean for ever
+
+    def _tick(self, option: int) -> int:
+        return self._ticks[option]
 
     def _set_tick(self, option: int, micros: int) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))

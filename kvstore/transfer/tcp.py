@@ -23,6 +23,7 @@ from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, Sta
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
+_READ, _OK = Operation.READ, Status.OK  # an enum's members are slow to find
 WINDOW = 4  # slices on their way on one connection,
 WINDOW_BYTES = 2 * protocol.MAX_FRAME_BYTES  # and so many bytes
 
@@ -71,14 +72,18 @@ class TcpPath:
 
     def carry(self, work: Work) -> None:
         """Reads and writes are never on their way together: both sides might then wait for the other to take bytes."""
-        taken = deque(part for _ in range(2) if (part := work.take()) is not None)  # and not sent yet
+        first = work.take()
+        if first is None:
+            return
+        following = work.take()
+        taken = [first] if following is None else [following, first]  # and not sent yet
         on_way: deque[tuple[int, Slice]] = deque()
         try:
-            if len(taken) == 1 and self._native is not None:
-                self._exchange(work, self._native, taken[0])
-                taken.popleft()
+            if following is None and self._native is not None:
+                self._exchange(work, self._native, first)
+                taken.clear()
             while True:
-                part = taken.popleft() if taken else work.take() if len(on_way) < WINDOW else None
+                part = taken.pop() if taken else work.take() if len(on_way) < WINDOW else None
                 if part is not None:
                     on_way.append((self._new_id(), part))
                     while on_way[0][1].operation is not part.operation:
@@ -114,12 +119,12 @@ class TcpPath:
     def _exchange(self, work: Work, wire: native.NativeWire, part: Slice) -> None:
         """The only slice, there and back in one call."""
         frame_id, hashed = self._new_id(), native.hashes(part)
-        reply = wire.exchange(_head(frame_id, part), part, part.checksum_bytes if hashed else 0)
+        reply = wire.exchange(_head(frame_id, part), part, hashed)
         self._settle(work, frame_id, part, reply, hashed)
 
     def _send(self, frame_id: int, part: Slice) -> None:
         head = _head(frame_id, part)
-        if part.operation is Operation.READ:
+        if part.operation is _READ:
             self._wire.send([head], part.deadline)
         elif self._native is not None and native.suits(part):
             self._native.send_slice(head, part)
@@ -129,7 +134,7 @@ class TcpPath:
     def _finish(self, work: Work, frame_id: int, part: Slice) -> None:
         """Take one reply."""
         head = bytearray(protocol.REPLY_BYTES)
-        is_read = part.operation is Operation.READ
+        is_read = part.operation is _READ
         hashed = self._native is not None and native.suits(part)
         if not is_read:
             self._wire.receive_into([memoryview(head)], part.deadline)
@@ -142,12 +147,11 @@ class TcpPath:
     def _settle(self, work: Work, frame_id: int, part: Slice, head: bytearray | memoryview, hashed: bool) -> None:
         """A refusal is the slice's, not the connection's: the stream of frames stays in step."""
         reply = protocol.unpack_reply(head)
-        if reply.frame_id != frame_id or reply.payload_bytes != (
-            part.nbytes if part.operation is Operation.READ else 0
-        ):
+        expected_bytes = part.nbytes if part.operation is _READ else 0
+        if reply.frame_id != frame_id or reply.payload_bytes != expected_bytes:
             raise ProtocolViolation("a reply that answers another frame")
         self.window_bytes = min(reply.credit_bytes, WINDOW_BYTES)
-        if reply.status is Status.OK:
+        if reply.status is _OK:
             work.done(part, hashed)
         else:
             work.refuse(part, self._refusal(reply, part))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from kvstore.checksum import Checksums, part_checksums
+from kvstore.checksum import Checksums, checksum, part_checksums
 from kvstore.transfer.protocol import Operation, WireRange
 from mooncake.errors import MooncakeError
 from mooncake.types import SegmentAddress
@@ -37,9 +37,10 @@ class Piece(NamedTuple):
     local: memoryview
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen it would take four times as long to make, which a small request notices
 class Slice:
-    """Pieces that travel together: 1 to MAX_RANGES of them, SLICE_BYTES in all or some more, one operation."""
+    """Pieces that travel together: 1 to MAX_RANGES of them, SLICE_BYTES in all or some more, one operation. Nothing
+    changes it."""
 
     operation: Operation
     pieces: Sequence[Piece]
@@ -51,7 +52,10 @@ class Slice:
     def hash(self) -> None:
         """Fill the checksums of all pieces from their local memory."""
         for piece, sums in zip(self.pieces, self.sums, strict=True):
-            sums[:] = part_checksums(piece.local, self.checksum_bytes)
+            if piece.local.nbytes <= self.checksum_bytes:
+                sums[0] = checksum(piece.local)
+            else:
+                sums[:] = part_checksums(piece.local, self.checksum_bytes)
 
 
 @dataclass(frozen=True, slots=True)
