@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import Flight
+from mooncake.app.sim.steps import StepRuns
 
 _KEEP_RUNS = 2048  # looked through for old ones when there are more
 
@@ -52,8 +52,7 @@ class DecodeMachine:
         self._step = 0  # first step of the present run of steps with one batch
         self._since = 0.0  # when it began
         self._first_ms = self._growth_ms = 0.0  # its first step; how much longer each next one is
-        self._runs: list[tuple[float, float]] = []  # (first step's ms, growth) of each run of steps
-        self._run_steps: list[int] = []  # and its first step
+        self._runs = StepRuns()
         self._version = 0
 
     def join(self, flight: Flight) -> None:
@@ -130,13 +129,9 @@ class DecodeMachine:
             return
         self._first_ms = self._curve.decode_ms(batch, self.context) * self.slowdown
         self._growth_ms = self._curve.decode_context_ms * batch * self.slowdown
-        if self._run_steps and self._run_steps[-1] == self._step:
-            self._runs[-1] = (self._first_ms, self._growth_ms)
-        else:
-            self._runs.append((self._first_ms, self._growth_ms))
-            self._run_steps.append(self._step)
-            if len(self._runs) > _KEEP_RUNS:
-                self._drop_old_runs()
+        self._runs.begin(self._step, self._first_ms, self._growth_ms)
+        if len(self._runs) > _KEEP_RUNS:
+            self._runs.drop_before(min(flight.start_step for flight in self.running))
         self._plan()
 
     def _plan(self, must_stop: bool = False) -> None:
@@ -183,41 +178,8 @@ class DecodeMachine:
         return math.floor(steps + 1e-6) if whole else math.ceil(steps - 1e-6)
 
     def _tail_ms(self, flight: Flight) -> float:
-        """Mean of the longest tenth of the flight's gaps. Its first gap began with the token that prefill gave."""
-        begin, end_step = flight.start_step, flight.end_step
-        gaps = end_step - begin
-        if gaps <= 0:
+        """Of the flight's gaps. Its first gap began with the token that prefill gave."""
+        if flight.end_step <= flight.start_step:
             return math.nan
-        wanted = -(-gaps // 10)
-        at, stop = bisect_right(self._run_steps, begin) - 1, bisect_left(self._run_steps, end_step)
-        ends = self._run_steps[at + 1 : stop]
-        ends.append(end_step)
-        parts: list[tuple[float, float, int]] = []  # (longest, growth, steps) of each run, in the flight's life
-        offset = begin - self._run_steps[at]  # of its first step in its first run
-        span, waits = 0.0, True
-        for (first, growth), end in zip(self._runs[at:stop], ends, strict=True):
-            count = end - begin
-            shortest, longest = first + growth * offset, first + growth * (offset + count - 1)
-            span += count * (shortest + longest) / 2
-            if waits:  # the first step waited for the hand-off and for the step before it
-                first_step_ms, waits, offset = shortest, False, 0
-                count -= 1
-            if count:
-                parts.append((longest, growth, count))
-            begin = end
-        waited = max(0.0, (self._agenda.now - flight.first_token_s) * 1e3 - span)
-        parts.append((first_step_ms + waited, 0.0, 1))
-        parts.sort(reverse=True)
-        total, left = 0.0, wanted
-        for longest, growth, count in parts:
-            if count >= left:
-                total += left * (longest - growth * (left - 1) / 2)
-                break
-            total += count * (longest - growth * (count - 1) / 2)
-            left -= count
-        return total / wanted * self._curve.decode_tail
-
-    def _drop_old_runs(self) -> None:
-        oldest = min(flight.start_step for flight in self.running)
-        keep = max(bisect_right(self._run_steps, oldest) - 1, 0)
-        del self._runs[:keep], self._run_steps[:keep]
+        lived_ms = (self._agenda.now - flight.first_token_s) * 1e3
+        return self._runs.tail_ms(flight.start_step, flight.end_step, lived_ms) * self._curve.decode_tail

@@ -1,0 +1,104 @@
+"""How long the steps of a decode machine took: runs of steps with one batch, kept while an answer that began in them is
+under way.
+
+In a run every step is longer than the one before by the same small time. ``steps.cpp`` finds an answer's longest gaps
+as ``_tail_ms`` does, which is the definition, and serves where that cannot be built. Numbers only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+
+from mooncake.native import BuildFailed, load_native
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("steps.cpp")
+# Python adds and multiplies in steps, too: without fused operations both round alike.
+FLAGS = ("-ffp-contract=off",)
+
+
+class StepRuns:
+    """Runs in order; steps are numbered from 0 on and have no gap between them."""
+
+    def __init__(self, native: bool = True) -> None:
+        self._starts = array("q")  # first step of each run
+        self._first_ms = array("d")  # and how long that took
+        self._growth_ms = array("d")  # how much longer each next one did
+        self._native = _load() if native else None
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def begin(self, step: int, first_ms: float, growth_ms: float) -> None:
+        """A run begins with this step, in place of one that began with it."""
+        if self._starts and self._starts[-1] == step:
+            self._first_ms[-1], self._growth_ms[-1] = first_ms, growth_ms
+            return
+        self._starts.append(step)
+        self._first_ms.append(first_ms)
+        self._growth_ms.append(growth_ms)
+
+    def drop_before(self, step: int) -> None:
+        """Forget runs that ended by then."""
+        keep = max(bisect_right(self._starts, step) - 1, 0)
+        del self._starts[:keep], self._first_ms[:keep], self._growth_ms[:keep]
+
+    def tail_ms(self, begin: int, end: int, lived_ms: float) -> float:
+        """Mean of the longest tenth of an answer's gaps, those of steps ``begin`` to ``end``, at least one. They took
+        ``lived_ms``: the first one waited for the hand-off and for the step before it. Runs are taken one after the
+        other, as if steps differed more between batches than in one."""
+        if self._native is None:
+            return self._tail_ms(begin, end, lived_ms)
+        starts, size = self._starts.buffer_info()
+        return self._native(
+            starts, self._first_ms.buffer_info()[0], self._growth_ms.buffer_info()[0], size, begin, end, lived_ms
+        )
+
+    def _tail_ms(self, begin: int, end: int, lived_ms: float) -> float:
+        wanted = -(-(end - begin) // 10)
+        at, stop = bisect_right(self._starts, begin) - 1, bisect_left(self._starts, end)
+        run_ends = self._starts[at + 1 : stop]
+        run_ends.append(end)
+        parts: list[tuple[float, float, int]] = []  # (longest, growth, steps) of each run, in the answer's life
+        offset = begin - self._starts[at]  # of its first step in its first run
+        span, first_step_ms, waits = 0.0, 0.0, True
+        for first, growth, run_end in zip(self._first_ms[at:stop], self._growth_ms[at:stop], run_ends, strict=True):
+            count = run_end - begin
+            shortest, longest = first + growth * offset, first + growth * (offset + count - 1)
+            span += count * (shortest + longest) / 2
+            if waits:
+                first_step_ms, waits, offset = shortest, False, 0
+                count -= 1
+            if count:
+                parts.append((longest, growth, count))
+            begin = run_end
+        parts.append((first_step_ms + max(0.0, lived_ms - span), 0.0, 1))
+        parts.sort(reverse=True)
+        total, left = 0.0, wanted
+        for longest, growth, count in parts:
+            taken = min(count, left)
+            total += taken * (longest - growth * (taken - 1) / 2)
+            left -= taken
+            if not left:
+                break
+        return total / wanted
+
+
+@functools.cache
+def _load() -> Callable[..., float] | None:
+    try:
+        function = load_native("steps", SOURCE, flags=FLAGS).tail_ms
+    except BuildFailed as error:
+        log.warning("summing up steps in Python, more slowly: %s", error)
+        return None
+    function.restype = c_double
+    function.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_double)
+    found: Callable[..., float] = function
+    return found
