@@ -34,7 +34,7 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 600.0  # large weights and a first compilation take minutes; who dies is told at once
 CONDUCTOR_GRACE_S = DRAIN_S + 5.0  # for the conductor to finish the requests it has, and to close
 STOP_GRACE_S = 8.0  # for the other nodes to end by themselves
 POLL_S = 0.05
@@ -54,7 +54,6 @@ class Child:
     node_id: str
     role: str
     process: asyncio.subprocess.Process | None = None
-    restarts: int = 0
     incarnation: int = 0  # that the conductor last knew; 0: none
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES_KEPT))
 
@@ -245,7 +244,6 @@ class LocalCluster:
             self._tell(f"{error.message}; starting it again in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            child.restarts += 1
             await self._spawn(child)
 
     async def _live(self, child: Child) -> int:

@@ -11,6 +11,7 @@ from mooncake.errors import NodeUnavailable
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
 
+PATIENCE_S = 10.0  # after which a wait is explained
 POLL_S = 0.05
 CALL_S = 2.0
 # a conductor that is just starting refuses connections: look again soon
@@ -41,10 +42,18 @@ class Readiness:
         """Raises NodeUnavailable, naming who is missing, when that takes longer than ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._poll()
+                explaining = asyncio.create_task(self._explain(), name="explain a long wait")
+                try:
+                    await self._poll()
+                finally:
+                    explaining.cancel()
         except TimeoutError:
             missing = ", ".join(self._missing)
             raise NodeUnavailable(f"not ready after {timeout_s:g} s: still waiting for {missing}") from None
+
+    async def _explain(self) -> None:
+        await asyncio.sleep(PATIENCE_S)
+        self._tell("still starting: a first start compiles kernels and converts weights; large ones take long to read")
 
     async def _poll(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
