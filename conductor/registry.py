@@ -72,6 +72,7 @@ class NodeInfo:
     block_tokens: int = 0
     max_sequences: int = 0
     can_switch: bool = False  # between prefill and decode
+    device: str = ""  # that it computes on
 
     @property
     def host_id(self) -> str:

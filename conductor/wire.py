@@ -25,6 +25,7 @@ def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
         block_tokens=message.block_tokens,
         max_sequences=message.max_sequences,
         can_switch=message.can_switch,
+        device=message.device,
     )
 
 
@@ -39,6 +40,7 @@ def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
         block_tokens=info.block_tokens,
         max_sequences=info.max_sequences,
         can_switch=info.can_switch,
+        device=info.device,
     )
 
 

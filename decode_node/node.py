@@ -55,6 +55,7 @@ class DecodeNode:
             kv_fingerprint=self.host.fingerprint,
             block_tokens=config.block.tokens,
             max_sequences=config.decode.max_sequences,
+            device=self.host.device,
         )
         self._membership = Membership(config, info, self._report)
         await self._membership.start()

@@ -54,6 +54,7 @@ class PrefillNode:
             kv_fingerprint=self.host.fingerprint,
             block_tokens=config.block.tokens,
             max_sequences=config.prefill.max_sequences,
+            device=self.host.device,
         )
         self._membership = Membership(config, info, self._report)
         await self._membership.start()

@@ -172,6 +172,7 @@ class ComputeNode:
             block_tokens=self.config.block.tokens,
             max_sequences=self.config.decode.max_sequences,
             can_switch=True,
+            device=self.host.device,
         )
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:

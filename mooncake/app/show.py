@@ -65,7 +65,7 @@ def switch_role(address: str, node_id: str, role: str) -> None:
 
 
 def _node_table(status: pb.StatusResponse) -> Table:
-    table = plain_table("node", "state", "address", "running", "waiting", "blocks used", "cached", "free")
+    table = plain_table("node", "state", "address", "device", "running", "waiting", "blocks used", "cached", "free")
     for node in status.nodes:
         load = node.load
         style = STATE_STYLES.get(node.state, "red")
@@ -74,6 +74,7 @@ def _node_table(status: pb.StatusResponse) -> Table:
             escape(node.info.node_id),
             f"[{style}]{escape(node.state)}[/]{_sickness(node)}",
             escape(node.info.control_address),
+            escape(node.info.device),
             *(f"{count:,}" for count in counts),
         )
     return table

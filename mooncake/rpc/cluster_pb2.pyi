@@ -32,6 +32,7 @@ class NodeInfo(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     CAN_SWITCH_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode", "store" """
@@ -44,6 +45,8 @@ class NodeInfo(_message.Message):
     max_sequences: _builtins.int
     can_switch: _builtins.bool
     """can become the other one of "prefill" and "decode" """
+    device: _builtins.str
+    """of prefill and decode nodes: "cpu", "cuda", "cuda:1", …"""
     @_builtins.property
     def segment(self) -> _common_pb2.SegmentAddress: ...
     def __init__(
@@ -58,10 +61,11 @@ class NodeInfo(_message.Message):
         block_tokens: _builtins.int = ...,
         max_sequences: _builtins.int = ...,
         can_switch: _builtins.bool = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
