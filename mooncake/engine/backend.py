@@ -94,14 +94,17 @@ def on_gpu(
             raise ModelError(f"{checkpoint.config.architecture} does not run on GPUs; the Llama family does")
         return model
 
-    gpu = GpuModel(
-        build,
-        max_blocks=-(-size.max_model_len // size.layout.block_tokens),
-        dtype=TORCH_DTYPES[precision.dtype],
-        device=None if INTERPRETED else device,
-        buckets=() if INTERPRETED else BUCKETS,
-    )
-    return Backend(gpu, DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places))
+    try:
+        gpu = GpuModel(
+            build,
+            max_blocks=-(-size.max_model_len // size.layout.block_tokens),
+            dtype=TORCH_DTYPES[precision.dtype],
+            device=None if INTERPRETED else device,
+            buckets=() if INTERPRETED else BUCKETS,
+        )
+        return Backend(gpu, DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
 def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:

@@ -177,7 +177,8 @@ class GpuModel:
             self._model.forward(buffers, cache, NoHook())
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Threads that copy blocks meanwhile are no part of it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._model.forward(buffers, cache, NoHook())
         self._pool = self._pool or graph.pool()
         log.debug("captured a decode step of %d sequences", bucket)

@@ -84,6 +84,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("node.port=65536", "node.port must be between 0 and 65535"),
         ("decode.max_sequences=0", "decode.max_sequences must be at least 1"),
         ("decode.threads=-1", "decode.threads must not be negative"),
+        ("prefill.device=gpu", 'prefill.device must be "cpu", "cuda" or "cuda:N", got \'gpu\''),
         ("model.dtype=int4", "model.dtype must be one of auto, float32, bfloat16, got 'int4'"),
         ("model.kv_dtype=int4", "model.kv_dtype must be one of auto, float32, bfloat16, int8, got 'int4'"),
         ("model.weights=w4a4", "model.weights must be one of auto, int8, w8a8, got 'w4a4'"),

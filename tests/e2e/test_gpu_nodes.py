@@ -6,9 +6,10 @@ node is not the memory that other nodes write and read, and blocks are copied be
 
 from __future__ import annotations
 
-import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -99,6 +100,8 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
 
     # The next turn begins with blocks that the decode node has filled, which the prefill node finds in the pool.
     await wait_idle(channel)
+    devices = {node.info.role: node.info.device for node in (await status(channel)).nodes}
+    assert devices == {"prefill": "cuda", "decode": "cuda", "store": ""}
     turn = PROMPT + first.tokens + PROMPT[:7]
     second = await ask(channel, turn, 3)
     assert [second.tokens] == on_cpu(model, turn, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
@@ -115,3 +118,20 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
     assert after["blocks_copied_on_write"] - before["blocks_copied_on_write"] == 1
     assert after["handoffs_taken"] - before["handoffs_taken"] == 1
     assert after["blocks_written_back"] > 0
+
+
+def test_a_device_that_is_not_there_is_named_in_one_sentence(model: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "decode_node",
+        "--set",
+        f"model.path='{model}'",
+        "--set",
+        "decode.device='cuda:99'",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert "device 'cuda:99' is not here: torch finds" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,88 @@
+"""A cache on a GPU and its mirror in host memory, here in Triton's interpreter: blocks go where they are asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tiny_model import write_tiny_model
+
+from mooncake import LLM, SamplingParams
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.backend import CacheSize, on_device
+from mooncake.engine.device_cache import DeviceCache, HostMirror
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ModelError
+from mooncake.kernels.gpu import GpuKernels
+from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.precision import resolve_precision
+from mooncake.types import KVLayout
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, block_tokens=4, head_dim=8, dtype="float32")
+
+
+@pytest.fixture
+def cache() -> DeviceCache:
+    return DeviceCache(LAYOUT, 6, GpuKernels().device, num_places=2)
+
+
+def test_a_layer_or_all_of_some_blocks_go_out_and_in_and_the_others_stay(cache: DeviceCache) -> None:
+    buffer = memoryview(bytearray(6 * LAYOUT.block_bytes))
+    mirror = HostMirror(cache, buffer)
+    cache.tensor.copy_(torch.arange(cache.tensor.numel()).view(cache.tensor.shape))
+    seen = KVCache(LAYOUT, 6, buffer).tensor  # as another node sees it
+
+    mirror.to_host([4, 1], layer=2).wait()
+    expected = torch.zeros_like(seen)
+    expected[[4, 1], 2] = cache.tensor[[4, 1], 2].cpu()
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+    mirror.to_host([0]).wait()
+    mirror.to_host([]).wait()
+    expected[0] = cache.tensor[0].cpu()
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+
+    before = cache.tensor.cpu().clone()
+    mirror.memory[3] = np.arange(LAYOUT.block_bytes) % 7  # a peer's write
+    mirror.to_device([3], layer=1).order()
+    mirror.to_device([5]).wait()
+    mirror.settle()
+    before[3, 1], before[5] = seen[3, 1], 0
+    torch.testing.assert_close(cache.tensor.cpu(), before, rtol=0, atol=0)
+    mirror.close()
+
+
+def test_places_keep_blocks(cache: DeviceCache) -> None:
+    cache.tensor[2] = 5
+    cache.copy_block(2, 7)  # the second place
+    cache.tensor[2] = 0
+    cache.copy_block(7, 4)
+    cache.copy_block(4, 0)
+    assert [int(cache.tensor[block].min()) for block in (0, 2, 4)] == [5, 0, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU, token by token")
+def test_who_gives_way_comes_back_from_host_memory_with_the_same_tokens(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, head_dim=16, hidden_size=64)
+    prompts = [np.random.default_rng(seed).integers(3, 320, 14).tolist() for seed in range(2)]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    found = {}
+    for device in ("cpu", "cuda"):
+        with LLM(str(tmp_path), kv_gb=3.2 * 8192e-9, block_tokens=16, device=device, threads=1) as llm:
+            answers = llm.generate(prompts, sampling, use_tqdm=False)
+            assert llm.engine.load().swapped_blocks > 0, "nobody had to give way"
+        found[device] = [answer.token_ids for answer in answers]
+    assert found["cuda"] == found["cpu"]
+
+
+def test_what_a_gpu_cannot_do_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    size = CacheSize(checkpoint.kv_layout(16, "int8"), 4, 64)
+    with pytest.raises(ModelError, match="int8 pages"):
+        on_device("cuda", checkpoint, resolve_precision("float32", "int8"), size)
