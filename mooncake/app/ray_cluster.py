@@ -184,12 +184,14 @@ class RayCluster:
         if is_loopback(self.config.conductor.host):
             check_ports(self.config)
         children = children_of(self.config)
-        cpus = [ACTOR_CPUS[child.role] for child in children]
+        needs = [needs_of(self.config, child.role) for child in children]
         if self._private is not None:
             self._tell("starting a private Ray")
-            self._ray_address = self._private.start(num_cpus=max(available_cores(), int(sum(cpus)) + 1))
+            self._ray_address = self._private.start(
+                num_cpus=max(available_cores(), int(sum(need["CPU"] for need in needs)) + 1)
+            )
         self._connect()
-        self._place(cpus)
+        self._place(needs)
         for index, child in enumerate(children):
             self._tell(f"starting {child.node_id}")
             self._start_actor(index, child.node_id, child.role)
@@ -213,15 +215,16 @@ class RayCluster:
             reason = str(error).splitlines()[0]
             raise NodeUnavailable(f"cannot join the Ray at {self._ray_address}: {reason}") from None
 
-    def _place(self, cpus: list[float]) -> None:
+    def _place(self, needs: list[dict[str, float]]) -> None:
         import ray
 
         strategy = "STRICT_PACK" if is_loopback(self.config.conductor.host) else "PACK"
-        self._group = ray.util.placement_group([{"CPU": count} for count in cpus], strategy=strategy)
+        self._group = ray.util.placement_group(needs, strategy=strategy)
         if not self._group.wait(START_S):
+            cpus, gpus = (sum(need.get(kind, 0.0) for need in needs) for kind in ("CPU", "GPU"))
             raise NodeUnavailable(
-                f"Ray has no room for {len(cpus)} actors with {sum(cpus):g} CPUs in all; start fewer nodes, or give "
-                "Ray more CPUs"
+                f"Ray has no room for {len(needs)} actors with {cpus:g} CPUs and {gpus:g} GPUs in all; start fewer "
+                "nodes, or give Ray more of them"
             )
 
     def _start_actor(self, bundle: int, node_id: str, role: str) -> None:
@@ -237,6 +240,7 @@ class RayCluster:
             .options(
                 name=node_id,
                 num_cpus=ACTOR_CPUS[role],
+                num_gpus=needs_of(self.config, role).get("GPU", 0.0),
                 max_restarts=-1,
                 max_concurrency=4,  # looking and stopping go on while a call hangs
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -351,6 +355,13 @@ class PrivateRay:
                 words = log_file.read_text(errors="replace").strip().splitlines()
                 raise NodeUnavailable(f"Ray did not start: {words[-1] if words else 'it said nothing'}")
             time.sleep(0.05)
+
+
+def needs_of(config: Config, role: str) -> dict[str, float]:
+    """What Ray shall keep for an actor of this role. It shows the actor only the GPU that it got, as the first one."""
+    section = {"prefill": config.prefill, "decode": config.decode}.get(role)
+    cpus = {"CPU": ACTOR_CPUS[role]}
+    return cpus if section is None or section.device == "cpu" else cpus | {"GPU": 1.0}
 
 
 def is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from live import small_config
 
 from mooncake.app.preflight import free_port
-from mooncake.app.ray_cluster import PrivateRay, RayCluster, is_loopback
+from mooncake.app.ray_cluster import PrivateRay, RayCluster, is_loopback, needs_of
 from mooncake.client import Client, GenerateResult
 from mooncake.errors import ConfigError
 from mooncake.types import SamplingParams
@@ -77,3 +77,10 @@ def test_a_port_that_is_taken_is_told_before_ray_starts() -> None:
 def test_loopback_is_known_by_number_and_by_name() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "node-1.example"))
+
+
+def test_only_a_node_that_computes_on_a_gpu_asks_for_one() -> None:
+    config = small_config("decode.device=cuda")
+    assert [role for role in ("conductor", "store", "prefill", "decode") if "GPU" in needs_of(config, role)] == [
+        "decode"
+    ]
