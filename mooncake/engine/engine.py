@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 import torch
 
-from mooncake.engine.beams import Candidate
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.contract import (
     NO_HOOK,
@@ -27,14 +26,16 @@ from mooncake.engine.contract import (
     StepOutput,
 )
 from mooncake.engine.draft_model import DraftModel
+from mooncake.engine.gate import Gate
+from mooncake.engine.roster import Roster
 from mooncake.engine.sampler import Sampler, token_logprob
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
-from mooncake.engine.searches import Searches, first_candidates, is_beam
+from mooncake.engine.searches import Searches, first_candidates, handed_candidates, is_beam
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
-from mooncake.errors import Cancelled, HandoffFailed, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
+from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
@@ -82,13 +83,12 @@ class Engine:
     ) -> None:
         """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused.
         ``draft_model`` guesses tokens where ``config.speculative_tokens`` allows it, in place of prompt lookup."""
-        self._guides = guides
         self.config = config
         self.cache = cache
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)
         self.is_stalled = False  # the last step found nothing that could run before blocks are given back
         self._model = model
-        self._vocab_size = model.config.vocab_size
+        self._gate = Gate(model.config.vocab_size, config.max_model_len, guides)
         self._sampler = Sampler(guides)
         self._scheduler = Scheduler(
             self.block_pool,
@@ -100,7 +100,7 @@ class Engine:
         )
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
         self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
-        self._sequences: dict[str, Sequence] = {}
+        self._roster = Roster()
         self._num_computed_tokens = 0
         self._costs = StepCosts(config, self._scheduler.swap)
         self._num_drafted = self._num_accepted = 0
@@ -108,10 +108,8 @@ class Engine:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = drafter.propose
         self._searches = Searches(self._fork, self._retire)
-        self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
         self._not_announced: deque[Admission] = deque()
         self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
-        self._ended: list[tuple[str, MooncakeError]] = []
 
     # Requests
 
@@ -119,34 +117,34 @@ class Engine:
         """Queue it. Raises InvalidRequest, ContextTooLong, OutOfBlocks when it can never run here, Overloaded."""
         self._check(sequence)
         self._scheduler.add(sequence)
-        self._keep(sequence)
+        self._roster.enter(sequence)
 
     def abort(self, request_id: str) -> None:
         """The request ends now, without (the rest of) its answers. Idempotent.
 
         A reserved one is left as it is: someone may still be writing into its blocks, so it takes ``cancel_reserved``.
         """
-        for sequence in self._answers_to(request_id):
+        for sequence in self._roster.answers_to(request_id):
             if sequence.state is not SequenceState.RESERVED:
                 self._end(sequence, Cancelled(f"request {request_id} was aborted"))
 
     def end_choice(self, request_id: str, choice: int) -> None:
         """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
-        for sequence in self._answers_to(request_id):
+        for sequence in self._roster.answers_to(request_id):
             is_it = sequence.choice == choice and sequence.has_forked and not is_beam(sequence)
             if is_it and sequence.state in _UNDER_WAY:
                 self._retire(sequence)
-                self._close(sequence)
+                self._roster.close(request_id)
 
     def release(self, request_id: str) -> None:
         """Give back what ``hold_blocks`` kept. Idempotent."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is not None and sequence.state is SequenceState.HELD:
             self._retire(sequence)
 
     def is_open(self, request_id: str) -> bool:
         """Whether some answer of the request is still to end."""
-        return request_id in self._open
+        return self._roster.is_open(request_id)
 
     # The receiving side of a hand-off
 
@@ -160,7 +158,7 @@ class Engine:
         sequence.num_cached_tokens = first_block * self.config.block_tokens
         sequence.num_sealed = first_block
         sequence.admitted_s = time.monotonic()
-        self._keep(sequence)
+        self._roster.enter(sequence)
         return Reservation(first_block, sequence.block_table[first_block:])
 
     def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
@@ -169,17 +167,16 @@ class Engine:
 
         Raises HandoffFailed when it is not reserved (any more), InvalidRequest when a token is not its next one.
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             raise HandoffFailed(f"request {request_id} is not reserved here (any more)")
-        self._check_first_tokens(sequence, first_tokens)
+        self._gate.check_first_tokens(sequence, first_tokens)
         sequence.num_computed = sequence.num_tokens
         sequence.prompt_logprobs = None  # whoever computed the prompt has told them
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
         if is_beam(sequence):
-            candidates = [Candidate(0, token_id, score) for token_id, score in _top(first_tokens[0])]
-            self._give_out(self._searches.begin(sequence, candidates))
+            self._give_out(self._searches.begin(sequence, handed_candidates(first_tokens[0])))
             return
         answers = self._answers_of(sequence)
         finished = []
@@ -193,7 +190,7 @@ class Engine:
 
     def cancel_reserved(self, request_id: str) -> None:
         """Nobody writes into its blocks any more, and it shall not run. Idempotent."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._end(sequence, Cancelled(f"the reservation of request {request_id} was cancelled"))
 
@@ -201,7 +198,7 @@ class Engine:
 
     def rewind(self, request_id: str) -> None:
         """Its blocks could not be loaded: start over and compute everything that is not cached here. Idempotent."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is None:
             return
         sequence.external_blocks = 0
@@ -242,8 +239,7 @@ class Engine:
 
     def take_ended(self) -> list[tuple[str, MooncakeError]]:
         """Sequences that ended without a last token since the last call, and why."""
-        ended, self._ended = self._ended, []
-        return ended
+        return self._roster.take_failures()
 
     def fail_all(self, error: MooncakeError, request_ids: Iterable[str] | None = None) -> None:
         """End these sequences (or all that run or wait) with ``error``: their step cannot be done.
@@ -361,10 +357,10 @@ class Engine:
             self._outputs.append(_output(sequence, token, reason))
             if reason is not None:
                 finished.append(sequence)
-            elif sequence.request_id not in self._sequences:
+            elif sequence.request_id not in self._roster:
                 children.setdefault(sequence.root_id, []).append(sequence)
         for root_id, forks in children.items():
-            self._fork(self._sequences[root_id], forks)
+            self._fork(self._roster[root_id], forks)
         return finished
 
     def _confirm(self, sequence: Sequence, draft: list[int], logits: torch.Tensor, has_ended: bool) -> bool:
@@ -397,7 +393,7 @@ class Engine:
             return [sequence]
         sequence.has_forked = True
         others = [sequence.spawn(choice) for choice in range(1, sequence.sampling.num_answers)]
-        self._open[sequence.root_id] += len(others)
+        self._roster.expect(sequence.root_id, len(others))
         return [sequence, *others]
 
     def _hand_on(self, sequence: Sequence, row: torch.Tensor) -> Sequence:
@@ -410,12 +406,12 @@ class Engine:
         """All answers of a search that is over, or nothing."""
         if found:
             self._outputs += found
-            del self._open[found[0].request_id]
+            self._roster.close(found[0].request_id)
 
     def _fork(self, parent: Sequence, children: list[Sequence]) -> None:
         for child in children:
             self._scheduler.fork(parent, child)
-            self._sequences[child.request_id] = child
+            self._roster.join(child)
 
     def _announce(self, hook: StepHook) -> None:
         while self._not_announced:
@@ -446,10 +442,10 @@ class Engine:
 
     def _complete(self, sequence: Sequence) -> None:
         """It has its last token."""
-        self._close(sequence)
+        self._roster.close(sequence.root_id)
         if sequence.hold_blocks:
             self._scheduler.finish(sequence, hold=True)
-        elif sequence.request_id in self._sequences:
+        elif sequence.request_id in self._roster:
             self._retire(sequence)
 
     def _end(self, sequence: Sequence, error: MooncakeError) -> None:
@@ -463,61 +459,22 @@ class Engine:
 
     def _forget(self, sequence: Sequence, error: MooncakeError) -> None:
         """The scheduler has finished it already."""
-        del self._sequences[sequence.request_id]
+        self._roster.leave(sequence)
         self._tell_end(sequence, error)
 
     def _tell_end(self, sequence: Sequence, error: MooncakeError) -> None:
-        self._close(sequence)
         self._searches.drop(sequence.root_id)
-        self._ended.append((sequence.root_id, error))
-
-    def _keep(self, sequence: Sequence) -> None:
-        self._sequences[sequence.request_id] = sequence
-        self._open[sequence.root_id] += 1
-
-    def _close(self, sequence: Sequence) -> None:
-        self._open[sequence.root_id] -= 1
-        if not self._open[sequence.root_id]:
-            del self._open[sequence.root_id]
+        self._roster.fail(sequence.root_id, error)
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
-        del self._sequences[sequence.request_id]
-
-    def _answers_to(self, request_id: str) -> list[Sequence]:
-        return [sequence for sequence in self._sequences.values() if sequence.root_id == request_id]
+        self._roster.leave(sequence)
 
     def _check(self, sequence: Sequence) -> None:
-        """Refuse what would break a step. Raises InvalidRequest, ContextTooLong."""
-        if sequence.request_id in self._sequences:
+        """Raises InvalidRequest, ContextTooLong."""
+        if sequence.request_id in self._roster:
             raise InvalidRequest(f"request {sequence.request_id} is here already", "request_id")
-        if sequence.state is not SequenceState.WAITING:
-            raise InternalError(f"sequence {sequence.request_id} is {sequence.state} already")
-        if int(sequence.tokens.max()) >= self._vocab_size:
-            raise InvalidRequest(f"a token id is not below the vocabulary's size, {self._vocab_size}", "prompt")
-        if any(not 0 <= token_id < self._vocab_size for token_id, _ in sequence.sampling.logit_bias):
-            raise InvalidRequest(f"logit_bias names a token that is not below {self._vocab_size}", "logit_bias")
-        if sequence.sampling.guide is not None:
-            if self._guides is None:
-                raise InvalidRequest("this engine cannot guide answers", "guide")
-            self._guides.compile(sequence.sampling.guide)
-        sequence.limit_length(self.config.max_model_len)
-
-    def _check_first_tokens(self, sequence: Sequence, tokens: Rows[SampledToken]) -> None:
-        """Raises InvalidRequest when its answers cannot begin with them."""
-        expected = 1 if sequence.has_forked else sequence.sampling.num_answers
-        if len(tokens) != expected:
-            raise InvalidRequest(f"{len(tokens)} first tokens came for {expected} answers to {sequence.root_id}")
-        for token in tokens:
-            token_ids = [token.token_id, *(other for other, _ in _top(token))]
-            if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
-                raise InvalidRequest(f"token {token.index} is not the next one of request {sequence.root_id}")
-        if is_beam(sequence) and not _top(tokens[0]):
-            raise InvalidRequest(f"no candidates came for the beams of request {sequence.root_id}")
-
-
-def _top(token: SampledToken) -> Rows[tuple[int, float]]:
-    return token.logprob.top if token.logprob else ()
+        self._gate.check(sequence)
 
 
 def _output(sequence: Sequence, token: SampledToken, finish_reason: FinishReason | None) -> StepOutput:

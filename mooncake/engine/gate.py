@@ -1,0 +1,46 @@
+"""What may enter an engine: a sequence, or the first tokens of one, is refused here before it could break a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from mooncake.engine.searches import handed_candidates, is_beam
+from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.errors import InternalError, InvalidRequest
+from mooncake.guides import Guides
+from mooncake.types import SampledToken
+
+
+class Gate:
+    """The limits of one model in one engine."""
+
+    def __init__(self, vocab_size: int, max_model_len: int, guides: Guides | None) -> None:
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._guides = guides
+
+    def check(self, sequence: Sequence) -> None:
+        """Also cuts its length to the context. Raises InvalidRequest, ContextTooLong."""
+        if sequence.state is not SequenceState.WAITING:
+            raise InternalError(f"sequence {sequence.request_id} is {sequence.state} already")
+        if int(sequence.tokens.max()) >= self._vocab_size:
+            raise InvalidRequest(f"a token id is not below the vocabulary's size, {self._vocab_size}", "prompt")
+        if any(not 0 <= token_id < self._vocab_size for token_id, _ in sequence.sampling.logit_bias):
+            raise InvalidRequest(f"logit_bias names a token that is not below {self._vocab_size}", "logit_bias")
+        if sequence.sampling.guide is not None:
+            if self._guides is None:
+                raise InvalidRequest("this engine cannot guide answers", "guide")
+            self._guides.compile(sequence.sampling.guide)
+        sequence.limit_length(self._max_model_len)
+
+    def check_first_tokens(self, sequence: Sequence, tokens: Rows[SampledToken]) -> None:
+        """Raises InvalidRequest when its answers cannot begin with them."""
+        expected = 1 if sequence.has_forked else sequence.sampling.num_answers
+        if len(tokens) != expected:
+            raise InvalidRequest(f"{len(tokens)} first tokens came for {expected} answers to {sequence.root_id}")
+        for token in tokens:
+            token_ids = [token.token_id, *(candidate.token_id for candidate in handed_candidates(token))]
+            if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
+                raise InvalidRequest(f"token {token.index} is not the next one of request {sequence.root_id}")
+        if is_beam(sequence) and not handed_candidates(tokens[0]):
+            raise InvalidRequest(f"no candidates came for the beams of request {sequence.root_id}")

@@ -1,0 +1,67 @@
+"""Who is in an engine: its sequences by id, how many answers of each request are still to end, and who ended badly.
+
+It keeps account and decides nothing. It must not know about blocks, steps or tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import MooncakeError
+
+
+class Roster:
+    """A request enters with one answer to end; forks of it join as answers or beams."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, Sequence] = {}
+        self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
+        self._failures: list[tuple[str, MooncakeError]] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def __getitem__(self, request_id: str) -> Sequence:
+        return self._sequences[request_id]
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._sequences.get(request_id)
+
+    def answers_to(self, root_id: str) -> list[Sequence]:
+        """The sequences of one request."""
+        return [sequence for sequence in self._sequences.values() if sequence.root_id == root_id]
+
+    def enter(self, sequence: Sequence) -> None:
+        """A new request."""
+        self.join(sequence)
+        self.expect(sequence.root_id, 1)
+
+    def join(self, fork: Sequence) -> None:
+        """Another sequence of a request that is here, or was: its answer is counted by ``expect``, if it is one."""
+        self._sequences[fork.request_id] = fork
+
+    def leave(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+
+    def expect(self, root_id: str, num_answers: int) -> None:
+        self._open[root_id] += num_answers
+
+    def is_open(self, root_id: str) -> bool:
+        """Whether some answer of the request is still to end."""
+        return root_id in self._open
+
+    def close(self, root_id: str) -> None:
+        """One answer of the request has ended."""
+        self._open[root_id] -= 1
+        if not self._open[root_id]:
+            del self._open[root_id]
+
+    def fail(self, root_id: str, error: MooncakeError) -> None:
+        """One answer of the request has ended, without its last token."""
+        self.close(root_id)
+        self._failures.append((root_id, error))
+
+    def take_failures(self) -> list[tuple[str, MooncakeError]]:
+        failures, self._failures = self._failures, []
+        return failures
