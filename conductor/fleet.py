@@ -301,8 +301,13 @@ class Fleet:
             (view.fetch_latency, view.fetch_byte, view.fetch_measured),
             (view.send_latency, view.send_byte, view.send_measured),
         ):
-            np.copyto(latency, usual.latency_ms, where=~measured)
-            np.copyto(byte, usual.byte_ms, where=~measured)
+            if measured.any():
+                unmeasured = ~measured
+                np.copyto(latency, usual.latency_ms, where=unmeasured)
+                np.copyto(byte, usual.byte_ms, where=unmeasured)
+            else:
+                latency.fill(usual.latency_ms)
+                byte.fill(usual.byte_ms)
         if view.decode.nodes:
             view.send_latency.min(axis=1, out=view.least_send_latency)
             view.send_byte.min(axis=1, out=view.least_send_byte)

@@ -206,11 +206,14 @@ class ResampledTrace(Sequence[TraceRequest]):
     def __getitem__(self, index: int | slice) -> TraceRequest | list[TraceRequest]:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        copy, at = divmod(int(self._number[index]), self._size)
-        request = self._trace[at]
-        offset = copy * self._stride
+        request, offset = self.original(index)
         ids = tuple([block + offset for block in request.hash_ids])
         return TraceRequest(float(self.timestamps_ms[index]), request.input_length, request.output_length, ids)
+
+    def original(self, index: int) -> tuple[TraceRequest, int]:
+        """The request that this one is a copy of, and what lies between their ids."""
+        copy, at = divmod(self._number.item(index), self._size)
+        return self._trace[at], copy * self._stride
 
     def lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of all prompts and answers (tokens), without making the requests."""

@@ -57,6 +57,8 @@ class DecodeMachine:
 
     def join(self, flight: Flight) -> None:
         """Its KV is here and its first token is known."""
+        blocks = -(-(flight.num_tokens + flight.output_tokens) // self._block_tokens)
+        flight.reserved_tokens = blocks * self._block_tokens
         self.waiting.append(flight)
         if self.running:
             self._plan()
@@ -101,14 +103,10 @@ class DecodeMachine:
             return 0
         return self.context + len(self.running) * self._steps_until(self._agenda.now, whole=True)
 
-    def _need(self, flight: Flight) -> int:
-        blocks = -(-(flight.num_tokens + flight.output_tokens) // self._block_tokens)
-        return blocks * self._block_tokens
-
     def _fits(self, flight: Flight) -> bool:
         if not self.running:
             return True
-        has_room = self.reserved_tokens + self._need(flight) <= self.kv_tokens
+        has_room = self.reserved_tokens + flight.reserved_tokens <= self.kv_tokens
         return has_room and len(self.running) < self._max_sequences
 
     def _admit(self) -> None:
@@ -116,7 +114,7 @@ class DecodeMachine:
         while self.waiting and self._fits(self.waiting[0]):
             flight = self.waiting.popleft()
             self.running[flight] = None
-            self.reserved_tokens += self._need(flight)
+            self.reserved_tokens += flight.reserved_tokens
             self.context += flight.num_tokens + 1
             flight.start_step = self._step
             flight.end_step = self._step + flight.output_tokens - 1
@@ -158,7 +156,7 @@ class DecodeMachine:
         for flight in ended:
             del self.running[flight]
             self.context -= flight.num_tokens + flight.output_tokens
-            self.reserved_tokens -= self._need(flight)
+            self.reserved_tokens -= flight.reserved_tokens
         tails_ms = [self._tail_ms(flight) for flight in ended]  # while the steps of their lives are remembered
         self._admit()
         for flight, tail_ms in zip(ended, tails_ms, strict=True):

@@ -51,6 +51,7 @@ class Flight:
         "placement",
         "predicted_ttft_s",
         "prefill_id",
+        "reserved_tokens",
         "session",
         "source_held",
         "source_id",
@@ -87,6 +88,7 @@ class Flight:
         self.started_s = math.nan
         self.spent_s = 0.0  # of a machine's time, on the prompt
         self.start_step = self.end_step = 0
+        self.reserved_tokens = 0  # of its decode machine's KV: whole blocks for prompt and answer
 
 
 class Results:

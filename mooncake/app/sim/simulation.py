@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from mooncake.app.sim.prefill import PrefillMachine
 from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.timeline import Timeline
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded, TryLater
-from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest
 from mooncake.types import BlockKey
 
 MAX_ATTEMPTS = 4
@@ -137,20 +138,20 @@ class Simulation:
     def _arrive(self) -> None:
         index = self._order[self._next]
         self._next += 1
-        keys = self.block_keys(self.trace[index])
-        results = self.results
+        results, trace = self.results, self.trace
+        keys = self.block_keys(*trace.original(index) if isinstance(trace, ResampledTrace) else (trace[index],))
         flight = Flight(index, results.input_tokens.item(index), results.output_tokens.item(index), keys)
         self._flying[flight] = None
         self.brain.stats.requests += 1
         self._place(flight)
         self._plan_arrival()
 
-    def block_keys(self, request: TraceRequest) -> list[BlockKey]:
-        """Names of the prompt's full blocks. A trace's id names a block with all before it, so the name of a coarser
-        block is that of the last of its parts."""
+    def block_keys(self, request: TraceRequest, offset: int = 0) -> list[BlockKey]:
+        """Names of the prompt's full blocks, its ids being so much larger. A trace's id names a block with all before
+        it, so the name of a coarser block is that of the last of its parts."""
         full = request.input_length // self._block_tokens
         ids = request.hash_ids[self._stride - 1 :: self._stride][:full]
-        return [BlockKey(block.to_bytes(16, "little")) for block in ids]
+        return cast("list[BlockKey]", [(block + offset).to_bytes(16, "little") for block in ids])
 
     # Placement
 
@@ -164,7 +165,8 @@ class Simulation:
             retry_s = error.retry_after_s if isinstance(error, Overloaded) else math.nan
             self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, retry_s)
             return
-        missing = [name for name in (flight.prefill_id, flight.decode_id) if name in self._down]
+        machines = (flight.prefill_id, flight.decode_id)
+        missing = [name for name in machines if name in self._down] if self._down else ()
         if missing:  # the conductor has not heard yet: its call finds nobody
             self._try_again(flight, missing)
         elif self.coupled:
@@ -190,18 +192,11 @@ class Simulation:
         flight.source_id, flight.source_held = source, store.hold(flight.keys, run)
         flight.fetched_tokens = (run - own) * self._block_tokens
         num_bytes = flight.fetched_tokens * self.cluster.model.token_bytes
-        self._send(flight, source, flight.prefill_id, num_bytes, partial(self._fetched, flight, run), math.inf)
-
-    def _send(
-        self, flight: Flight, source: str, target: str, num_bytes: float, done: Callable[[Flow], None], limit: float
-    ) -> None:
-        def arrived(flow: Flow) -> None:
-            flight.transfers.remove(flow)
-            done(flow)
-
-        flight.transfers.append(self.network.send(source, target, num_bytes, arrived, limit))
+        done = partial(self._fetched, flight, run)
+        flight.transfers.append(self.network.send(source, flight.prefill_id, num_bytes, done))
 
     def _fetched(self, flight: Flight, run: int, flow: Flow) -> None:
+        flight.transfers.remove(flow)
         source = flight.source_id
         self._let_source_go(flight)
         machine = self.prefill[flight.prefill_id]
@@ -231,7 +226,8 @@ class Simulation:
             return
         # Layers leave as they are computed, so the flow cannot be faster than the computation is.
         done = partial(self._handed_over, flight)
-        self._send(flight, flight.prefill_id, flight.decode_id, num_bytes, done, num_bytes / work_s)
+        flow = self.network.send(flight.prefill_id, flight.decode_id, num_bytes, done, num_bytes / work_s)
+        flight.transfers.append(flow)
 
     def _prefill_ends(self, flight: Flight, work_s: float) -> None:
         machine = self.prefill[flight.prefill_id]
@@ -272,6 +268,7 @@ class Simulation:
         results.fetched_tokens[index] = min(flight.fetched_tokens, flight.cached_tokens)
 
     def _handed_over(self, flight: Flight, flow: Flow) -> None:
+        flight.transfers.remove(flow)
         flight.is_handed_over = True
         if flight.is_prefilled:
             self._join_decode(flight)
@@ -291,11 +288,11 @@ class Simulation:
 
     def _end(self, flight: Flight, fate: Fate, retry_s: float) -> None:
         results, index, now = self.results, flight.index, self.agenda.now
-        if results.fate.item(index) != Fate.OPEN:
+        if results.fate.item(index):
             raise AssertionError(f"request {index} ended twice")
         self.brain.ended(flight, results.output_tokens.item(index) if fate is Fate.DONE else 0, now)
         del self._flying[flight]
-        results.fate[index] = fate.value
+        results.fate[index] = fate
         results.end_s[index] = now
         if retry_s == retry_s:
             results.retry_after_s[index] = retry_s
