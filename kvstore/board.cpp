@@ -2,13 +2,20 @@
 //
 // One process, the store, writes it; any number look keys up, copy blocks out of the segment beside it and check the
 // copy, with no word to the store. Nothing here waits or allocates after it has been opened. ``board.h`` has the layout.
+//
+// In the store's process there is a *book* around the board. Its event loop changes it, and the data plane's threads list
+// blocks that came whole, each in a slot that was granted for it. They do so without asking, unless the loop is just
+// changing something (``board_hold``) or another writer might be at that block; the loop hears of it in a batch and
+// catches up. The loop holds nothing listed for free meanwhile: a slot given for a block stays reserved until it has heard.
 
 #include "board.h"
 
 #include <cerrno>
+#include <mutex>
 #include <new>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 namespace {
 
@@ -35,6 +42,52 @@ struct Reader {
         if (board.head->is_closed.load(std::memory_order_acquire)) return true;
         const ssize_t got = recv(sock, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
         return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+    }
+};
+
+constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of: more slots than that are never given
+constexpr uint32_t kWritingMarks = 1 << 16;
+
+struct Book {
+    Book(void* memory, int wake_fd) : board(memory), wake_fd(wake_fd) {}
+
+    Board board;
+    int wake_fd;      // an eventfd
+    std::mutex lock;  // of the board's changes and of all that follows
+    bool is_held = false;
+    bool is_woken = false;                   // since the loop has last looked
+    uint16_t writing[kWritingMarks] = {};    // how many blocks are being written whose keys fall here
+    uint32_t num_arrived = 0;
+    Arrival arrived[kMaxArrived];
+
+    uint16_t& mark(const uint8_t* key, uint32_t key_bytes) {
+        return writing[hash_key(board.head->incarnation, key, key_bytes) % kWritingMarks];
+    }
+
+    void wake() {
+        const uint64_t one = 1;
+        if (!is_woken) is_woken = write(wake_fd, &one, sizeof one) == sizeof one;
+    }
+
+    void show(uint32_t slot, uint64_t epoch, const uint8_t* key, uint32_t key_bytes, uint32_t length,
+              const uint64_t* sums, uint32_t ranges) {
+        Record& record = board.records[slot];
+        record.epoch.store(0, std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_release);
+        record.length = length;
+        record.ranges = static_cast<uint16_t>(ranges);
+        record.key_bytes = static_cast<uint16_t>(key_bytes);
+        memcpy(record.key, key, key_bytes);
+        memcpy(record.sums, sums, ranges * sizeof *sums);
+        record.epoch.store(epoch, std::memory_order_release);
+        const uint64_t hash = hash_key(board.head->incarnation, key, key_bytes);
+        const uint32_t mask = board.head->num_cells - 1;
+        for (uint32_t step = 0;; step++) {
+            std::atomic<uint64_t>& cell = board.cells[(hash + step) & mask];
+            if (cell.load(std::memory_order_relaxed) > kRemoved) continue;  // there are four times as many as slots
+            cell.store((hash & ~0xFFFFFFFFull) | (slot + kFirstSlot), std::memory_order_release);
+            return;
+        }
     }
 };
 
@@ -66,12 +119,13 @@ extern "C" {
 
 uint64_t board_size(uint32_t num_slots) { return board_bytes(num_slots); }
 uint64_t board_lane_size() { return sizeof(Lane); }
+uint64_t board_arrival_size() { return sizeof(Arrival); }
 uint64_t board_max_ranges() { return kMaxRanges; }
 uint64_t board_min_range_bytes() { return xxh3::kMinBytes; }
 
-// The store's side: every call from one thread
+// The store's side: every call from its event loop, but for ``board_list`` and ``board_wake``
 
-Board* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t incarnation) {
+Book* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t incarnation, int wake_fd) {
     const size_t bytes = board_bytes(num_slots);
     void* memory = map(fd, bytes, true);
     if (!memory) return nullptr;
@@ -81,59 +135,95 @@ Board* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t i
     head->block_bytes = block_bytes;
     head->num_slots = num_slots;
     head->num_cells = cells_for(num_slots);
-    return new (std::nothrow) Board(memory);
+    return new (std::nothrow) Book(memory, wake_fd);
 }
 
-void board_close(Board* board) {
-    board->head->is_closed.store(1, std::memory_order_release);
-    munmap(board->head, board->bytes());
-    delete board;
+void board_close(Book* book) {
+    book->board.head->is_closed.store(1, std::memory_order_release);
+    munmap(book->board.head, book->board.bytes());
+    delete book;
 }
 
-void board_show(Board* board, uint32_t slot, uint64_t epoch, const uint8_t* key, uint32_t key_bytes, uint32_t length,
+// Nothing happens to what is listed already.
+void board_show(Book* book, uint32_t slot, uint64_t epoch, const uint8_t* key, uint32_t key_bytes, uint32_t length,
                 const uint64_t* sums, uint32_t ranges) {
-    Record& record = board->records[slot];
-    record.epoch.store(0, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
-    record.length = length;
-    record.ranges = static_cast<uint16_t>(ranges);
-    record.key_bytes = static_cast<uint16_t>(key_bytes);
-    memcpy(record.key, key, key_bytes);
-    memcpy(record.sums, sums, ranges * sizeof *sums);
-    record.epoch.store(epoch, std::memory_order_release);
-    const uint64_t hash = hash_key(board->head->incarnation, key, key_bytes);
-    const uint32_t mask = board->head->num_cells - 1;
-    for (uint32_t step = 0;; step++) {
-        std::atomic<uint64_t>& cell = board->cells[(hash + step) & mask];
-        if (cell.load(std::memory_order_relaxed) > kRemoved) continue;  // there are four times as many cells as slots
-        cell.store((hash & ~0xFFFFFFFFull) | (slot + kFirstSlot), std::memory_order_release);
-        return;
-    }
+    const std::lock_guard<std::mutex> locked(book->lock);
+    if (book->board.records[slot].epoch.load(std::memory_order_relaxed) == epoch) return;
+    book->show(slot, epoch, key, key_bytes, length, sums, ranges);
 }
 
-void board_hide(Board* board, uint32_t slot) {
-    Record& record = board->records[slot];
+void board_hide(Book* book, uint32_t slot) {
+    const std::lock_guard<std::mutex> locked(book->lock);
+    const Board& board = book->board;
+    Record& record = board.records[slot];
     if (!record.epoch.load(std::memory_order_relaxed)) return;
-    const uint64_t hash = hash_key(board->head->incarnation, record.key, record.key_bytes);
+    const uint64_t hash = hash_key(board.head->incarnation, record.key, record.key_bytes);
     record.epoch.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // before anything is written into the slot
-    const uint32_t mask = board->head->num_cells - 1;
+    const uint32_t mask = board.head->num_cells - 1;
     const uint64_t wanted = (hash & ~0xFFFFFFFFull) | (slot + kFirstSlot);
     uint32_t at = static_cast<uint32_t>(hash) & mask;
-    while (board->cells[at].load(std::memory_order_relaxed) != wanted) at = (at + 1) & mask;
-    board->cells[at].store(kRemoved, std::memory_order_release);
-    if (board->cells[(at + 1) & mask].load(std::memory_order_relaxed) != kEmpty) return;
-    while (board->cells[at].load(std::memory_order_relaxed) == kRemoved) {  // nothing lies beyond these marks
-        board->cells[at].store(kEmpty, std::memory_order_release);
+    while (board.cells[at].load(std::memory_order_relaxed) != wanted) at = (at + 1) & mask;
+    board.cells[at].store(kRemoved, std::memory_order_release);
+    if (board.cells[(at + 1) & mask].load(std::memory_order_relaxed) != kEmpty) return;
+    while (board.cells[at].load(std::memory_order_relaxed) == kRemoved) {  // nothing lies beyond these marks
+        board.cells[at].store(kEmpty, std::memory_order_release);
         at = (at - 1) & mask;
     }
+}
+
+// A writer is at this block, or no longer: until then nobody else lists it without asking.
+void board_mark(Book* book, const uint8_t* key, uint32_t key_bytes, int is_writing) {
+    const std::lock_guard<std::mutex> locked(book->lock);
+    book->mark(key, key_bytes) += is_writing ? 1 : -1;
+}
+
+// Whether the data plane has to ask before it lists anything.
+void board_hold(Book* book, int is_held) {
+    const std::lock_guard<std::mutex> locked(book->lock);
+    book->is_held = is_held;
+}
+
+// What has been listed since the last call; how many.
+uint32_t board_take_arrived(Book* book, Arrival* arrived) {
+    const std::lock_guard<std::mutex> locked(book->lock);
+    const uint32_t count = book->num_arrived;
+    memcpy(arrived, book->arrived, count * sizeof *arrived);
+    book->num_arrived = 0;
+    book->is_woken = false;
+    return count;
+}
+
+// From any thread: list a block that lies in the slot granted to its epoch. It is readable then, and nobody may write there.
+int board_list(void* opaque, std::atomic<uint64_t>* grant, const Arrival* arrival) {
+    auto* book = static_cast<Book*>(opaque);
+    const std::lock_guard<std::mutex> locked(book->lock);
+    const uint8_t* key = arrival->key();
+    uint64_t epoch;
+    if (book->is_held || book->num_arrived == kMaxArrived || book->mark(key, arrival->key_bytes())) return kUnsure;
+    if (grant->load() != arrival->epoch) return kUnsure;
+    if (book->board.find(key, arrival->key_bytes(), &epoch) >= 0) return kKnown;
+    grant->store(0);
+    book->show(static_cast<uint32_t>(arrival->slot), arrival->epoch, key, arrival->key_bytes(), arrival->length,
+               arrival->sums, arrival->ranges);
+    book->arrived[book->num_arrived++] = *arrival;
+    book->wake();
+    return kListed;
+}
+
+// From any thread: somebody waits for a slot.
+void board_wake(void* opaque) {
+    auto* book = static_cast<Book*>(opaque);
+    const std::lock_guard<std::mutex> locked(book->lock);
+    book->wake();
 }
 
 Lane* board_open_lane(int fd) { return static_cast<Lane*>(map(fd, sizeof(Lane), true)); }
 void board_close_lane(Lane* lane) { munmap(lane, sizeof(Lane)); }
 
 // The slots that the lane's client has read and that hold the same content still; returns how many, at most ``room``.
-uint32_t board_take_notes(const Board* board, Lane* lane, uint32_t* slots, uint32_t room) {
+uint32_t board_take_notes(const Book* book, Lane* lane, uint32_t* slots, uint32_t room) {
+    const Board* board = &book->board;
     uint64_t at = lane->taken.load(std::memory_order_relaxed);
     uint32_t count = 0;
     for (uint32_t seen = 0; seen < kNotes && count < room; seen++) {

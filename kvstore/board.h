@@ -21,7 +21,9 @@ namespace board {
 constexpr uint64_t kMagic = 0x31647261'6f424b4d;  // the last digit is the version of this layout
 constexpr uint32_t kMaxKeyBytes = 256;
 constexpr uint32_t kMaxRanges = 94;
+constexpr uint32_t kMaxTenantBytes = 128;
 constexpr uint32_t kNotes = 1024;  // of a lane
+constexpr uint32_t kMaxNameBytes = 1024;  // of key, parent and tenant, with their lengths before them
 constexpr uint64_t kEmpty = 0, kRemoved = 1;
 constexpr uint64_t kFirstSlot = 2;  // what a cell's low half says of slot 0
 
@@ -112,6 +114,36 @@ struct Board {
         return records[slot].epoch.load(std::memory_order_relaxed) == epoch;
     }
 };
+
+// A block that came whole, with the checksums that were made of its very bytes, before anybody has heard of it.
+struct Arrival {
+    uint64_t slot, epoch;
+    uint32_t length;
+    uint16_t ranges, name_bytes;
+    uint64_t sums[kMaxRanges];
+    uint8_t name[kMaxNameBytes];
+
+    const uint8_t* key() const { return name + 6; }
+    uint32_t key_bytes() const { return half(0); }
+
+    // Whether it is surely called something that a store takes.
+    bool is_named() const {
+        if (name_bytes < 6 || 6 + half(0) + half(1) + half(2) != name_bytes) return false;
+        if (half(0) < 1 || half(0) > kMaxKeyBytes || half(1) > kMaxKeyBytes || half(2) > kMaxTenantBytes) return false;
+        for (uint32_t at = name_bytes - half(2); at < name_bytes; at++)
+            if (name[at] >= 0x80) return false;
+        return true;
+    }
+
+  private:
+    uint32_t half(int at) const { return name[2 * at] | name[2 * at + 1] << 8; }
+};
+
+enum Listing : int { kListed = 0, kKnown = 1, kUnsure = 2 };  // kKnown: it was there before. kUnsure: ask the store
+
+// What the data plane's threads may do to the store's board by themselves; ``book`` is the store's.
+using List = int (*)(void* book, std::atomic<uint64_t>* grant, const Arrival* arrival);
+using Wake = void (*)(void* book);
 
 // What a record says of one block.
 struct Listed {

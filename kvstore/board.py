@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvstore.checksum import Checksums
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, is_sealed_size
+from kvstore.transfer.native import Arrival, Landed
 from mooncake.errors import NodeUnavailable
 from mooncake.native import BuildFailed, load_native
 
@@ -37,6 +38,7 @@ GREETING = b"board 1\n"
 LANE_NAME_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
 MAX_INLINE_NOTES = 1024  # taken from a lane at a time
+MAX_ARRIVED = 64  # kMaxArrived of board.cpp
 
 _ADDRESS, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -44,10 +46,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_lane_size": (_U64, []),
     "board_max_ranges": (_U64, []),
     "board_min_range_bytes": (_U64, []),
-    "board_create": (_ADDRESS, [ctypes.c_int, _U32, _U64, _U64]),
+    "board_arrival_size": (_U64, []),
+    "board_create": (_ADDRESS, [ctypes.c_int, _U32, _U64, _U64, ctypes.c_int]),
     "board_close": (None, [_ADDRESS]),
     "board_show": (None, [_ADDRESS, _U32, _U64, ctypes.c_char_p, _U32, _U32, _ADDRESS, _U32]),
     "board_hide": (None, [_ADDRESS, _U32]),
+    "board_mark": (None, [_ADDRESS, ctypes.c_char_p, _U32, ctypes.c_int]),
+    "board_hold": (None, [_ADDRESS, ctypes.c_int]),
+    "board_take_arrived": (_U32, [_ADDRESS, _ADDRESS]),
     "board_open_lane": (_ADDRESS, [ctypes.c_int]),
     "board_close_lane": (None, [_ADDRESS]),
     "board_take_notes": (_U32, [_ADDRESS, _ADDRESS, _ADDRESS, _U32]),
@@ -88,7 +94,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Board:
-    """The store's side. Everything on one thread. ``create`` gives None where there can be none."""
+    """The store's side, on one thread; those of the data plane list what comes whole. ``wake_fd`` can be read as soon
+    as something has come, or somebody waits for a slot. ``create`` gives None where there can be no board."""
 
     def __init__(self, library: ctypes.CDLL, segment: Segment) -> None:
         """Raises OSError."""
@@ -97,14 +104,20 @@ class Board:
         self._max_ranges = int(library.board_max_ranges())
         self._min_range_bytes = int(library.board_min_range_bytes())
         fd = _sealed_memory("mooncake-board", library.board_size(segment.num_blocks))
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            self._board = library.board_create(fd, segment.num_blocks, segment.block_bytes, segment.incarnation)
+            self._board = library.board_create(
+                fd, segment.num_blocks, segment.block_bytes, segment.incarnation, self.wake_fd
+            )
         finally:
             os.close(fd)
         if not self._board:
             os.close(self._read_only)
+            os.close(self.wake_fd)
             raise OSError("no address space for the board")
+        self._arrived = (Arrival * MAX_ARRIVED)()
+        self._unlisted: dict[int, bytes] = {}  # keys of blocks that are stored all the same
         self._lanes: dict[int, int] = {}  # address of each by the number of its file
         self._notes: npt.NDArray[np.uint32] = np.empty(MAX_INLINE_NOTES, dtype=np.uint32)
         self._notes_at = self._notes.ctypes.data
@@ -121,15 +134,45 @@ class Board:
             return None
 
     def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None:
-        """List what has been sealed. What a reader could not check in its one pass is left to be asked for."""
+        """List what has been sealed, unless it is. What a reader could not check in its one pass is left to be asked
+        for."""
         ranges = len(checksums)
-        if ranges <= self._max_ranges and length >= self._min_range_bytes * ranges:
+        if ranges > self._max_ranges or length < self._min_range_bytes * ranges:
+            self._unlisted[slot] = key
+            self.mark(key, True)
+        else:
             sums = np.ascontiguousarray(checksums, dtype=np.uint64)
             self._library.board_show(self._board, slot, epoch, key, len(key), length, sums.ctypes.data, ranges)
 
     def hide(self, slot: int) -> None:
         """Before its bytes may change. Harmless for what is not listed."""
+        if (unlisted := self._unlisted.pop(slot, None)) is not None:
+            self.mark(unlisted, False)
         self._library.board_hide(self._board, slot)
+
+    def mark(self, key: bytes, is_writing: bool) -> None:
+        """A writer is at this block, or no longer. As long as one is, nobody else lists it unasked."""
+        self._library.board_mark(self._board, key, len(key), is_writing)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is listed meanwhile but by us."""
+        self._library.board_hold(self._board, True)
+        try:
+            yield
+        finally:
+            self._library.board_hold(self._board, False)
+
+    def take_arrived(self) -> list[Landed]:
+        """What has been listed by others since the last call."""
+        count = self._library.board_take_arrived(self._board, self._arrived)
+        return [self._arrived[at].landed() for at in range(count)]
+
+    def book_for_owner(self) -> tuple[int, int, int]:
+        """How the data plane's server lists what comes, and wakes us."""
+        calls = (self._library.board_list, self._library.board_wake)
+        list_at, wake = (int(ctypes.cast(call, _ADDRESS).value or 0) for call in calls)
+        return self._board, list_at, wake
 
     def add_lane(self) -> tuple[int, list[int]]:
         """For one more client: the lane's number, and the files to send; the last but the lane's are ours to keep."""
@@ -166,6 +209,7 @@ class Board:
             self.drop_lane(number)
         self._library.board_close(self._board)
         os.close(self._read_only)
+        os.close(self.wake_fd)
 
 
 class BoardReader:

@@ -36,11 +36,17 @@ class Listing(Protocol):
         """From now on the slot's bytes may change."""
         ...
 
+    def mark(self, key: bytes, is_writing: bool) -> None:
+        """A writer is at this block, or no longer."""
+        ...
+
 
 class _Unlisted:
     def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None: ...
 
     def hide(self, slot: int) -> None: ...
+
+    def mark(self, key: bytes, is_writing: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,7 @@ class StoreIndex:
         self.counters["stored"] += 1
         self._room.enter(grant.slot, now)
         self._listing.show(grant.slot, slot.epoch, slot.name.key, slot.length, checksums)
+        self._listing.mark(slot.name.key, False)
         if slot.parent:
             self._policy.unpin(slot.parent)  # from now on the policy knows that this block builds on it
         return True
@@ -367,6 +374,7 @@ class StoreIndex:
 
     def _name(self, index: int, name: BlockName, tenant: str) -> None:
         self._table.name(index, name, tenant)
+        self._listing.mark(name.key, True)
         slot = self._table.slots[index]
         self._tenants.charge(tenant, slot.length)
         if slot.parent:
@@ -375,6 +383,7 @@ class StoreIndex:
     def _forget_reserved(self, index: int) -> None:
         """The block is not being written any more; another writer may start on it."""
         slot = self._table.slots[index]
+        self._listing.mark(slot.name.key, False)
         self._table.unname(index)
         self._tenants.credit(slot.tenant, slot.length)
         if slot.parent:

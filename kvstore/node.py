@@ -96,7 +96,7 @@ class StoreNode:
             on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
             secret=transfer_secret(config),
             listing=board,
-            on_put=(lambda put: loop.call_soon_threadsafe(self._puts.came, put)) if lane_slots > 1 else None,
+            on_put=(lambda put: loop.call_soon_threadsafe(self._puts.came, put)) if lane_slots else None,
         )
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
@@ -114,6 +114,9 @@ class StoreNode:
             lane_slots=lane_slots,
         )
         self._puts = WirePuts(self._store, self._segment_server)
+        if board is not None:
+            self._puts.start(board.wake_fd)
+            cleanup.callback(self._puts.stop)
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
         address = self._segment_server.address
@@ -162,7 +165,7 @@ class StoreNode:
         return board
 
     def _open_door(self, board: Board) -> str:
-        door = BoardDoor(board, self._store.lane_opened, self._store.lane_gone)
+        door = BoardDoor(board, self._store.ahead.open, self._store.lane_gone)
         self._cleanup.callback(door.close)
         try:
             door.open()

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import grpc
 
+from kvstore.ahead import Committed
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index_types import BlockName, Grant, LeasedBlock, Offer
-from kvstore.store import Committed, Sealing, Store
+from kvstore.store import Sealing, Store
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
@@ -61,7 +62,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             name = BlockName(checked_key(request.block.key), checked_parent(request.block.parent))
             checksums = checksums_from_wire(request.checksums)
             grant = _grant(request.slot)
-            outcome = self._store.commit(
+            outcome = self._store.ahead.commit(
                 request.lane, grant, name, request.length, checksums, checked_tenant(request.tenant)
             )
             response.outcome = _OUTCOMES[outcome]
@@ -110,6 +111,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return pb.PinResponse(pinned=await self._store.pin(keys, is_hard, request.ttl_s))
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: N802
+        self._store.settle()
         counts, ssd = self._store.counts, self._store.ssd
         return pb.StatsResponse(
             blocks_total=counts.free + counts.reserved + counts.sealed + counts.quarantined,

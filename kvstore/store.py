@@ -11,8 +11,8 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from kvstore.ahead import WIRE, SlotsAhead
 from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
@@ -31,7 +31,6 @@ _INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woke
 AHEAD_SHARE = 1 / 16  # of the slots that are kept free or saved already, so that a put finds room at once
 MIN_AHEAD = 4
 PROMOTER = "\0ssd"  # the writer of blocks that come back from the SSD
-WIRE = "\0wire"  # the writer of blocks that arrive whole over the data plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,6 @@ class Sealed:
 
     is_sealed: bool
     is_durable: bool = False
-
-
-class Committed(Enum):
-    OVER = "the slot was not the writer's any more"
-    STORED = "by this or before"
-    BUSY = "another writer is at this block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +77,7 @@ class Store:
         lane_slots: int = 0,
     ) -> None:
         """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read. Writers
-        may have ``lane_slots`` slots in advance: give none where quotas are kept, which could not count them."""
+        may have ``lane_slots`` slots ahead: give none where quotas are kept, which could not count them."""
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
@@ -97,10 +90,6 @@ class Store:
         self._ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE)) if ssd else 0
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
         self._work: set[asyncio.Task[None]] = set()
-        self._lanes: dict[str, set[Grant]] = {WIRE: set()}  # slots that each writer has in advance
-        self.wire_slots = lane_slots // 2  # half for each kind of writer, so that neither starves the other
-        self._near_slots = lane_slots - self.wire_slots
-        self._num_ahead = 0  # slots given in advance, ever
         self._num_saves = 0  # blocks that are on their way to the SSD, and cannot go before they are there
         self._room = asyncio.Event()  # set whenever a slot may have come free
         self._index = StoreIndex(
@@ -113,6 +102,9 @@ class Store:
             must_save=self._must_save,
             is_elsewhere=self._is_on_ssd,
             listing=board,
+        )
+        self.ahead = SlotsAhead(
+            self._index, server, board, segment.block_bytes, lane_slots, self._is_on_ssd, self._on_stored
         )
         if ssd is not None:
             ssd.index.is_built_on = self._index.is_built_on
@@ -155,8 +147,9 @@ class Store:
     async def seal(self, sealings: Sequence[Sealing], durable: bool = False) -> list[Sealed]:
         """Close the slots to their writers, check what is in them, and make readable what is right. With ``durable``,
         return once it is on the SSD too, or cannot be."""
-        jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
-        self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
+        with self.ahead.alone():
+            jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
+            self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
         total = sum(reserved.length for _, reserved in jobs if reserved)
         if total <= _INLINE_VERIFY_BYTES:
             verdicts = self._verify(jobs)
@@ -171,83 +164,31 @@ class Store:
         safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
         return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
-    # Writing into slots had in advance: in place, by writers that hold the board, or by the data plane's server
-
-    def lane_opened(self, lane: str) -> None:
-        self._lanes[lane] = set()
-
-    def lane_gone(self, lane: str) -> None:
-        """Its process holds the segment no more."""
-        del self._lanes[lane]
-        self._index.writer_gone(lane)
-        self._room.set()
-
     def reserve_ahead(self, lane: str, count: int = 1) -> list[Grant]:
-        """Slots to be filled and then named by ``commit``, until the lane has ``count``. None that takes waiting."""
-        held = self._lanes.get(lane)
-        if held is None:
-            return []
-        in_advance = sum(len(grants) for other, grants in self._lanes.items() if (other == WIRE) == (lane == WIRE))
-        wanted = min(count - len(held), (self.wire_slots if lane == WIRE else self._near_slots) - in_advance)
-        if wanted <= 0:
-            return []
-        names = [
-            BlockName(BlockKey(f"{lane}{number}".encode()))
-            for number in range(self._num_ahead, self._num_ahead + wanted)
-        ]
-        self._num_ahead += wanted
+        """As ``SlotsAhead.reserve``, which may let others leave."""
         try:
-            offers = self._index.reserve(names, lane, self.block_bytes, 1, time.monotonic())
-        except OutOfBlocks:
-            return []
+            return self.ahead.reserve(lane, count)
         finally:
             self._save_leaving()
             self._publish()
-        grants = [offer.grant for offer in offers if offer.grant is not None]
-        held.update(grants)
-        return grants
-
-    def num_ahead(self, lane: str) -> int:
-        return len(self._lanes[lane])
-
-    def commit(
-        self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
-    ) -> Committed:
-        """Make a slot had in advance readable as this block. Its checksums were made of the very bytes that came here,
-        by this process, or by one that could write anywhere in the segment; whoever reads the block checks them. To be
-        followed by ``settle``, once its writer has been told."""
-        if not 1 <= len(checksums) <= length <= self.block_bytes or length % len(checksums):
-            raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
-        reserved = self._index.reservation(grant)
-        if lane not in self._lanes or grant not in self._lanes[lane]:
-            return Committed.OVER
-        self._lanes[lane].discard(grant)
-        if lane == WIRE:
-            self._server.revoke([grant.slot])
-        self._saw(name.key)
-        is_busy = self._index.is_reserved(name.key)
-        is_stored = self._index.exists([name.key])[0] or self._is_on_ssd(name)
-        if is_stored or reserved is None or not self._index.name_reserved(grant, name, length, len(checksums), tenant):
-            self._index.touch(name.key, time.monotonic())
-            self._index.abort(grant)
-            return Committed.STORED if is_stored else Committed.BUSY if is_busy else Committed.OVER
-        self._index.seal(grant, checksums, time.monotonic())
-        if (save := self._write_through(name, False)) is not None:
-            self._keep(save)
-        return Committed.STORED
 
     def settle(self) -> None:
-        """What no writer waits for after a ``commit``: hear what has been read, make room, tell of what is new."""
+        """What nobody who has put a block waits for: learn of what came and what has been read, make room, tell."""
+        self.ahead.catch_up()
         self._hear_readers()
         self._prepare()
         self._publish()
 
+    def lane_gone(self, lane: str) -> None:
+        self.ahead.close(lane)
+        self._room.set()
+
     def abort(self, grants: Iterable[Grant]) -> None:
-        for grant in grants:
-            if self._index.abort(grant):
-                self._server.revoke([grant.slot])
-                for held in self._lanes.values():
-                    held.discard(grant)
+        with self.ahead.alone():
+            for grant in grants:
+                if self._index.abort(grant):
+                    self._server.revoke([grant.slot])
+                    self.ahead.forget(grant)
         self._room.set()
 
     # Reading
@@ -257,6 +198,7 @@ class Store:
 
         Blocks that are on the SSD alone are loaded first, as far as reading them takes less time than computing them
         does (``recompute_ms`` each; 0: it cannot be done)."""
+        self.ahead.catch_up()
         self._hear_readers()
         self._count_sights(keys)
         if self._ssd is None:
@@ -278,6 +220,7 @@ class Store:
     def release(self, lease_ids: Iterable[int], corrupt_keys: Iterable[BlockKey] = ()) -> None:
         corrupt = list(corrupt_keys)
         if corrupt:
+            self.ahead.catch_up()
             self._drop_everywhere(corrupt)
             self._index.drop_corrupt(corrupt, time.monotonic())
         for lease_id in lease_ids:
@@ -287,6 +230,7 @@ class Store:
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each can be read from DRAM or the SSD. Touches nothing."""
+        self.ahead.catch_up()
         stored = self._index.exists(keys)
         if self._ssd is None:
             return stored
@@ -320,19 +264,21 @@ class Store:
     def sweep(self) -> None:
         """End what has run out of time. A late writer that maps the segment may still be copying: its slots wait in
         quarantine for it to say that it is done, or to be gone."""
-        for reserved in self._index.sweep(time.monotonic()):
-            self._server.revoke([reserved.grant.slot])
-            if reserved.writer == WIRE:
-                self.abort([reserved.grant])
-            elif reserved.writer != PROMOTER and not self._maps_memory(reserved.writer):
-                self._index.abort(reserved.grant)
+        with self.ahead.alone():
+            for reserved in self._index.sweep(time.monotonic()):
+                self._server.revoke([reserved.grant.slot])
+                if reserved.writer == WIRE:
+                    self._index.abort(reserved.grant)
+                    self.ahead.forget(reserved.grant)
+                elif reserved.writer != PROMOTER and not self._maps_memory(reserved.writer):
+                    self._index.abort(reserved.grant)
         self._hear_readers()
         self._room.set()
         self._prepare()
         self._publish()
 
     def _maps_memory(self, writer: str) -> bool:
-        return writer in self._lanes or self._server.maps_memory(writer)
+        return writer in self.ahead or self._server.maps_memory(writer)
 
     def writer_gone(self, writer: str) -> None:
         """Its last connection ended: it writes no more."""
@@ -341,6 +287,7 @@ class Store:
 
     async def close(self) -> None:
         """Save what is only in DRAM and would have been saved when it left, then let go of the SSD."""
+        self.ahead.catch_up()
         if self._ssd is None:
             return
         if self._rules.demote_sights:
@@ -388,7 +335,8 @@ class Store:
         waiting = [index for index, offer in enumerate(offers) if not (offer.grant or offer.is_stored)]
         asked = [names[index] for index in waiting]
         try:
-            answers = self._index.reserve(asked, writer, length, ranges, time.monotonic(), tenant)
+            with self.ahead.alone():
+                answers = self._index.reserve(asked, writer, length, ranges, time.monotonic(), tenant)
         except OutOfBlocks as error:
             return error
         finally:
@@ -431,6 +379,12 @@ class Store:
         return None
 
     # To the SSD
+
+    def _on_stored(self, name: BlockName, is_new: bool) -> None:
+        """Somebody has put this block into a slot given ahead."""
+        self._saw(name.key)
+        if is_new and (save := self._write_through(name, False)) is not None:
+            self._keep(save)
 
     def _hear_readers(self) -> None:
         """Of the board: what they have read has been used, for eviction and for the SSD."""
@@ -556,9 +510,10 @@ class Store:
         while grant is None:
             self._room.clear()
             try:
-                [offer] = self._index.reserve(
-                    [name], PROMOTER, header.length, len(header.checksums), time.monotonic(), header.tenant
-                )
+                with self.ahead.alone():
+                    [offer] = self._index.reserve(
+                        [name], PROMOTER, header.length, len(header.checksums), time.monotonic(), header.tenant
+                    )
                 if offer.grant is None:
                     return offer.is_stored
                 grant = offer.grant

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from kvstore.checksum import Checksums
 from kvstore.transfer import protocol
 from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES, NativeKeyed
 from kvstore.transfer.protocol import ProtocolViolation, Reply, Status
@@ -43,6 +44,14 @@ class KeyedWire:
         return Put(
             self._native, protocol.pack_put(key, parent, tenant, data.nbytes, ranges, frame_id), data, ranges, frame_id
         )
+
+    def commit(
+        self, key: bytes, parent: bytes, tenant: str, slot: int, epoch: int, length: int, sums: Checksums
+    ) -> Commit:
+        """Name a block that is in a slot of ours. Nothing has been sent yet."""
+        frame_id = next(self._frame_ids)
+        request = protocol.pack_commit(key, parent, tenant, slot, epoch, length, sums.tobytes(), frame_id)
+        return Commit(self._native, request, frame_id)
 
     def shut(self) -> None:
         """Wake whoever is moving something."""
@@ -96,6 +105,21 @@ class Put:
 
     def status(self) -> Status:
         """OK once everybody can read it. Raises ProtocolViolation."""
+        return _reply_of(self._native, self._frame_id, 0).status
+
+
+class Commit:
+    """``send``; what the ``status`` is then."""
+
+    def __init__(self, native: NativeKeyed, request: bytes, frame_id: int) -> None:
+        self._native, self._request, self._frame_id = native, request, frame_id
+
+    def send(self, deadline: float) -> None:
+        """And take the answer."""
+        self._native.ask(self._request, protocol.REPLY_BYTES, deadline)
+
+    def status(self) -> Status:
+        """OK once everybody can read it, HERE when it was there. Raises ProtocolViolation."""
         return _reply_of(self._native, self._frame_id, 0).status
 
 

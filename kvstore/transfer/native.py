@@ -243,9 +243,29 @@ class _Owner(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")),
-        *((name, ctypes.c_uint64) for name in ("board", "lane", "takes_puts", "is_locked", "num_ahead")),
+        *((name, ctypes.c_uint64) for name in ("board", "lane", "book", "list", "wake", "is_locked", "num_ahead")),
         ("ahead", ctypes.c_uint64 * (2 * MAX_AHEAD)),
     )
+
+
+class Arrival(ctypes.Structure):
+    """``Arrival`` of board.h: a block that came whole."""
+
+    _fields_ = (
+        ("slot", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        ("length", ctypes.c_uint32),
+        ("ranges", ctypes.c_uint16),
+        ("name_bytes", ctypes.c_uint16),
+        ("sums", ctypes.c_uint64 * MAX_SUMS),
+        ("name", ctypes.c_uint8 * protocol.MAX_NAME_BYTES),
+    )
+
+    def landed(self) -> Landed:
+        """Raises ProtocolViolation."""
+        key, parent, tenant = protocol.unpack_name(bytes(self.name[: self.name_bytes]))
+        sums = np.array(self.sums[: self.ranges], dtype=np.uint64)
+        return Landed(key, parent, tenant, self.slot, self.epoch, self.length, sums)
 
 
 class _Connection(ctypes.Structure):
@@ -257,9 +277,7 @@ class _Connection(ctypes.Structure):
         ("fd", ctypes.c_int64),
         *((name, ctypes.c_uint64) for name in ("bytes_in", "bytes_out", "refused", "num_landing")),
         ("landing", ctypes.c_uint32 * protocol.MAX_RANGES),
-        ("slot", ctypes.c_uint64 * 2),
-        ("sums", ctypes.c_uint64 * MAX_SUMS),
-        ("name", ctypes.c_uint8 * protocol.MAX_NAME_BYTES),
+        ("arrival", Arrival),
     )
 
 
@@ -267,8 +285,7 @@ class Event(IntEnum):
     """Why ``NativeOwner.serve`` returned."""
 
     FRAME = 0  # one that it does not answer
-    LANDED = -3  # a block has been put
-    STARVED = -4  # a block could not be, for want of a slot; its sender has been told
+    LANDED = -3  # a block has come, and the board does not know whether to list it
 
 
 _EVENTS = {event.value: event for event in Event}
@@ -276,7 +293,7 @@ _EVENTS = {event.value: event for event in Event}
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A block that was put: what it is called, where it lies, and the checksums of its equal ranges."""
+    """A block that came whole: what it is called, where it lies, and the checksums of its equal ranges."""
 
     key: bytes
     parent: bytes
@@ -288,9 +305,15 @@ class Landed:
 
 
 class Listing(Protocol):
-    """Where the owner finds blocks by key: a board, and a lane to note what it has read (``kvstore.board``)."""
+    """Where the owner finds blocks by key, and lists those that come: a board (``kvstore.board``)."""
 
-    def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]: ...
+    def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
+        """The board, and a lane to note in what has been read."""
+        ...
+
+    def book_for_owner(self) -> tuple[int, int, int]:
+        """Addresses: of the book, and of the functions that list a block there and wake the store."""
+        ...
 
 
 class NativeOwner:
@@ -299,12 +322,13 @@ class NativeOwner:
     def __init__(
         self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap, listing: Listing | None, takes_puts: bool
     ) -> None:
-        """``grants`` is the table of epochs, a uint64 a block. Without a ``listing`` nothing is found by key."""
+        """``grants`` is the table of epochs, a uint64 a block. Without a ``listing`` nothing is found by key or put."""
         self._library = library
         maps = [grants, *(listing.map_for_owner() if listing is not None else ())]
         self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
         segment_at, grants_at, *listing_at = (memory.ctypes.data for memory in self._kept)
         board_at, lane_at = listing_at or (0, 0)
+        book, list_at, wake = listing.book_for_owner() if listing is not None and takes_puts else (0, 0, 0)
         self._owner = _Owner(
             segment_at,
             grants_at,
@@ -312,7 +336,9 @@ class NativeOwner:
             segment.num_blocks,
             board=board_at,
             lane=lane_at,
-            takes_puts=takes_puts,
+            book=book,
+            list=list_at,
+            wake=wake,
         )
         self._owner_at = ctypes.addressof(self._owner)
 
@@ -357,11 +383,8 @@ class NativeConnection:
 
     def landed(self) -> Landed:
         """After LANDED. Raises ProtocolViolation."""
-        state = self._state
-        ranges, name_bytes, length, _ = protocol.unpack_range(self.head[protocol.FRAME_BYTES :])
-        key, parent, tenant = protocol.unpack_name(bytes(state.name[:name_bytes]))
-        sums = np.array(state.sums[:ranges], dtype=np.uint64)
-        return Landed(key, parent, tenant, state.slot[0], state.slot[1], length, sums)
+        landed: Landed = self._state.arrival.landed()
+        return landed
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ number from the wire is bounded here before anyone allocates, loops or indexes b
     client  Frame, Range, request             server  Reply, answer      (ATTACH: how another transport begins)
     client  Frame, Range, keys                server  Reply, Found x count, checksums, blocks      (FETCH: whole blocks)
     client  Frame, Range, name, block, sums   server  Reply              (PUT: a whole block, named and sealed at once)
+    client  Frame, Range, name, sums          server  Reply              (COMMIT: one that is in its slot already)
 
 A read is answered with as many bytes as it asked for, whatever becomes of it, so that one call of the kernel can take
 reply and payload. A frame has at least one range, so that one call can take it, too.
@@ -76,6 +77,7 @@ class Operation(IntEnum):
     ATTACH = 3
     FETCH = 4
     PUT = 5
+    COMMIT = 6
 
 
 class Status(IntEnum):
@@ -90,6 +92,7 @@ class Status(IntEnum):
     NO_SLOT = 8  # none has been given out ahead for a block that is put
     CORRUPT = 9  # a block that was put is not what its checksums say
     REFUSED = 10  # by the store, for a block that was put: another writer is at it
+    HERE = 11  # a block that was committed is stored already, and its slot stays its writer's
 
 
 _OPERATIONS = {int(operation): operation for operation in Operation}  # a look-up costs a tenth of the enum's call
@@ -211,10 +214,23 @@ def unpack_found(
 
 def pack_put(key: bytes, parent: bytes, tenant: str, length: int, ranges: int, frame_id: int) -> bytes:
     """What goes before the block; its checksums go after it."""
-    who = tenant.encode()
-    name = _NAME.pack(len(key), len(parent), len(who)) + key + parent + who
+    name = _pack_name(key, parent, tenant)
     payload = len(name) + length + 8 * ranges
     return _FRAME_1.pack(Operation.PUT, 1, payload, frame_id, ranges, len(name), length, 0) + name
+
+
+def pack_commit(
+    key: bytes, parent: bytes, tenant: str, slot: int, epoch: int, length: int, sums: bytes, frame_id: int
+) -> bytes:
+    """``sums`` are the checksums of the block's ranges, uint64 each."""
+    name = _pack_name(key, parent, tenant)
+    payload = len(name) + len(sums)
+    return _FRAME_1.pack(Operation.COMMIT, 1, payload, frame_id, slot, len(name), length, epoch) + name + sums
+
+
+def _pack_name(key: bytes, parent: bytes, tenant: str) -> bytes:
+    who = tenant.encode()
+    return _NAME.pack(len(key), len(parent), len(who)) + key + parent + who
 
 
 def unpack_name(data: bytes) -> tuple[bytes, bytes, str]:

@@ -40,6 +40,7 @@ HELLO_TIMEOUT_S = 5.0
 CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all connections
 FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
 _NOWHERE: frozenset[int] = frozenset()
+_BY_KEY = (Operation.FETCH, Operation.PUT, Operation.COMMIT)
 _ZEROS = memoryview(bytes(1 << 16))
 _LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
@@ -59,7 +60,7 @@ class ServerStats:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A whole block that somebody has put, and waits to hear what became of it: OK when it can be read."""
+    """A whole block that has come, and may have to be refused. Its sender waits to hear: OK when it can be read."""
 
     landed: Landed
     answer: Callable[[Status], None]  # once, from any thread; does not block
@@ -128,12 +129,13 @@ class SegmentServer:
         credit_bytes: int = CREDIT_BYTES,
         is_native: bool = True,
         listing: Listing | None = None,
-        on_put: Callable[[Put | None], object] | None = None,
+        on_put: Callable[[Put], object] | None = None,
     ) -> None:
         """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides. Without
         ``is_native``, or a compiler, Python answers them. Blocks of the ``listing`` can be fetched by key. With
-        ``on_put`` whole blocks can be put, into the slots of ``give_ahead``: it is told of each, and has to answer it;
-        of None when there was no slot for one. Called from threads of the server; it must not block."""
+        ``on_put`` whole blocks can be put, into the slots of ``give_ahead``, and committed, and are listed there: it is
+        told of those that may have to be refused, and has to answer. Called from threads of the server; it must not
+        block."""
         self.on_peer_gone = on_peer_gone
         self._on_put = on_put
         self._secret = secret.encode()
@@ -380,8 +382,8 @@ class SegmentServer:
         wire, head = connection.wire, connection.head
         if self._native is not None and connection.native is not None and connection.attachment is None:
             event = self._native.serve(connection.native)
-            if event is not Event.FRAME:
-                self._tell_of_put(connection, connection.native.landed() if event is Event.LANDED else None)
+            if event is Event.LANDED:
+                self._tell_of_put(connection, connection.native.landed())
                 return
         else:
             wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
@@ -391,7 +393,7 @@ class SegmentServer:
             raise ProtocolViolation("a frame over the connection of an attachment")
         frame = protocol.unpack_frame(head)
         deadline = time.monotonic() + FRAME_TIMEOUT_S
-        if frame.operation in (Operation.FETCH, Operation.PUT):  # what native code would have answered, if it could
+        if frame.operation in _BY_KEY:  # what native code would have answered, if it could
             _discard(wire, frame.payload_bytes, deadline)
             found = bytes(frame.num_ranges * protocol.FOUND_BYTES) if frame.operation is Operation.FETCH else b""
             reply = self._reply(Status.NOT_OFFERED, 0, len(found), frame.frame_id)
@@ -409,11 +411,8 @@ class SegmentServer:
         else:
             self._serve_attach(connection, frame, deadline)
 
-    def _tell_of_put(self, connection: _Connection, landed: Landed | None) -> None:
+    def _tell_of_put(self, connection: _Connection, landed: Landed) -> None:
         if self._on_put is None:
-            return
-        if landed is None:
-            self._on_put(None)
             return
         frame_id = protocol.unpack_frame(connection.head).frame_id
 

@@ -5,7 +5,8 @@
 // A block that is fetched by key is found on the board of the store in this process and sent from where it lies, under no
 // lease: it may leave its slot on the way. The checksums went ahead of it, so whoever receives it finds that out, and asks
 // again with a lease. A block that is put lands in a slot that the store has given out ahead, and is held against the
-// checksums that its sender made; from there on it is the store's.
+// checksums that its sender made; one that is committed was written there by a client of this host, into a slot of its
+// own. Both are listed on the board from here, and Python is asked only when the board does not know.
 
 #include <algorithm>
 #include <atomic>
@@ -20,14 +21,15 @@ namespace {
 
 // What kvstore/transfer/protocol.py packs: little-endian, without gaps.
 
-constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5;
-constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2, kNoSlot = 8, kCorrupt = 9;
-constexpr int kLanded = -3, kStarved = -4;  // what `serve` tells Python of a put
+constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5, kCommit = 6;
+constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2, kNoSlot = 8, kCorrupt = 9, kHere = 11;
+constexpr int kLanded = -3;  // what `serve` tells Python of a block that the store has to decide about
 constexpr uint32_t kMaxRanges = 512, kMaxFrameBytes = 4 << 20;
-constexpr uint32_t kMaxNameBytes = 1024;         // key, parent and tenant of a block that is put
 constexpr uint64_t kMaxAnswerBytes = 256 << 20;  // of the blocks that one frame may fetch
 constexpr uint32_t kMaxAhead = 64;
 constexpr double kFrameTimeoutS = 30;
+constexpr double kSlotPatienceS = 0.01;  // how long a block waits for a slot, which the store has been asked for
+constexpr timespec kSlotPoll = {0, 50000};
 
 struct __attribute__((packed)) Head {
     uint16_t operation, num_ranges;
@@ -61,7 +63,9 @@ struct Owner {
     std::atomic<uint64_t> credit_bytes;  // of each connection
     void *board;                         // of the store, or null
     board::Lane *lane;                   // where we note what has been read
-    uint64_t takes_puts;
+    void *book;                          // of the store, or null: then nothing can be put
+    board::List list;
+    board::Wake wake;
     std::atomic<uint64_t> is_locked;  // for what follows
     uint64_t num_ahead;               // slots for blocks that will be put
     Slot ahead[kMaxAhead];
@@ -101,9 +105,7 @@ struct Connection {
     std::atomic<uint64_t> bytes_in, bytes_out, refused;
     std::atomic<uint64_t> num_landing;  // ranges of the frame that is being received,
     std::atomic<uint32_t> landing[kMaxRanges];  // and their blocks
-    Slot slot;                                  // of the block that has been put,
-    uint64_t sums[board::kMaxRanges];           // the checksums of its ranges,
-    uint8_t name[kMaxNameBytes];                // and what it is called
+    board::Arrival arrival;                     // what is being put or committed
 };
 
 // Where the frame is about to land is made known before the grants are read, and `revoke` changes the grants before it
@@ -233,44 +235,89 @@ int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out,
     return 0;
 }
 
-// A slot of ours to land in. Those that have been revoked meanwhile are the store's again.
-bool begin_put(Owner &owner, Connection &connection, uint32_t length) {
-    uint16_t refused;
-    while (take_slot(owner, connection.slot)) {
-        const Range range = {(uint32_t)connection.slot.block, 0, length, connection.slot.epoch};
-        if (begin_landing(owner, connection, &range, refused) == kOk) return true;
+// A slot of ours to land in, in `connection.arrival`. Those that have been revoked meanwhile are the store's again.
+bool begin_put(Owner &owner, Connection &connection) {
+    board::Arrival &arrival = connection.arrival;
+    const double until_s = now_s() + kSlotPatienceS;
+    for (bool is_told = false;; nanosleep(&kSlotPoll, nullptr)) {
+        Slot slot;
+        while (take_slot(owner, slot)) {
+            const Range range = {(uint32_t)slot.block, 0, arrival.length, slot.epoch};
+            uint16_t refused;
+            if (begin_landing(owner, connection, &range, refused) != kOk) continue;
+            arrival.slot = slot.block, arrival.epoch = slot.epoch;
+            return true;
+        }
+        if (!is_told) owner.wake(owner.book), is_told = true;
+        if (now_s() >= until_s) return false;
     }
-    return false;
+}
+
+board::Listing list(Owner &owner, const board::Arrival &arrival) {
+    if (!arrival.is_named()) return board::kUnsure;
+    const int listing = owner.list(owner.book, &owner.grants[arrival.slot], &arrival);
+    if (listing == board::kKnown) {  // which is a use of it
+        uint64_t epoch;
+        const int64_t slot = board::Board(owner.board).find(arrival.key(), arrival.key_bytes(), &epoch);
+        if (slot >= 0) owner.lane->note(slot, epoch);
+    }
+    return static_cast<board::Listing>(listing);
+}
+
+// What a frame says of a block that a board can list.
+bool is_listable(const Owner &owner, const Connection &connection, uint64_t ranges, uint64_t name_bytes) {
+    const uint64_t length = connection.first.length;
+    return connection.head.num_ranges == 1 && ranges >= 1 && ranges <= board::kMaxRanges && name_bytes >= 1 &&
+           name_bytes <= board::kMaxNameBytes && length >= 1 && length % ranges == 0 &&
+           length / ranges >= xxh3::kMinBytes && length <= owner.block_bytes;
 }
 
 // One block with its name, then the checksums of its equal ranges. What the first range of the frame says: how many ranges,
-// bytes of the name, bytes of the block. `kLanded`: it is in `connection.slot`, and Python is to answer.
+// bytes of the name, bytes of the block. `kLanded`: it is where `connection.arrival` says, and Python is to answer.
 int serve_put(Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
     const uint64_t ranges = connection.first.block, name_bytes = connection.first.offset;
     const uint64_t length = connection.first.length, sums_bytes = ranges * sizeof(uint64_t);
-    const bool is_sound = connection.head.num_ranges == 1 && ranges >= 1 && ranges <= board::kMaxRanges &&
-                          name_bytes >= 1 && name_bytes <= kMaxNameBytes && length >= 1 &&
-                          length % ranges == 0 && length / ranges >= xxh3::kMinBytes && length <= owner.block_bytes &&
-                          name_bytes + length + sums_bytes == connection.head.payload_bytes;
-    if (!is_sound) return kViolation;
-    const Part name = {connection.name, name_bytes, nullptr};
+    if (!is_listable(owner, connection, ranges, name_bytes)) return kViolation;
+    if (name_bytes + length + sums_bytes != connection.head.payload_bytes) return kViolation;
+    board::Arrival &arrival = connection.arrival;
+    arrival.length = length, arrival.ranges = ranges, arrival.name_bytes = name_bytes;
+    const Part name = {arrival.name, name_bytes, nullptr};
     if (int error = move_all<false>(in, &name, 1, deadline_s)) return error;
-    if (!begin_put(owner, connection, length)) {
+    if (!begin_put(owner, connection)) {
         if (int error = move_nothing<false>(in, length + sums_bytes, deadline_s)) return error;
         ++connection.refused;
-        const int error = send_reply(owner, connection, out, kNoSlot, deadline_s);
-        return error ? error : kStarved;
+        return send_reply(owner, connection, out, kNoSlot, deadline_s);
     }
     uint64_t theirs[board::kMaxRanges];
-    const Part parts[] = {
-        {owner.segment + connection.slot.block * owner.block_bytes, length, connection.sums},
-        {reinterpret_cast<uint8_t *>(theirs), sums_bytes, nullptr}};
+    const Part parts[] = {{owner.segment + arrival.slot * owner.block_bytes, length, arrival.sums},
+                          {reinterpret_cast<uint8_t *>(theirs), sums_bytes, nullptr}};
     const int error = move_all<false>(in, parts, 2, deadline_s, length / ranges);
+    const bool is_right = !error && !memcmp(theirs, arrival.sums, sums_bytes);
+    const board::Listing listing = is_right ? list(owner, arrival) : board::kKnown;
     connection.num_landing.store(0);
-    const bool is_right = !error && !memcmp(theirs, connection.sums, sums_bytes);
-    if (is_right) return connection.bytes_in += length, kLanded;
-    give_slot(owner, connection.slot);
-    return error ? error : send_reply(owner, connection, out, kCorrupt, deadline_s);
+    if (listing == board::kKnown) give_slot(owner, {arrival.slot, arrival.epoch});
+    if (error) return error;
+    if (is_right) connection.bytes_in += length;
+    if (listing == board::kUnsure) return kLanded;
+    return send_reply(owner, connection, out, is_right ? kOk : kCorrupt, deadline_s);
+}
+
+// A block that a client of this host has written into a slot of its own: its name and its checksums. The first range of the
+// frame says where it is, and bytes of the name in place of an offset. `kHere`: it was here, and the slot stays the client's.
+int serve_commit(Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
+    const Range first = connection.first;
+    const uint64_t sums_bytes = connection.head.payload_bytes - first.offset, ranges = sums_bytes / sizeof(uint64_t);
+    if (first.block >= owner.num_blocks || first.offset > connection.head.payload_bytes) return kViolation;
+    if (sums_bytes % sizeof(uint64_t) || !is_listable(owner, connection, ranges, first.offset)) return kViolation;
+    board::Arrival &arrival = connection.arrival;
+    arrival.slot = first.block, arrival.epoch = first.epoch, arrival.length = first.length;
+    arrival.ranges = ranges, arrival.name_bytes = first.offset;
+    const Part parts[] = {{arrival.name, first.offset, nullptr},
+                          {reinterpret_cast<uint8_t *>(arrival.sums), sums_bytes, nullptr}};
+    if (int error = move_all<false>(in, parts, 2, deadline_s)) return error;
+    const board::Listing listing = list(owner, arrival);
+    if (listing == board::kUnsure) return kLanded;
+    return send_reply(owner, connection, out, listing == board::kListed ? kOk : kHere, deadline_s);
 }
 
 // One message there and one back. A call that a signal or a deadline ended goes on where it was when it is repeated.
@@ -357,7 +404,7 @@ int keyed_put(Keyed *keyed, uint8_t *head, uint64_t head_bytes, uint8_t *data, u
 }
 
 // Answers until the connection ends, or until a frame begins that is not ours to answer: its head, with the first range, then
-// is in `connection`, and the result 0. Or a block has been put (`kLanded`), or could not be for want of a slot (`kStarved`).
+// is in `connection`, and the result 0. Or a block has come (`kLanded`) that the store has to decide about.
 int serve(Owner *owner, Connection *connection) {
     Flow in = {}, out = {};
     in.fd = out.fd = connection->fd;
@@ -367,10 +414,12 @@ int serve(Owner *owner, Connection *connection) {
         const Head &head = connection->head;
         int result;
         if (head.num_ranges < 1 || head.num_ranges > kMaxRanges || head.payload_bytes < 1) return 0;
-        if (head.operation == kPut && owner->takes_puts) {
+        if (head.operation == kPut && owner->book) {
             result = serve_put(*owner, *connection, in, out, deadline_s);
         } else if (head.payload_bytes > kMaxFrameBytes) {
             return 0;
+        } else if (head.operation == kCommit && owner->book) {
+            result = serve_commit(*owner, *connection, in, out, deadline_s);
         } else if (head.operation == kWrite || head.operation == kRead) {
             result = serve_frame(*owner, *connection, in, out, deadline_s);
         } else if (head.operation == kFetch && owner->board) {

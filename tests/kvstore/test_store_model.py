@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvstore.ahead import WIRE, Committed
 from kvstore.board import Board, BoardReader, Outcome
 from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
@@ -24,7 +25,7 @@ from kvstore.eviction import make_policy
 from kvstore.index_types import BlockName, Grant, Lease
 from kvstore.segment import Segment
 from kvstore.ssd_tier import SsdTier
-from kvstore.store import WIRE, Committed, Sealing, Store, TierRules
+from kvstore.store import Sealing, Store, TierRules
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import OutOfBlocks
 from mooncake.events import EventLog
@@ -74,7 +75,7 @@ class StoreLife(RuleBasedStateMachine):
         self.store = Store(
             self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, lane_slots=2
         )
-        self.board, self.door = board, BoardDoor(board, self.store.lane_opened, self.store.lane_gone)
+        self.board, self.door = board, BoardDoor(board, self.store.ahead.open, self.store.lane_gone)
         self.door.open()
         reader = await asyncio.to_thread(BoardReader.open, self.door.path)
         assert reader is not None
@@ -168,9 +169,9 @@ class StoreLife(RuleBasedStateMachine):
         name = BlockName(key(number), key(number - 4) if number >= 4 else b"")
         if rng.random() < 0.1:
             self.store.abort([grant])
-            assert self.store.commit(lane, grant, name, len(data), sums, "") is Committed.OVER
+            assert self.store.ahead.commit(lane, grant, name, len(data), sums, "") is Committed.OVER
             return
-        outcome = self.store.commit(lane, grant, name, len(data), sums, "")
+        outcome = self.store.ahead.commit(lane, grant, name, len(data), sums, "")
         self.store.settle()
         if number in self.writing:
             assert outcome is Committed.BUSY

@@ -44,11 +44,10 @@ class Target:
             self.board.show(0, EPOCH, b"key", BLOCK, range_checksums(PATTERN, 2))
         self.hello = protocol.pack_hello(self.segment.incarnation, "fuzz", 1)
 
-    def take(self, put: Put | None) -> None:
-        if put is not None:
-            assert put.landed.slot == AHEAD
-            self.server.give_ahead(AHEAD, EPOCH)
-            put.answer(Status.OK)
+    def take(self, put: Put) -> None:
+        assert put.landed.slot == AHEAD
+        self.server.give_ahead(AHEAD, EPOCH)
+        put.answer(Status.OK)
 
     def throw(self, data: bytes) -> None:
         """Send it all, then hang up and wait until the server has digested it."""

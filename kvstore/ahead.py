@@ -1,0 +1,151 @@
+"""Slots that a store has given out before anybody has said what comes into them, and the blocks that came.
+
+Each writer of this kind has a *lane*: a client of this host, which fills its slots in place, or ``WIRE``, the data
+plane itself, where blocks of all others land. A slot given ahead is an ordinary reservation under a name of its own,
+granted to its own epoch. The data plane lists most blocks on the board without a word to the store, which hears of
+them in ``catch_up``; the others it decides about in ``commit``. Whoever asks the index what it has, catches up first;
+whoever reserves or takes slots back does so ``alone``. This module must not know about the SSD, nor who reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from kvstore.board import Board
+from kvstore.checksum import Checksums
+from kvstore.index import StoreIndex
+from kvstore.index_types import BlockName, Grant
+from kvstore.transfer.native import Landed
+from kvstore.transfer.server import SegmentServer
+from mooncake.errors import InvalidRequest, OutOfBlocks
+from mooncake.types import BlockKey
+
+WIRE = "\0wire"  # the lane of blocks that arrive over the data plane
+
+
+class Committed(Enum):
+    OVER = "the slot was not the writer's any more"
+    STORED = "by this or before"
+    BUSY = "another writer is at this block"
+
+
+class SlotsAhead:
+    """Of one store, on its event loop."""
+
+    def __init__(
+        self,
+        index: StoreIndex,
+        server: SegmentServer,
+        board: Board | None,
+        block_bytes: int,
+        num_slots: int,
+        is_elsewhere: Callable[[BlockName], bool],
+        on_stored: Callable[[BlockName, bool], object],
+    ) -> None:
+        """At most ``num_slots`` are given. ``on_stored`` is called with what somebody has put and whether it is new;
+        what ``is_elsewhere`` is stored already."""
+        self._index = index
+        self._server = server
+        self._board = board
+        self._block_bytes = block_bytes
+        self._is_elsewhere = is_elsewhere
+        self._on_stored = on_stored
+        self._lanes: dict[str, set[Grant]] = {WIRE: set()}
+        self.wire_slots = num_slots // 2  # half for each kind of writer, so that neither starves the other
+        self._near_slots = num_slots - self.wire_slots
+        self._num_given = 0  # ever
+
+    def __contains__(self, lane: str) -> bool:
+        return lane in self._lanes
+
+    def open(self, lane: str) -> None:
+        self._lanes[lane] = set()
+
+    def close(self, lane: str) -> None:
+        """Its process holds the segment no more."""
+        with self.alone():
+            del self._lanes[lane]
+            self._index.writer_gone(lane)
+
+    def num_held(self, lane: str) -> int:
+        return len(self._lanes[lane])
+
+    def reserve(self, lane: str, count: int = 1) -> list[Grant]:
+        """Slots to be filled and then named, until the lane has ``count``. None that takes waiting."""
+        held = self._lanes.get(lane)
+        if held is None:
+            return []
+        given = sum(len(grants) for other, grants in self._lanes.items() if (other == WIRE) == (lane == WIRE))
+        wanted = min(count - len(held), (self.wire_slots if lane == WIRE else self._near_slots) - given)
+        if wanted <= 0:
+            return []
+        numbers = range(self._num_given, self._num_given + wanted)
+        self._num_given += wanted
+        names = [BlockName(BlockKey(f"{lane}{number}".encode())) for number in numbers]
+        try:
+            offers = self._index.reserve(names, lane, self._block_bytes, 1, time.monotonic())
+        except OutOfBlocks:
+            return []
+        grants = [offer.grant for offer in offers if offer.grant is not None]
+        held.update(grants)
+        return grants
+
+    def forget(self, grant: Grant) -> None:
+        """Nobody holds it any more."""
+        for held in self._lanes.values():
+            held.discard(grant)
+
+    # What came
+
+    def catch_up(self) -> None:
+        """Take what the data plane has listed since into the index."""
+        arrived = self._board.take_arrived() if self._board is not None else []
+        if not arrived:
+            return
+        for block in arrived:
+            self._adopt(block)
+        self._server.revoke([block.slot for block in arrived])
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing comes meanwhile, and what came is known."""
+        if self._board is None:
+            yield
+            return
+        with self._board.held():
+            self.catch_up()
+            yield
+
+    def commit(
+        self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
+    ) -> Committed:
+        """Make a slot given ahead readable as this block. Its checksums were made of the very bytes that came here,
+        by this process, or by one that could write anywhere in the segment; whoever reads the block checks them."""
+        if not 1 <= len(checksums) <= length <= self._block_bytes or length % len(checksums):
+            raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
+        with self.alone():
+            if lane not in self._lanes or grant not in self._lanes[lane]:
+                return Committed.OVER
+            self._lanes[lane].discard(grant)
+            self._server.revoke([grant.slot])
+            is_busy = self._index.is_reserved(name.key)
+            is_stored = self._index.exists([name.key])[0] or self._is_elsewhere(name)
+            is_new = not is_stored and self._index.name_reserved(grant, name, length, len(checksums), tenant)
+            if is_new:
+                self._index.seal(grant, checksums, time.monotonic())
+            else:
+                self._index.touch(name.key, time.monotonic())
+                self._index.abort(grant)
+        self._on_stored(name, is_new)
+        return Committed.STORED if is_stored or is_new else Committed.BUSY if is_busy else Committed.OVER
+
+    def _adopt(self, block: Landed) -> None:
+        grant, name = Grant(block.slot, block.epoch), BlockName(BlockKey(block.key), block.parent)
+        self.forget(grant)
+        is_ours = self._index.name_reserved(grant, name, block.length, len(block.checksums), block.tenant)
+        assert is_ours, f"{name} was listed in a slot that was not free for it"
+        self._index.seal(grant, block.checksums, time.monotonic())
+        self._on_stored(name, True)
