@@ -28,9 +28,9 @@ from mooncake import LLM, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 
-BLOCK = 16
-PROMPT = np.random.default_rng(0).integers(3, 320, 20).tolist()  # a full block and a partial one
-NEW = 14
+BLOCK = 8
+PROMPT = np.random.default_rng(0).integers(3, 320, 11).tolist()  # a full block and a partial one
+NEW = 7
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settings(model: str, **devices: str) -> list[str]:
     return [
         f"model.path='{model}'",
-        "model.max_model_len=64",  # short: each program of a kernel is interpreted
+        "model.max_model_len=32",  # short: each program of a kernel is interpreted
         f"block.tokens={BLOCK}",
         "prefill.kv_gb=0.005",
         "decode.kv_gb=0.005",
         "store.dram_gb=0.05",
-        "prefill.chunk_tokens=16",
+        "prefill.chunk_tokens=8",
         *(f"{role}.device='{device}'" for role, device in devices.items()),
     ]
 
@@ -102,7 +102,7 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
     await wait_idle(channel)
     devices = {node.info.role: node.info.device for node in (await status(channel)).nodes}
     assert devices == {"prefill": "cuda", "decode": "cuda", "store": ""}
-    turn = PROMPT + first.tokens + PROMPT[:7]
+    turn = PROMPT + first.tokens + PROMPT[:3]
     second = await ask(channel, turn, 3)
     assert [second.tokens] == on_cpu(model, turn, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
     assert second.cached_tokens == (len(PROMPT) + NEW) // BLOCK * BLOCK
@@ -110,7 +110,7 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
     # Two answers share the prompt's blocks behind the hand-off, and copy the last one when they write.
     await wait_idle(channel)
     before = await counters(channel, "decode")
-    drawn = {"max_tokens": 4, "temperature": 0.9, "seed": 5, "ignore_eos": True}
+    drawn = {"max_tokens": 3, "temperature": 0.9, "seed": 5, "ignore_eos": True}
     both = await ask_for_two(channel, PROMPT[1:], **drawn)
     assert both == on_cpu(model, PROMPT[1:], SamplingParams(n=2, **drawn))
     await wait_idle(channel)
