@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -247,13 +247,18 @@ class LLM:
         )
         return self.generate(prompts, sampling, use_tqdm=use_tqdm)
 
-    def _encode(self, prompt: Prompt) -> TokenIds:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+    def _encode(self, prompt: object) -> TokenIds:
         try:
-            return np.asarray(prompt, dtype=np.uint32)
-        except (TypeError, ValueError, OverflowError):
-            raise InvalidRequest("a prompt is text or token ids", "prompts") from None
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
+        except ValueError:  # lists of several lengths
+            ids = np.empty((0, 0))
+        if ids.shape == (0,):
+            raise InvalidRequest("a prompt is empty", "prompts")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InvalidRequest("a prompt is text or token ids", "prompts")
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", "prompts")
+        return ids.astype(np.uint32)
 
     def _places(self, adapter: Adapters, count: int) -> list[int]:
         """Of the adapters that were named, one for each prompt. Raises InvalidRequest."""
@@ -400,14 +405,12 @@ def _ranking(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, logprobs=0)
 
 
-def _prompt_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt is a list of one."""
-    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
+def _prompt_list(prompts: Prompts) -> list[object]:
+    """One prompt is a list of one. Whether it makes sense is seen when it is encoded."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, (int, np.integer)) for item in items):
-        return [np.asarray(items, dtype=np.uint32)]
-    return [item for item in items if not isinstance(item, (int, np.integer))]
+    items: list[object] = list(prompts)
+    return [items] if items and isinstance(items[0], (int, np.integer)) else items
 
 
 def _conversation_list(
@@ -422,16 +425,20 @@ def _conversation_list(
             conversations.append([_message(message) for message in item])
     if single and conversations:
         raise InvalidRequest("messages are one conversation or a list of conversations, not both", "messages")
+    if not single and not (conversations and all(conversations)):
+        raise InvalidRequest("at least one message is needed", "messages")
     return conversations or [single]
 
 
 def _message(message: Message) -> ChatMessage:
     if isinstance(message, ChatMessage):
         return message
-    try:
-        return ChatMessage(message["role"], message["content"])
-    except KeyError as missing:
-        raise InvalidRequest(f"a message has no {missing.args[0]}", "messages") from None
+    if not isinstance(message, Mapping):
+        raise InvalidRequest('a message is {"role": …, "content": …}', "messages")
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            raise InvalidRequest(f"a message needs its {name}, as text", "messages")
+    return ChatMessage(message["role"], message["content"])
 
 
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

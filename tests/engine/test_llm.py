@@ -92,12 +92,21 @@ def test_logprobs_come_with_each_token(llm: LLM) -> None:
 def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ContextTooLong):
         llm.generate([[1] * (llm.max_model_len + 1)], GREEDY)
-    with pytest.raises(InvalidRequest):
-        llm.generate([[1_000_000]], GREEDY)
-    with pytest.raises(InvalidRequest):
-        llm.generate("", GREEDY)
-    with pytest.raises(InvalidRequest, match="text or token ids"):
-        llm.generate([[-1]], GREEDY)
+    for prompts, sentence in (
+        ([[1_000_000]], "token ids must be between 0 and 49151"),
+        ([[-1]], "token ids must be between"),
+        ("", "a prompt is empty"),
+        ([[]], "a prompt is empty"),
+        ([[1.5, 2.0]], "text or token ids"),
+        (["Hello", 5], "text or token ids"),
+        ({"prompt": "Hello"}, "text or token ids"),
+        (None, "text or token ids"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            llm.generate(prompts, GREEDY)
+    for messages in ([], [[]], "Hello", [{"role": "user"}], [{"role": "user", "content": [{"type": "text"}]}]):
+        with pytest.raises(InvalidRequest, match="message"):
+            llm.chat(messages, GREEDY)
     assert not llm.engine.has_work
     assert llm.generate([], GREEDY) == []
 
