@@ -23,6 +23,14 @@ class TextPiece:
     stopped: bool = False
 
 
+def check_stop(stop: Sequence[str]) -> None:
+    """Raises InvalidRequest for empty, too long or too many stop strings."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
+    if not all(0 < len(text) <= MAX_STOP_CHARS for text in stop):
+        raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
+
+
 class TextAssembler:
     """The text of one answer as it grows.
 
@@ -31,11 +39,8 @@ class TextAssembler:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Raises InvalidRequest for empty, too long or too many stop strings."""
-        if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
-        if not all(0 < len(text) <= MAX_STOP_CHARS for text in stop):
-            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
+        """Raises as ``check_stop``."""
+        check_stop(stop)
         self._stream = tokenizer.stream()
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)

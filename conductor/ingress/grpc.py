@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 
 from conductor.ingress.answers import Job, Outcome, Piece
-from conductor.ingress.pipeline import DEADLINE_GRACE_S, Pipeline
+from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, DEADLINE_GRACE_S, Pipeline
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
@@ -23,7 +23,6 @@ from mooncake.tokenizer import ChatMessage
 from mooncake.types import TokenIds
 
 SERVICE = "mooncake.v1.Inference"
-COMPLETION_MAX_TOKENS = 16  # for text and token ids; a chat may take what the context leaves
 SESSION_KEY = "x-session-affinity"  # metadata: which requests belong together, a hint
 
 

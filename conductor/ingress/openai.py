@@ -50,13 +50,11 @@ from conductor.ingress.openai_types import (
     stop_strings,
     usage_body,
 )
-from conductor.ingress.pipeline import MAX_CHOICES, Pipeline
+from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
 from conductor.ingress.tools import CallReader, said_calls, tool_response, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import SamplingParams, TokenIds
-
-COMPLETION_MAX_TOKENS = 16  # what OpenAI's completions take when nothing is asked for
 
 F = TypeVar("F", bound=GenerationFields)
 Handler = Callable[[Request], Awaitable[Response]]

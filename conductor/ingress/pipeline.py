@@ -31,13 +31,14 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.guides import Guides
-from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from mooncake.text import check_stop
 from mooncake.tokenizer import ChatMessage, Tokenizer
 from mooncake.types import Guide, SamplingParams, TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n
 MAX_MESSAGES = 4096
 MAX_PRIORITY = (1 << 31) - 1
+COMPLETION_MAX_TOKENS = 16  # of an answer to text or token ids, as OpenAI has it; a chat may take what is left
 LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenized in a thread: the event loop must not stall
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this one only guards against a stuck request
 
@@ -200,10 +201,7 @@ class Pipeline:
             raise InvalidRequest("request_id takes 1 to 128 letters, digits and . : _ -", "request_id")
         if not _SALT.fullmatch(salt):
             raise InvalidRequest("cache_salt takes at most 64 letters, digits, _ and -", "cache_salt")
-        if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
-        if not all(0 < len(text) <= MAX_STOP_CHARS for text in stop):
-            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
+        check_stop(stop)
         self.as_tokens(sampling.stop_token_ids, "stop_token_ids")
         self.as_tokens([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
