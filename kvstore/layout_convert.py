@@ -1,21 +1,67 @@
 """From one type of number to another: rows of KV as float32, bfloat16, or int8 with a scale each.
 
 What widens and comes back is unchanged, bit for bit: float32 holds every bfloat16 and every product of an int8 and a
-scale of 16 significant bits, which is what the scales made here have. Knows no blocks and no transfers.
+scale of 16 significant bits, which is what the scales made here have. Written twice: plainly, which is the definition,
+and natively (``layout_convert.cpp``), in one pass over memory. Knows no blocks and no transfers.
 """
 
 from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.layout import numbers, scales
+from mooncake.native import BuildFailed, load_native
+
+log = logging.getLogger(__name__)
 
 _INT8_MAX = 127.0
+_NATIVE_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 def convert(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], source_dtype: str, target_dtype: str) -> None:
-    """Copy rows ``[layer, K|V, head, token, row_bytes]`` from one type to another."""
+    """Copy rows ``[layer, K|V, head, token, row_bytes]`` from one type to another. Tokens lie behind one another."""
+    library, dim = _load(), numbers(source, source_dtype).shape[-1]
+    if library is None or dim > library.max_dim():
+        convert_plainly(source, target, source_dtype, target_dtype)
+        return
+    numbers_of = ctypes.c_int64 * 4
+    library.convert(
+        source.ctypes.data,
+        _NATIVE_TYPES[source_dtype],
+        target.ctypes.data,
+        _NATIVE_TYPES[target_dtype],
+        dim,
+        numbers_of(*source.shape[:4]),
+        numbers_of(*source.strides[:4]),
+        numbers_of(*target.strides[:4]),
+    )
+
+
+@cache
+def _load() -> ctypes.CDLL | None:
+    """The library, or None where it cannot be built."""
+    try:
+        library = load_native("layout_convert", Path(__file__).with_name("layout_convert.cpp"))
+    except BuildFailed as error:
+        log.warning("converting KV in Python, at several times the cost: %s", error)
+        return None
+    number, memory = ctypes.c_int64, ctypes.c_void_p
+    library.convert.argtypes = (memory, number, memory, number, number, memory, memory, memory)
+    library.convert.restype = None
+    library.max_dim.restype = number
+    return library
+
+
+def convert_plainly(
+    source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], source_dtype: str, target_dtype: str
+) -> None:
+    """``convert`` without native code."""
     if source_dtype == target_dtype:
         np.copyto(target, source)
     elif target_dtype == "float32":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.checksum import range_checksums
 from kvstore.layout import ShardedLayout, numbers, rows, scales
-from kvstore.layout_convert import convert
+from kvstore.layout_convert import convert, convert_plainly
 from kvstore.layout_plan import Plan, plan
 from kvstore.layout_reader import LayoutReader, Shard
 from kvstore.segment import Segment
@@ -229,7 +229,33 @@ def test_narrower_types_lose_what_they_must_and_no_more(transfer):
                 assert narrow.blocks(0).nbytes * 3 < source.blocks(0).nbytes / (4 if dtype == "int8" else 2) * 1.07
 
 
-def test_what_is_no_number_and_what_is_endless_survive_bfloat16():
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(list(itertools.product(sorted(WIDER), repeat=2))),
+    st.tuples(*(st.integers(1, most) for most in (3, 4, 70))),
+    st.sampled_from([1, 4, 12, 128]),
+    st.integers(0, 1 << 32),
+)
+def test_native_code_computes_the_same_bits(
+    pair: tuple[str, str], shape: tuple[int, int, int], dim: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    layers, heads, tokens = shape
+    wide = random.standard_normal((layers, 2, heads, tokens, dim)).astype(np.float32)
+    wide *= np.exp2(random.integers(-40, 40, (layers, 2, heads, tokens, 1)))
+    wide[random.random(wide.shape) < 0.1] = 0.0
+    source_form, target_form = (KVLayout(layers, heads, tokens, dim, dtype) for dtype in pair)
+    source = rows(source_form, np.zeros(source_form.block_bytes, np.uint8))
+    convert_plainly(wide.view(np.uint8), source, "float32", pair[0])
+    part = np.s_[: max(1, layers - 1), :, heads // 2 :, tokens // 3 :]
+    natively, plainly = (rows(target_form, np.zeros(target_form.block_bytes, np.uint8)) for _ in range(2))
+    convert(source[part], natively[part], *pair)
+    convert_plainly(source[part], plainly[part], *pair)
+    assert np.array_equal(natively, plainly)
+
+
+@pytest.mark.parametrize("convert", [convert, convert_plainly])
+def test_what_is_no_number_and_what_is_endless_survive_bfloat16(convert):
     wide = np.array([[[[[np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -0.0, 1e-45, 1.00390625]]]]], np.float32)
     wide.view(np.uint32)[0, 0, 0, 0, 1] = 0xFFFFFFFF  # all of its bits
     narrow = np.zeros(wide.shape, np.uint16)
