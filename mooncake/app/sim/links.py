@@ -15,11 +15,12 @@ from mooncake.app.sim.events import Agenda
 class Port:
     """One direction of one host's network."""
 
-    __slots__ = ("busy_bytes", "capacity", "demand", "flows", "name")
+    __slots__ = ("_binds_above", "busy_bytes", "capacity", "demand", "flows", "name")
 
     def __init__(self, name: str, capacity: float) -> None:
         self.name = name
         self.capacity = capacity  # bytes/s
+        self._binds_above = capacity * (1 + 1e-9)
         self.flows: dict[Flow, None] = {}  # in order of start
         self.demand = 0.0  # what its flows would take if nobody else was there
         self.busy_bytes = 0.0  # carried so far
@@ -27,7 +28,7 @@ class Port:
     @property
     def binds(self) -> bool:
         """Whether its flows want more than there is. A port that does not bind slows nobody."""
-        return self.demand > self.capacity * (1 + 1e-9)
+        return self.demand > self._binds_above
 
 
 class Flow:
@@ -75,7 +76,12 @@ class Network:
         out.flows[flow] = into.flows[flow] = None
         out.demand += flow.limit
         into.demand += flow.limit
-        self._share_around(flow)
+        if out.binds or into.binds:
+            flows = self._touched([port for port in (out, into) if port.binds])
+            flows.setdefault(flow)
+            self._share(flows)
+        else:  # it takes all it can and slows nobody
+            self._set_rate(flow, flow.limit)
         return flow
 
     def cancel(self, flow: Flow) -> None:
@@ -91,23 +97,15 @@ class Network:
 
     def _leave(self, flow: Flow) -> None:
         self._settle(flow)
-        bound = [port for port in (flow.source, flow.target) if port.binds]
-        for port in (flow.source, flow.target):
+        ports = flow.source, flow.target
+        bound = [port for port in ports if port.binds]
+        for port in ports:
             del port.flows[flow]
             port.demand = port.demand - flow.limit if port.flows else 0.0
         flow.version += 1
         self.num_open -= 1
         if bound:
             self._share(self._touched(bound))
-
-    def _share_around(self, flow: Flow) -> None:
-        bound = [port for port in (flow.source, flow.target) if port.binds]
-        if not bound:  # it takes all it can and slows nobody
-            self._set_rate(flow, flow.limit)
-            return
-        flows = self._touched(bound)
-        flows.setdefault(flow)
-        self._share(flows)
 
     def _touched(self, ports: list[Port]) -> dict[Flow, None]:
         """All flows whose rates hang together with these ports, through ports that bind."""
@@ -154,7 +152,8 @@ class Network:
     def _set_rate(self, flow: Flow, rate: float) -> None:
         if rate == flow.rate:
             return
-        self._settle(flow)
+        if flow.rate:  # it has been moving
+            self._settle(flow)
         flow.rate = rate
         flow.version += 1
         self._agenda.at(flow.since + flow.left / rate + self._latency_s, self._arrive, flow, flow.version)
