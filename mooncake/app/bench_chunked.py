@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
@@ -103,7 +104,7 @@ def parse(args: list[str]) -> Options:
     add("--max-s", type=float, default=120.0, help="no more turns than fit into so long, but one of each")
     add("--threads", type=int, default=0)
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
     options = Options(**vars(parser.parse_args(args)))
     if min(options.prompt, options.running, options.budget, options.reps) < 1 or options.limit_ms <= 0:
         raise ConfigError("--prompt, --running, --budget, --limit-ms and --reps must be positive")

@@ -27,6 +27,7 @@ from conductor.registry import NodeInfo, Registry
 from conductor.scheduler import Scheduler
 from conductor.view import RequestFacts, Shape
 from mooncake.app.bench_report import Figure, Report, Value, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 from mooncake.hashing import chain_seed, extend_chain
 from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress, TokenIds
@@ -89,7 +90,7 @@ def parse(args: list[str]) -> Options:
     add("--reps", type=int, default=5)
     add("--policy", default=DEFAULT_POLICY, help=f"one of {', '.join(POLICIES)}")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
     given = parser.parse_args(args)
     if given.policy not in POLICIES:
         raise ConfigError(f"no policy is called {given.policy!r}; there are: {', '.join(POLICIES)}")

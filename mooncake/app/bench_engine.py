@@ -23,6 +23,7 @@ from rich.progress import Progress
 from mooncake.app.bench_kernels import decode_attention_s, gemm_s, read_s, shared_prefix_s, weight_bytes
 from mooncake.app.bench_report import Figure, Report, Value, progress, tell
 from mooncake.app.extras import require
+from mooncake.app.outputs import output_file
 from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.hf_folder import write_hf_folder
 from mooncake.app.peers.own import OwnEngine, median_outside_s
@@ -122,7 +123,7 @@ def parse(args: list[str]) -> Options:
     add("--peer-model", default="", metavar="DIR", help="the same model as an HF folder; made when it is not given")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a minute instead of ten: batch 1 and 8, one repetition, short prompts")
-    add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
     given = parser.parse_args(args)
     if given.quick:
         given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1

@@ -24,6 +24,7 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 from mooncake.types import KVLayout, SegmentAddress
 
@@ -92,7 +93,7 @@ def _options(arguments: Sequence[str]) -> Options:
     add("--mb", type=int, default=96, help="read in each repetition, about")
     add("--reps", type=int, default=7)
     add("--seed", type=int, default=0)
-    add("--json", type=Path, help="write the JSON line to this file too")
+    add("--json", type=output_file, help="write the JSON line to this file too")
     given = parser.parse_args(arguments)
     transports = tuple(given.transports.split(","))
     cases = tuple(filter(None, given.cases.split(",")))

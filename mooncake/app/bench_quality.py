@@ -26,6 +26,7 @@ import mooncake.kernels as kernels
 import mooncake.model as models
 from mooncake.app.bench_kernels import weight_bytes
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import Cancelled, ConfigError
@@ -91,8 +92,8 @@ def parse(args: list[str]) -> Options:
     add("--tokens", type=int, default=50_176, help="of the text")
     add("--window", type=int, default=512, metavar="TOKENS", help="each token sees what is before it in its window")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--resume", type=Path, metavar="FILE", help="keep what is computed there, and go on from what is there")
-    add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    add("--resume", type=output_file, metavar="FILE", help="keep what is computed there, and go on from what is there")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
     given = parser.parse_args(args)
     formats = tuple(filter(None, given.formats.split(",")))
     if unknown := set(formats) - set(FORMATS):

@@ -29,6 +29,7 @@ from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_verbs import Device
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 from mooncake.types import SegmentAddress
 
@@ -74,7 +75,7 @@ def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
     add("--mb", type=int, default=16, help="moved in each repetition, about")
     add("--reps", type=int, default=3)
     add("--seed", type=int, default=0)
-    add("--json", type=Path, help="write the JSON line to this file too")
+    add("--json", type=output_file, help="write the JSON line to this file too")
     add("--machine", help="a program that runs a command where verbs work: PROGRAM --timeout S --rw DIR COMMAND …")
     given = parser.parse_args(arguments)
     try:

@@ -21,6 +21,7 @@ from mooncake.app.bench_report import Figure, Report, Value, progress, tell
 from mooncake.app.bench_traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
 from mooncake.app.latency import percentile
 from mooncake.app.local import LocalCluster
+from mooncake.app.outputs import output_file
 from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.hf_folder import write_hf_folder
 from mooncake.app.peers.own import OwnEngine
@@ -95,7 +96,7 @@ def parse(args: list[str]) -> Options:
     add("--peer-model", default="", metavar="DIR", help="the same model as an HF folder; made when it is not given")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a minute instead of ten: shm, 1 and 4 clients, short prompts")
-    add("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
     given = parser.parse_args(args)
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.errors import Cancelled, ConfigError, InternalError
 from mooncake.llm import LLM
 from mooncake.types import SamplingParams
@@ -89,7 +90,7 @@ def parse(args: list[str]) -> Options:
     add("--max-s", type=float, default=120.0, help="no more turns than fit into so long, but one of each")
     add("--threads", type=int, default=0)
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
     options = Options(**vars(parser.parse_args(args)))
     if min(options.tokens, options.guesses, options.reps) < 1:
         raise ConfigError("--tokens, --guesses and --reps must be positive")

@@ -26,6 +26,7 @@ from kvstore.eviction import make_policy
 from kvstore.ssd_record import BlockHeader
 from kvstore.ssd_tier import READ_THREADS, SsdTier
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.errors import Cancelled, ConfigError, InternalError
 from mooncake.types import BlockKey
 
@@ -108,7 +109,7 @@ def parse(args: list[str]) -> Options:
     add("--reps", type=int, default=5, help="turns of each")
     add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="its program; '' to do without")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
     add("--quick", action="store_true", help="little of everything: does it work?")
     given = parser.parse_args(args)
     if given.quick:

@@ -25,6 +25,7 @@ from rich.progress import Progress
 import kvstore
 from kvstore.node import StoreNode
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.app.peers.process import PeerProcess
 from mooncake.config import load_config
 from mooncake.errors import Cancelled, ConfigError, InternalError, NodeUnavailable
@@ -101,7 +102,7 @@ def parse(args: list[str]) -> Options:
     add("--seconds", type=float, default=0.4, help="of one turn")
     add("--reps", type=int, default=4, help="turns of each")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
     add("--quick", action="store_true", help="little of everything: does it work?")
     given = parser.parse_args(args)
     if given.quick:

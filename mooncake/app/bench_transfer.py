@@ -28,6 +28,7 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.outputs import output_file
 from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.rails import Rails
 from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
@@ -114,7 +115,7 @@ def parse(args: list[str]) -> Options:
     add("--reps", type=int, default=5, help="turns of each")
     add("--no-rails", action="store_true", help="leave out the paths that are slowed and cut")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the JSON line to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
     add("--quick", action="store_true", help="little of everything: does it work?")
     given = parser.parse_args(args)
     if given.quick:

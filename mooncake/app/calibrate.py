@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
@@ -21,6 +20,7 @@ from conductor.calibration import calibration_toml
 from conductor.cost import ALL_NODES, CostModel, StartCosts
 from mooncake.app.bench_report import machine, progress, tell
 from mooncake.app.console import out, plain_table, print_json
+from mooncake.app.outputs import output_file
 from mooncake.app.peers.own import OwnEngine
 from mooncake.app.preflight import available_cores
 from mooncake.checkpoint import open_checkpoint
@@ -61,7 +61,7 @@ def main(args: list[str]) -> None:
     add("--threads", type=int, default=0, help="of the compute library; 0: all cores")
     add("--reps", type=int, default=2)
     add("--max-tokens", type=int, default=512, help="longest prompt measured")
-    add("--out", type=Path, metavar="FILE", help="write the TOML there; conductor.calibration takes it")
+    add("--out", type=output_file, metavar="FILE", help="write the TOML there; conductor.calibration takes it")
     add("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args(args)
     if not given.name.replace("-", "").replace("_", "").isalnum() or given.reps < 1 or given.max_tokens < 64:

@@ -20,6 +20,7 @@ import typer
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
+from mooncake.app.outputs import writable
 from mooncake.config import Config, load_config
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
@@ -205,7 +206,9 @@ def replay(
     tbt_slo_ms: Annotated[
         float, typer.Option(min=0.0, help="Limit on the mean of the longest tenth of gaps, for goodput.")
     ] = math.inf,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every request.", show_default=False)] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every request.", show_default=False, callback=writable)
+    ] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
 ) -> None:
     """Play a recorded trace against a running cluster. The report is what its clients would see."""

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from mooncake.app.outputs import writable
 from mooncake.errors import ConfigError
 
 app = typer.Typer()
@@ -30,7 +31,9 @@ Seed = Annotated[int, typer.Option(help="Of everything random.")]
 ClusterFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
 ]
-Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False)]
+Page = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False, callback=writable)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
@@ -72,7 +75,8 @@ def simulate(
     tokens_per_block: TokensPerBlock = 512,
     report: Page = None,
     requests: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every request as JSONL.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write every request as JSONL.", show_default=False, callback=writable),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,7 +151,12 @@ def cache_lab(
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="All rules, beside what was published, as Markdown.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="All rules, beside what was published, as Markdown.",
+            show_default=False,
+            callback=writable,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -47,6 +47,13 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         ),
         (["replay", "/none.jsonl"], 2, "cannot read the trace /none.jsonl: No such file or directory"),
         (["trace", "stats", "/none.jsonl"], 2, "cannot read the trace /none.jsonl: No such file or directory"),
+        (
+            ["replay", "/none.jsonl", "--json", "/none/x.json"],
+            2,
+            "cannot write /none/x.json: No such file or directory",
+        ),
+        (["simulate", "/none.jsonl", "--requests", "/none/x"], 2, "cannot write /none/x: No such file or directory"),
+        (["sweep", "t", "--vary", "load", "--values", "1", "--plot", "/"], 2, "cannot write /: Is a directory"),
         (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: chunked, conductor, engine, gpu,"),
         (
             ["status", "--address", "127.0.0.1:9"],

@@ -1,0 +1,29 @@
+"""Files that a command writes at its end: looked at when the flag is read, so that no long work is done for nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from mooncake.errors import ConfigError
+
+
+def writable(path: Path | None) -> Path | None:
+    """The same path. Raises ConfigError when no file can be written there."""
+    if path is not None and (problem := _problem(path)):
+        raise ConfigError(f"cannot write {path}: {os.strerror(problem)}")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """``writable``, as the type of a flag of argparse."""
+    return writable(Path(text)) or Path(text)
+
+
+def _problem(path: Path) -> int:
+    if path.is_dir():
+        return errno.EISDIR
+    if not path.parent.is_dir():
+        return errno.ENOENT
+    return 0 if os.access(path if path.exists() else path.parent, os.W_OK) else errno.EACCES
