@@ -199,7 +199,8 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from None
+        what, _, where = str(error).partition(" - at `$.")
+        raise ConfigError(f"{where.rstrip('`') or 'configuration'}: {what}") from None
     _check_values(config)
     return config
 

@@ -7,6 +7,7 @@ knows of the roles only the names that their parts go by.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 from collections.abc import Collection, Iterator
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from conductor.admission import ADMISSIONS, Mode
 from conductor.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
-from mooncake.checkpoint import ModelConfig
+from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.config import Config, EngineSection
 from mooncake.errors import ConfigError
 
@@ -189,12 +190,8 @@ def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of a decoder of the Llama family; norms and biases are too few to matter."""
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    total: int = model.num_layers * (attention + mlp) + embeddings
-    return total
+    """Of all weights, experts that a token never meets included."""
+    return sum(map(math.prod, weight_shapes(model).values()))
 
 
 def check_memory(config: Config, model: ModelConfig, available_gb: float | None = None) -> None:

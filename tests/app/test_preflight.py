@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,9 @@ def test_threads_are_shared_among_the_compute_nodes() -> None:
 
 def test_memory_is_counted_for_every_node() -> None:
     model = open_checkpoint("smollm2").config
-    assert parameter_count(model) == pytest.approx(134.5e6, rel=0.01)
+    assert parameter_count(model) == 134_515_008
+    experts = replace(model, architecture="qwen3_moe", num_experts=8, experts_per_token=2)
+    assert parameter_count(experts) > parameter_count(model) + 7 * model.num_layers * 3 * 576 * 1536
     config = load_config(None, ["cluster.prefill=2", "prefill.kv_gb=3", "decode.kv_gb=5", "store.dram_gb=7"])
     need = memory_need(config, model)
     assert (need.kv_gb, need.store_gb) == (11 + 3 * 0.25, 7), "with what is kept of preempted sequences"

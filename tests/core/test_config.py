@@ -62,7 +62,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("=5", "--set takes section.key=value"),
         (".a=5", "--set takes section.key=value"),
         ("prefill.=5", "--set takes section.key=value"),
-        ("prefill.chunk_tokens=many", "Expected `int`, got `str`"),
+        ("prefill.chunk_tokens=many", "prefill.chunk_tokens: Expected `int`, got `str`"),
         ("model.path=5", "Expected `str`, got `int`"),
         ("prefill.chunk_tokens=-1", "prefill.chunk_tokens must not be negative"),
         ("prefill.kv_gb=0", "prefill.kv_gb must be positive"),
