@@ -6,7 +6,7 @@ Needs matplotlib (the extra ``plots``), which is imported only when a plot is as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,10 @@ def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float
     _figure(path, draw)
 
 
-def _figure(path: Path, draw: object, is_crowded: bool = False) -> Path:
+def _figure(path: Path, draw: Callable[[Axes], None], is_crowded: bool = False) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    assert callable(draw)
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

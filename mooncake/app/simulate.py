@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from mooncake.app.console import err, ms, out, plain_table, print_json
 from mooncake.app.latency import Spread
@@ -151,10 +152,10 @@ def print_summary(summary: Summary, cluster: Cluster) -> None:
         out.print(f"[dim]{escape(cluster.note)}[/]")
     out.print()
     table = plain_table("", "mean", "p50", "p90", "p99", "max")
-    _row(table.add_row, "TTFT", summary.ttft_s, 1e3)
-    _row(table.add_row, "of that, before its prefill starts", summary.queue_s, 1e3)
-    _row(table.add_row, "TBT, mean of gaps", summary.mean_tbt_ms, 1.0)
-    _row(table.add_row, "TBT, longest tenth", summary.tail_tbt_ms, 1.0)
+    _row(table, "TTFT", summary.ttft_s, 1e3)
+    _row(table, "of that, before its prefill starts", summary.queue_s, 1e3)
+    _row(table, "TBT, mean of gaps", summary.mean_tbt_ms, 1.0)
+    _row(table, "TBT, longest tenth", summary.tail_tbt_ms, 1.0)
     out.print(table)
     refused = summary.rejected + summary.rejected_late
     out.print(
@@ -168,9 +169,10 @@ def print_summary(summary: Summary, cluster: Cluster) -> None:
     )
 
 
-def _row(add: object, name: str, spread: Spread, factor: float) -> None:
-    assert callable(add)
-    add(name, *(ms(value * factor) for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)))
+def _row(table: Table, name: str, spread: Spread, factor: float) -> None:
+    table.add_row(
+        name, *(ms(value * factor) for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))
+    )
 
 
 def write_requests(simulation: Simulation, path: Path) -> None:
