@@ -15,32 +15,64 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.layout import numbers, scales
+from kvstore.layout import numbers, rows, scales
 from mooncake.native import BuildFailed, load_native
+from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
+
+Place = tuple[int, int, int]  # layer, head, token
+Bytes = npt.NDArray[np.uint8]
 
 _INT8_MAX = 127.0
 _NATIVE_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
-def convert(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], source_dtype: str, target_dtype: str) -> None:
-    """Copy rows ``[layer, K|V, head, token, row_bytes]`` from one type to another. Tokens lie behind one another."""
-    library, dim = _load(), numbers(source, source_dtype).shape[-1]
-    if library is None or dim > library.max_dim():
-        convert_plainly(source, target, source_dtype, target_dtype)
-        return
-    numbers_of = ctypes.c_int64 * 4
-    library.convert(
-        source.ctypes.data,
-        _NATIVE_TYPES[source_dtype],
-        target.ctypes.data,
-        _NATIVE_TYPES[target_dtype],
-        dim,
-        numbers_of(*source.shape[:4]),
-        numbers_of(*source.strides[:4]),
-        numbers_of(*target.strides[:4]),
-    )
+class Converter:
+    """Copies one box of blocks of one format to its place in blocks of another, block after block."""
+
+    def __init__(
+        self,
+        source: KVLayout,
+        source_first: Place,
+        target: KVLayout,
+        target_first: Place,
+        count: Place,
+        is_native: bool = True,
+    ) -> None:
+        """Without ``is_native``, or a compiler, Python does it."""
+        self._source, self._there = source, _part(source_first, count)
+        self._target, self._here = target, _part(target_first, count)
+        self._library = _load() if is_native else None
+        self._source_at, source_strides = _lies(source, source_first)
+        self._target_at, target_strides = _lies(target, target_first)
+        types = _NATIVE_TYPES[source.dtype], _NATIVE_TYPES[target.dtype]
+        shape = _Numbers(count[0], 2, count[1], count[2])
+        self._how = (*types, source.head_dim, shape, source_strides, target_strides)
+
+    def __call__(self, source: Bytes, target: Bytes) -> None:
+        """One block of each format, or what begins with one: contiguous."""
+        if self._library is None:
+            there, here = rows(self._source, source)[self._there], rows(self._target, target)[self._here]
+            convert(there, here, self._source.dtype, self._target.dtype)
+            return
+        assert source.nbytes >= self._source.block_bytes and target.nbytes >= self._target.block_bytes
+        self._library.convert(source.ctypes.data + self._source_at, target.ctypes.data + self._target_at, *self._how)
+
+
+_Numbers = ctypes.c_int64 * 4
+
+
+def _lies(block: KVLayout, first: Place) -> tuple[int, ctypes.Array[ctypes.c_int64]]:
+    """Where in a block a box begins, and how far its layers, K and V, and heads are apart: bytes."""
+    head = block.block_tokens * block.row_bytes
+    kind = block.num_kv_heads * head
+    return first[0] * 2 * kind + first[1] * head + first[2] * block.row_bytes, _Numbers(2 * kind, kind, head, 0)
+
+
+def _part(first: Place, count: Place) -> tuple[slice, slice, slice, slice]:
+    layers, heads, tokens = (slice(start, start + size) for start, size in zip(first, count, strict=True))
+    return layers, slice(None), heads, tokens
 
 
 @cache
@@ -52,16 +84,13 @@ def _load() -> ctypes.CDLL | None:
         log.warning("converting KV in Python, at several times the cost: %s", error)
         return None
     number, memory = ctypes.c_int64, ctypes.c_void_p
-    library.convert.argtypes = (memory, number, memory, number, number, memory, memory, memory)
+    library.convert.argtypes = (memory, memory, number, number, number, memory, memory, memory)
     library.convert.restype = None
-    library.max_dim.restype = number
     return library
 
 
-def convert_plainly(
-    source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], source_dtype: str, target_dtype: str
-) -> None:
-    """``convert`` without native code."""
+def convert(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> None:
+    """Copy rows ``[layer, K|V, head, token, row_bytes]`` from one type to another: the definition."""
     if source_dtype == target_dtype:
         np.copyto(target, source)
     elif target_dtype == "float32":

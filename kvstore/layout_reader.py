@@ -18,8 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.checksum import Checksums
-from kvstore.layout import rows
-from kvstore.layout_convert import convert
+from kvstore.layout_convert import Converter
 from kvstore.layout_plan import BOX_BYTES, Box, Plan
 from kvstore.transfer.engine import Request, Transfer, TransferEngine
 from kvstore.transfer.piece_table import PieceTable
@@ -27,7 +26,7 @@ from kvstore.transfer.shm import SegmentView
 from kvstore.transfer.sockets import time_left
 from kvstore.transfer.transport import PathFailed
 from mooncake.errors import ChecksumMismatch, InvalidRequest
-from mooncake.types import KVLayout, SegmentAddress
+from mooncake.types import SegmentAddress
 
 BOXES_AHEAD = 4  # on their way while one is converted
 
@@ -155,6 +154,11 @@ class LayoutReader:
         largest = max((job.box.nbytes for job in jobs), default=0)
         if largest > self._scratch[0].nbytes:
             self._scratch = [np.zeros(largest, np.uint8) for _ in self._scratch]
+        target = plan.target.block(plan.target_rank)
+        converters = {
+            id(box): Converter(box.shape(plan.source), (0, 0, 0), target, box.target_first, box.count)
+            for box in plan.boxes
+        }
         waiting, free = deque(jobs), deque(self._scratch)
         reading: deque[tuple[_Job, npt.NDArray[np.uint8], Transfer]] = deque()
         try:
@@ -169,7 +173,7 @@ class LayoutReader:
                 reading.popleft()
                 if job.is_verifiable:
                     _verify(job, [scratch.data[: job.box.nbytes]])
-                _place(plan, job, job.box.shape(plan.source), scratch, (0, 0, 0))
+                converters[id(job.box)](scratch, job.target)
                 free.append(scratch)
         finally:  # nothing may write into the scratch memory after this
             for _, _, transfer in reading:
@@ -210,12 +214,17 @@ def _table(jobs: Sequence[_Job], memories: Sequence[memoryview]) -> PieceTable:
 
 def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
     """Straight from the blocks of the mapped source. Raises ChecksumMismatch or DeadlineExceeded."""
+    target = plan.target.block(plan.target_rank)
+    converters = {
+        id(box): Converter(plan.source.block(box.rank), box.source_first, target, box.target_first, box.count)
+        for box in plan.boxes
+    }
     for job in jobs:
         time_left(deadline)
         block = blocks[job.slot]
         if job.is_verifiable:
             _verify(job, [block.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
-        _place(plan, job, plan.source.block(job.box.rank), block, job.box.source_first)
+        converters[id(job.box)](block, job.target)
 
 
 def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None]) -> list[_Job]:
@@ -258,15 +267,3 @@ def _verify(job: _Job, pieces: Sequence[memoryview]) -> None:
             left -= min(left, piece.nbytes)
         if digest.intdigest() != int(job.checksums[layer]):
             raise WrongBytes(job.shard.address.node_id, job.slot, layer)
-
-
-def _place(plan: Plan, job: _Job, source: KVLayout, memory: npt.NDArray[np.uint8], first: tuple[int, int, int]) -> None:
-    """Convert a box into its place, out of a block of format ``source`` in which it begins at ``first``."""
-    count, target = job.box.count, plan.target.block(plan.target_rank)
-    there, here = _part(first, count), _part(job.box.target_first, count)
-    convert(rows(source, memory)[there], rows(target, job.target)[here], source.dtype, target.dtype)
-
-
-def _part(first: tuple[int, int, int], count: tuple[int, int, int]) -> tuple[slice, slice, slice, slice]:
-    layers, heads, tokens = (slice(start, start + size) for start, size in zip(first, count, strict=True))
-    return layers, slice(None), heads, tokens

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.checksum import range_checksums
 from kvstore.layout import ShardedLayout, numbers, rows, scales
-from kvstore.layout_convert import convert, convert_plainly
+from kvstore.layout_convert import Converter, convert
 from kvstore.layout_plan import Plan, plan
 from kvstore.layout_reader import LayoutReader, Shard
 from kvstore.segment import Segment
@@ -245,27 +245,29 @@ def test_native_code_computes_the_same_bits(
     wide *= np.exp2(random.integers(-40, 40, (layers, 2, heads, tokens, 1)))
     wide[random.random(wide.shape) < 0.1] = 0.0
     source_form, target_form = (KVLayout(layers, heads, tokens, dim, dtype) for dtype in pair)
-    source = rows(source_form, np.zeros(source_form.block_bytes, np.uint8))
-    convert_plainly(wide.view(np.uint8), source, "float32", pair[0])
-    part = np.s_[: max(1, layers - 1), :, heads // 2 :, tokens // 3 :]
-    natively, plainly = (rows(target_form, np.zeros(target_form.block_bytes, np.uint8)) for _ in range(2))
-    convert(source[part], natively[part], *pair)
-    convert_plainly(source[part], plainly[part], *pair)
+    source = np.zeros(source_form.block_bytes, np.uint8)
+    convert(wide.view(np.uint8), rows(source_form, source), "float32", pair[0])
+    count = max(1, layers - 1), heads - heads // 2, tokens - tokens // 3
+    first = 0, heads // 2, tokens // 3
+    natively, plainly = (np.zeros(target_form.block_bytes, np.uint8) for _ in range(2))
+    Converter(source_form, first, target_form, (0, 0, 0), count)(source, natively)
+    Converter(source_form, first, target_form, (0, 0, 0), count, is_native=False)(source, plainly)
     assert np.array_equal(natively, plainly)
 
 
-@pytest.mark.parametrize("convert", [convert, convert_plainly])
-def test_what_is_no_number_and_what_is_endless_survive_bfloat16(convert):
-    wide = np.array([[[[[np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -0.0, 1e-45, 1.00390625]]]]], np.float32)
-    wide.view(np.uint32)[0, 0, 0, 0, 1] = 0xFFFFFFFF  # all of its bits
-    narrow = np.zeros(wide.shape, np.uint16)
-    convert(wide.view(np.uint8), narrow.view(np.uint8), "float32", "bfloat16")
-    back = np.zeros_like(wide)
-    convert(narrow.view(np.uint8), back.view(np.uint8), "bfloat16", "float32")
-    [first, second, *rest] = back.ravel()
+@pytest.mark.parametrize("is_native", [True, False], ids=["C++", "Python"])
+def test_what_is_no_number_and_what_is_endless_survive_bfloat16(is_native: bool):
+    wide = np.array([np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -0.0, 1e-45, 1.00390625], np.float32)
+    wide.view(np.uint32)[1] = 0xFFFFFFFF  # all of its bits
+    single, half = (KVLayout(1, 1, 1, 4, dtype) for dtype in ("float32", "bfloat16"))
+    narrow, back = np.zeros(half.block_bytes, np.uint8), np.zeros(single.block_bytes, np.uint8)
+    whole = (0, 0, 0), (1, 1, 1)
+    Converter(single, whole[0], half, *whole, is_native=is_native)(wide.view(np.uint8), narrow)
+    Converter(half, whole[0], single, *whole, is_native=is_native)(narrow, back)
+    [first, second, *rest] = back.view(np.float32)
     assert np.isnan(first) and np.isnan(second)
     assert rest == [np.inf, -np.inf, np.inf, 0.0, 0.0, 1.0]  # the last is a tie, and goes to the even one
-    assert np.signbit(back.ravel()[5])
+    assert np.signbit(rest[3])
 
 
 def test_a_flipped_bit_is_found_where_whole_layers_are_read(transfer):
