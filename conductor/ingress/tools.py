@@ -20,6 +20,7 @@ from mooncake.types import Guide, GuideKind
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_TOOLS = 128
+_NOT_JSON = (ValueError, RecursionError)  # the second: nested beyond any sense
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 _PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
@@ -141,7 +142,7 @@ def said_calls(content: str, calls: Sequence[SaidCall], where: str) -> str:
     for call in calls:
         try:
             arguments = json.loads(call.function.arguments or "{}")
-        except ValueError:
+        except _NOT_JSON:
             raise InvalidRequest("arguments are not JSON", f"{where}.tool_calls") from None
         parts.append(f"{OPEN}\n{json.dumps({'name': call.function.name, 'arguments': arguments})}\n{CLOSE}")
     return "\n".join(parts)
@@ -203,7 +204,7 @@ class CallReader:
         """Whether ``text`` is a call, or a list of them."""
         try:
             found = json.loads(text)
-        except ValueError:
+        except _NOT_JSON:
             return False
         forms = found if isinstance(found, list) else [found]
         if not forms or not all(isinstance(form, dict) and isinstance(form.get("name"), str) for form in forms):

@@ -122,6 +122,15 @@ async def test_what_makes_no_sense_is_refused(client, fields, param):
     assert caught.value.param == param
 
 
+async def test_json_that_nests_without_end_is_no_call(client):
+    nested = '{"a":' * 5000 + "1" + "}" * 5000
+    said = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested}}]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="bytes", messages=[*ASK, said])
+    assert caught.value.param == "messages[1].tool_calls"
+    assert CallReader(is_call=True).push(nested, is_last=True) == (nested, [])
+
+
 @pytest.mark.parametrize(
     ("text", "said", "names"),
     [
