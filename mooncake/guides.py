@@ -104,7 +104,7 @@ def _grammar(guide: Guide) -> str:
                 return grammar_from("regex", guide.text)
             case GuideKind.GRAMMAR:
                 return grammar_from("grammar", guide.text)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"the {guide.kind} guide is not valid: {error}", "guide") from None
 
 
@@ -134,5 +134,7 @@ class _Vocabulary:
 
 
 def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    if not tokenizer.eos_ids:
+        raise InvalidRequest("this model has no token that ends an answer, and a guide needs one", "guide")
     wrapper = TokenizerWrapper(_Vocabulary(tokenizer))
     return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))

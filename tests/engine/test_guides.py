@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from mooncake import LLM, SamplingParams
+from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
+from mooncake.tokenizer import tokenizer_from_gguf
 from mooncake.types import FinishReason, Guide, GuideKind
 from tests.engine.hash_model import hash_engine, hash_sequence
 
@@ -113,6 +115,16 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
         guided(GuideKind.JSON_OBJECT, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="cannot guide"):
         hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT)))
+    with pytest.raises(InvalidRequest, match="is not valid"):
+        llm.generate(PROMPT, guided(GuideKind.CHOICE, "[" * 5000))
+
+
+def test_a_model_whose_answers_have_no_end_token_cannot_be_guided() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    guides = Guides(lambda: tokenizer_from_gguf(checkpoint.file, ()), checkpoint.config.vocab_size)
+    with pytest.raises(InvalidRequest, match="no token that ends an answer"):
+        guides.compile(Guide(GuideKind.JSON_OBJECT))
 
 
 def test_a_state_can_go_back(llm: LLM) -> None:
