@@ -110,7 +110,8 @@ def parse(args: list[str]) -> Options:
     add = parser.add_argument
     add("--mooncake-python", default="", metavar="PATH", help="with mooncake-transfer-engine-non-cuda, to compare with")
     add("--transports", default="tcp,shm", help="of ours, each measured")
-    add("--streams", type=int, default=2, help="TCP connections")
+    half = max(1, (os.cpu_count() or 2) // 2)
+    add("--streams", type=int, default=min(2, half), help="TCP connections: both ends of one keep a core here busy")
     add("--seconds", type=float, default=0.3, help="of one turn")
     add("--reps", type=int, default=5, help="turns of each")
     add("--no-rails", action="store_true", help="leave out the paths that are slowed and cut")
@@ -175,17 +176,17 @@ def compare(report: Report) -> None:
             ours = report.find(OURS + " shm", operation, **params)
             report.compare(f"shm_{operation}_{label}_vs_memcpy", ours, report.find(COPY, operation, **params))
     for size, count in TASKS[1:]:
-        label = _label(size, count).replace(" ", "")
-        our_s, their_s = (
-            [
-                figure.best
-                for operation in ("read", "write")
-                if (figure := report.find(who, f"{operation} CPU", size=_label(size, count))) is not None
-            ]
-            for who in (OURS + " tcp", THEIRS)
-        )
-        if len(our_s) == len(their_s) == 2:  # the worse of reading and writing
-            report.ratios[f"tcp_cpu_{label}_vs_mooncake"] = max(a / b for a, b in zip(our_s, their_s, strict=True))
+        label = _label(size, count)
+        for who, key in ((OURS + " tcp", "tcp"), (BARE, "socket")):
+            both = [_cpu_ratio(report, who, operation, label) for operation in ("read", "write")]
+            if None not in both:  # the worse of reading and writing
+                report.ratios[f"{key}_cpu_{label.replace(' ', '')}_vs_mooncake"] = max(filter(None, both))
+
+
+def _cpu_ratio(report: Report, who: str, operation: str, label: str) -> float | None:
+    """Processor seconds over Mooncake's."""
+    figure, theirs = (report.find(each, f"{operation} CPU", size=label) for each in (who, THEIRS))
+    return figure.best / theirs.best if figure and theirs else None
 
 
 def _compare(report: Report, ratio: str, name: str, ours: str, params: dict[str, str]) -> None:
