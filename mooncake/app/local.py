@@ -277,7 +277,8 @@ class LocalCluster:
 def _death(child: Child, code: int) -> MooncakeError:
     """Why a process ended, in its own last words where it left some."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    words = child.last_lines[-1] if child.last_lines else ""
+    has_said_why = code not in (-signal.SIGKILL, -signal.SIGTERM)  # those come from outside, and without a warning
+    words = child.last_lines[-1] if has_said_why and child.last_lines else ""
     sentence = f"{child.node_id} {how}" + (f": {words}" if words else "")
     return ConfigError(sentence) if code == 2 else NodeUnavailable(sentence)
 
