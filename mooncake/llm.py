@@ -25,14 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, on_cpu, on_gpu, over_ranks
-from mooncake.engine.draft_model import DraftModel
+from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
-from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
-from mooncake.model import load_model
 from mooncake.precision import resolve_precision
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ChatMessage
@@ -164,22 +161,11 @@ class LLM:
             self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
         else:
             self._backend = on_cpu(checkpoint, precision, size, self._adapters)
-        drafter = self._draft_model(draft_model, dtype, block_tokens, speculative_tokens) if draft_model else None
+        drafter = None
+        if draft_model:
+            drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens)
         self.engine = Engine(self._backend.model, self._backend.cache, config, self._guides, drafter)
         self._numbers = itertools.count()
-
-    def _draft_model(self, path: str, dtype: str, block_tokens: int, max_tokens: int) -> DraftModel:
-        """With room for two sequences of full length. Raises InvalidRequest for another vocabulary."""
-        checkpoint = open_checkpoint(path)
-        if checkpoint.config.vocab_size != self._vocab_size:
-            raise InvalidRequest("the draft model has another vocabulary", "draft_model")
-        if not max_tokens:
-            raise InvalidRequest("a draft model needs speculative_tokens", "speculative_tokens")
-        precision = resolve_precision(dtype, "auto", "auto")
-        layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
-        num_blocks = 2 * -(-(self.max_model_len + max_tokens) // block_tokens)
-        model = load_model(checkpoint, precision.dtype, self.max_model_len + max_tokens, precision.coding)
-        return DraftModel(model, KVCache(layout, num_blocks), max_tokens)
 
     def __enter__(self) -> LLM:
         return self

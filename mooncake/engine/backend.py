@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.adapters import Adapter
-from mooncake.checkpoint import Checkpoint
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import Cache, CausalModel
 from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache, Mirror
 from mooncake.errors import ConfigError, ModelError
 from mooncake.model import load_model
-from mooncake.precision import Precision
+from mooncake.precision import Precision, resolve_precision
 from mooncake.types import KVLayout
 
 
@@ -56,6 +57,25 @@ def on_device(
     assert isinstance(backend.cache, DeviceCache)
     mirror = HostMirror(backend.cache, buffer)
     return Backend(SettledModel(backend.model, mirror), backend.cache, mirror, mirror.close)
+
+
+def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int) -> DraftModel:
+    """The model at ``path``, to guess up to ``max_tokens`` at once for the sequences in a cache of this size, with room
+    for all of them. Raises ConfigError when it has another vocabulary or may not guess, and as the others do."""
+    checkpoint = open_checkpoint(path)
+    if checkpoint.config.vocab_size != vocab_size:
+        raise ConfigError(f"the draft model {path} has another vocabulary")
+    if not max_tokens:
+        raise ConfigError("a draft model needs speculative_tokens")
+    precision = resolve_precision(dtype)
+    layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
+    num_blocks = size.num_blocks + -(-max_tokens // layout.block_tokens)
+    its_size = CacheSize(layout, num_blocks, size.max_model_len + max_tokens)
+    if device == "cpu":
+        backend = on_cpu(checkpoint, precision, its_size)
+    else:
+        backend = on_gpu(checkpoint, precision, its_size, device)
+    return DraftModel(backend.model, backend.cache, max_tokens)
 
 
 def on_cpu(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.contract import Cache
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.speculation import DraftMemory
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
@@ -37,12 +37,12 @@ class _Drafted:
 class DraftModel:
     """Guesses for an engine with the same vocabulary."""
 
-    def __init__(self, model: CausalModel, cache: KVCache, max_tokens: int) -> None:
+    def __init__(self, model: CausalModel, cache: Cache, max_tokens: int) -> None:
         """``max_tokens``: of one draft."""
         self.max_tokens = max_tokens
         self._model = model
         self._cache = cache
-        self._block_tokens = cache.layout.block_tokens
+        self._block_tokens = cache.tensor.shape[4]
         self._pool = BlockPool(cache.num_blocks, self._block_tokens, keep_events=False)
         self._drafted: OrderedDict[str, _Drafted] = OrderedDict()  # the one asked about last comes last
 

@@ -21,7 +21,7 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection
-from mooncake.engine.backend import CacheSize, on_device
+from mooncake.engine.backend import CacheSize, draft_on, on_device
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
@@ -162,6 +162,17 @@ class EngineHost:
         backend = await asyncio.to_thread(
             on_device, self.device, self._checkpoint, self._precision, size, self._adapters.adapters, buffer
         )
+        drafter = None
+        if self._section.draft_model:
+            drafter = await asyncio.to_thread(
+                draft_on,
+                self.device,
+                self._section.draft_model,
+                self.config.model.dtype,
+                size,
+                self._checkpoint.config.vocab_size,
+                self._section.speculative_tokens,
+            )
         assert backend.mirror is not None
         self.mirror = backend.mirror
         self._close_backend = backend.close
@@ -173,7 +184,7 @@ class EngineHost:
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
         )
-        self.engine = Engine(backend.model, backend.cache, config, self._guides)
+        self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
         log.info(

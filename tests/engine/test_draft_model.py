@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,11 @@ import pytest
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.errors import InvalidRequest
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import load_config
+from mooncake.engine.engine import NO_HOOK, StepOutput
+from mooncake.engine.host import EngineHost, plan_cache
+from mooncake.errors import ConfigError, MooncakeError
 from mooncake.types import BeamSearch
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((1, 9, 40))]
@@ -66,5 +71,31 @@ def test_a_twin_is_believed_in_all_that_is_not_drawn(folders: dict[str, Path]) -
 
 
 def test_another_vocabulary_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(InvalidRequest, match="another vocabulary"):
+    with pytest.raises(ConfigError, match="another vocabulary"):
         engine(folders, "foreign")
+
+
+async def test_a_node_has_one_too(folders: dict[str, Path]) -> None:
+    settings = [f"model.path='{folders['target']}'", f"decode.draft_model='{folders['twin']}'", "block.tokens=8"]
+    config = load_config(None, [*settings, "decode.speculative_tokens=4", "decode.kv_gb=0.01", "decode.threads=1"])
+    checkpoint = open_checkpoint(config.model.path)
+    host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
+    await host.start(NO_HOOK)
+    try:
+        before, found, ended = host.load().counters, [], asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_output(output: StepOutput | MooncakeError) -> None:
+            assert isinstance(output, StepOutput)
+            found.append(output.token.token_id)
+            if output.finish_reason is not None:
+                loop.call_soon_threadsafe(ended.set)
+
+        prompt = np.array(PROMPTS[1], np.uint32)
+        host.thread.add(host.sequence("r", prompt, len(prompt), SAMPLINGS[0], ""), on_output)
+        await asyncio.wait_for(ended.wait(), 60)
+        after = host.load().counters
+    finally:
+        await host.stop()
+    assert [found] == said(engine(folders), SAMPLINGS[0])[1]
+    assert after["drafts_accepted"] > before["drafts_accepted"]
