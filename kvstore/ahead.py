@@ -24,6 +24,10 @@ from mooncake.errors import InvalidRequest, OutOfBlocks
 from mooncake.types import BlockKey
 
 WIRE = "\0wire"  # the lane of blocks that arrive over the data plane
+NEAR_AHEAD = 4  # slots of each client of this host
+
+Give = Callable[[int, int], bool]
+"""Lets somebody fill a slot under an epoch, unless there are enough already."""
 
 
 class Committed(Enum):
@@ -54,6 +58,8 @@ class SlotsAhead:
         self._is_elsewhere = is_elsewhere
         self._on_stored = on_stored
         self._lanes: dict[str, set[Grant]] = {WIRE: set()}
+        self._gives: dict[str, Give] = {WIRE: server.give_ahead}
+        self._short: set[str] = set()  # lanes of which blocks came since they were last filled up
         self.wire_slots = num_slots // 2  # half for each kind of writer, so that neither starves the other
         self._near_slots = num_slots - self.wire_slots
         self._num_given = 0  # ever
@@ -61,20 +67,42 @@ class SlotsAhead:
     def __contains__(self, lane: str) -> bool:
         return lane in self._lanes
 
-    def open(self, lane: str) -> None:
-        self._lanes[lane] = set()
+    def open(self, lane: str, give: Give) -> None:
+        self._lanes[lane], self._gives[lane] = set(), give
 
     def close(self, lane: str) -> None:
         """Its process holds the segment no more."""
+        self._short.discard(lane)
         with self.alone():
-            del self._lanes[lane]
-            self._index.writer_gone(lane)
+            del self._lanes[lane], self._gives[lane]
+            self._server.revoke([grant.slot for grant in self._index.writer_gone(lane)])
 
     def num_held(self, lane: str) -> int:
         return len(self._lanes[lane])
 
-    def reserve(self, lane: str, count: int = 1) -> list[Grant]:
-        """Slots to be filled and then named, until the lane has ``count``. None that takes waiting."""
+    def fill_up(self, lane: str, count: int) -> None:
+        """Give slots until the lane has ``count``, but none that takes waiting."""
+        self._short.discard(lane)
+        for grant in self._reserve(lane, count):
+            self._server.grant([grant.slot], grant.epoch)
+            if not self._gives[lane](grant.slot, grant.epoch):
+                self.take_back(grant)
+
+    def fill_short(self) -> None:
+        """The lanes of this host whose slots have been filled."""
+        for lane in self._short - {WIRE}:
+            self.fill_up(lane, NEAR_AHEAD)
+
+    def take_back(self, grant: Grant) -> bool:
+        """Of whoever holds it, ahead or otherwise. False when nobody does."""
+        is_held = self._index.abort(grant)
+        if is_held:
+            self._server.revoke([grant.slot])
+            for held in self._lanes.values():
+                held.discard(grant)
+        return is_held
+
+    def _reserve(self, lane: str, count: int) -> list[Grant]:
         held = self._lanes.get(lane)
         if held is None:
             return []
@@ -92,11 +120,6 @@ class SlotsAhead:
         grants = [offer.grant for offer in offers if offer.grant is not None]
         held.update(grants)
         return grants
-
-    def forget(self, grant: Grant) -> None:
-        """Nobody holds it any more."""
-        for held in self._lanes.values():
-            held.discard(grant)
 
     # What came
 
@@ -119,6 +142,10 @@ class SlotsAhead:
             self.catch_up()
             yield
 
+    def lane_of(self, grant: Grant) -> str:
+        """Whose slot this is; WIRE when it is nobody's."""
+        return next((lane for lane, held in self._lanes.items() if grant in held), WIRE)
+
     def commit(
         self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
     ) -> Committed:
@@ -130,6 +157,7 @@ class SlotsAhead:
             if lane not in self._lanes or grant not in self._lanes[lane]:
                 return Committed.OVER
             self._lanes[lane].discard(grant)
+            self._short.add(lane)
             self._server.revoke([grant.slot])
             is_busy = self._index.is_reserved(name.key)
             is_stored = self._index.exists([name.key])[0] or self._is_elsewhere(name)
@@ -144,7 +172,9 @@ class SlotsAhead:
 
     def _adopt(self, block: Landed) -> None:
         grant, name = Grant(block.slot, block.epoch), BlockName(BlockKey(block.key), block.parent)
-        self.forget(grant)
+        lane = self.lane_of(grant)
+        self._lanes[lane].discard(grant)
+        self._short.add(lane)
         is_ours = self._index.name_reserved(grant, name, block.length, len(block.checksums), block.tenant)
         assert is_ours, f"{name} was listed in a slot that was not free for it"
         self._index.seal(grant, block.checksums, time.monotonic())

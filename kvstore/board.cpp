@@ -46,7 +46,7 @@ struct Reader {
 };
 
 constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of: more slots than that are never given
-constexpr uint32_t kWritingMarks = 1 << 16;
+constexpr uint32_t kMarks = 1 << 20;
 
 struct Book {
     Book(void* memory, int wake_fd) : board(memory), wake_fd(wake_fd) {}
@@ -56,12 +56,12 @@ struct Book {
     std::mutex lock;  // of the board's changes and of all that follows
     bool is_held = false;
     bool is_woken = false;                   // since the loop has last looked
-    uint16_t writing[kWritingMarks] = {};    // how many blocks are being written whose keys fall here
+    uint16_t marks[kMarks] = {};             // how many keys that fall here are being written, or stored elsewhere
     uint32_t num_arrived = 0;
     Arrival arrived[kMaxArrived];
 
     uint16_t& mark(const uint8_t* key, uint32_t key_bytes) {
-        return writing[hash_key(board.head->incarnation, key, key_bytes) % kWritingMarks];
+        return marks[hash_key(board.head->incarnation, key, key_bytes) % kMarks];
     }
 
     void wake() {
@@ -172,10 +172,10 @@ void board_hide(Book* book, uint32_t slot) {
     }
 }
 
-// A writer is at this block, or no longer: until then nobody else lists it without asking.
-void board_mark(Book* book, const uint8_t* key, uint32_t key_bytes, int is_writing) {
+// Nobody lists this block without asking: somebody writes it, or has it where the board does not say. Or no longer.
+void board_mark(Book* book, const uint8_t* key, uint32_t key_bytes, int is_marked) {
     const std::lock_guard<std::mutex> locked(book->lock);
-    book->mark(key, key_bytes) += is_writing ? 1 : -1;
+    book->mark(key, key_bytes) += is_marked ? 1 : -1;
 }
 
 // Whether the data plane has to ask before it lists anything.
@@ -200,9 +200,9 @@ int board_list(void* opaque, std::atomic<uint64_t>* grant, const Arrival* arriva
     const std::lock_guard<std::mutex> locked(book->lock);
     const uint8_t* key = arrival->key();
     uint64_t epoch;
-    if (book->is_held || book->num_arrived == kMaxArrived || book->mark(key, arrival->key_bytes())) return kUnsure;
-    if (grant->load() != arrival->epoch) return kUnsure;
+    if (arrival->epoch == 0 || grant->load() != arrival->epoch) return kUnsure;
     if (book->board.find(key, arrival->key_bytes(), &epoch) >= 0) return kKnown;
+    if (book->is_held || book->num_arrived == kMaxArrived || book->mark(key, arrival->key_bytes())) return kUnsure;
     grant->store(0);
     book->show(static_cast<uint32_t>(arrival->slot), arrival->epoch, key, arrival->key_bytes(), arrival->length,
                arrival->sums, arrival->ranges);
@@ -239,7 +239,17 @@ uint32_t board_take_notes(const Book* book, Lane* lane, uint32_t* slots, uint32_
     return count;
 }
 
-// A client's side: from any thread
+// A slot for the lane's client to fill, whatever the client may have written there. False when there is no room for it.
+int board_give(Lane* lane, uint64_t slot, uint64_t epoch) {
+    const uint64_t at = lane->given.load(std::memory_order_relaxed);
+    if (at - lane->received.load(std::memory_order_acquire) >= kGifts) return 0;
+    lane->gifts[at % kGifts][0] = slot;
+    lane->gifts[at % kGifts][1] = epoch;
+    lane->given.store(at + 1, std::memory_order_release);
+    return 1;
+}
+
+// A client's side: from any thread, but for ``board_receive``
 
 // Null when this is not a board as we know it, or there is no address space. Takes nothing over: close the files.
 Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
@@ -269,6 +279,16 @@ void board_leave(Reader* reader) {
     munmap(reader->lane, sizeof(Lane));
     munmap(reader->segment, reader->segment_bytes);
     delete reader;
+}
+
+// The next slot that the store has given us, with its epoch. False when there is none.
+int board_receive(Reader* reader, uint64_t* slot_and_epoch) {
+    Lane* lane = reader->lane;
+    const uint64_t at = lane->received.load(std::memory_order_relaxed);
+    if (at == lane->given.load(std::memory_order_acquire)) return 0;
+    memcpy(slot_and_epoch, lane->gifts[at % kGifts], sizeof lane->gifts[0]);
+    lane->received.store(at + 1, std::memory_order_release);
+    return 1;
 }
 
 uint64_t board_block_bytes(const Reader* reader) { return reader->board.head->block_bytes; }

@@ -57,6 +57,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_open_lane": (_ADDRESS, [ctypes.c_int]),
     "board_close_lane": (None, [_ADDRESS]),
     "board_take_notes": (_U32, [_ADDRESS, _ADDRESS, _ADDRESS, _U32]),
+    "board_give": (ctypes.c_int, [_ADDRESS, _U64, _U64]),
+    "board_receive": (ctypes.c_int, [_ADDRESS, _ADDRESS]),
     "board_open": (_ADDRESS, [ctypes.c_int] * 4),
     "board_leave": (None, [_ADDRESS]),
     "board_exists": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _ADDRESS, _U32, ctypes.c_char_p]),
@@ -150,9 +152,9 @@ class Board:
             self.mark(unlisted, False)
         self._library.board_hide(self._board, slot)
 
-    def mark(self, key: bytes, is_writing: bool) -> None:
-        """A writer is at this block, or no longer. As long as one is, nobody else lists it unasked."""
-        self._library.board_mark(self._board, key, len(key), is_writing)
+    def mark(self, key: bytes, is_marked: bool) -> None:
+        """Nobody lists this block unasked: somebody writes it, or has it where the board does not say. Or no longer."""
+        self._library.board_mark(self._board, key, len(key), is_marked)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -193,6 +195,10 @@ class Board:
     def drop_lane(self, number: int) -> None:
         self._library.board_close_lane(self._lanes.pop(number))
         os.close(number)
+
+    def give(self, lane: int, slot: int, epoch: int) -> bool:
+        """Let this lane's client fill a slot. False when it has enough that it has not taken."""
+        return bool(self._library.board_give(self._lanes[lane], slot, epoch))
 
     def take_notes(self) -> list[int]:
         """Slots that clients have read since the last call, in each one's order; only as many as they could note."""
@@ -284,6 +290,16 @@ class BoardReader:
         try:
             address = ctypes.addressof(ctypes.c_char.from_buffer(into))
             return _OUTCOMES[self._library.board_read(self._reader, key, len(key), address, into.nbytes)]
+        finally:
+            self._leave()
+
+    def receive(self) -> tuple[int, int] | None:
+        """A slot that the store lets us fill, with its epoch. On the client's event loop alone."""
+        if not self._enter():
+            return None
+        try:
+            gift = (ctypes.c_uint64 * 2)()
+            return (gift[0], gift[1]) if self._library.board_receive(self._reader, gift) else None
         finally:
             self._leave()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import socket
@@ -24,9 +25,13 @@ class BoardDoor:
     """Everything on the store's event loop."""
 
     def __init__(
-        self, board: Board, opened: Callable[[str], object] | None = None, gone: Callable[[str], object] | None = None
+        self,
+        board: Board,
+        opened: Callable[[str, Callable[[int, int], bool]], object] | None = None,
+        gone: Callable[[str], object] | None = None,
     ) -> None:
-        """``opened`` and ``gone`` are called with the name of a lane; none is ever used twice."""
+        """``opened`` and ``gone`` are called with the name of a lane; none is ever used twice. ``opened`` is told how
+        to give this lane's client a slot to fill (``Board.give``)."""
         self._board = board
         self._opened, self._gone = opened, gone
         self._clients: dict[socket.socket, tuple[int, str]] = {}  # number and name of each one's lane
@@ -78,7 +83,7 @@ class BoardDoor:
         name = f"lane{secrets.token_hex(LANE_NAME_BYTES // 2 - 2)}"
         self._clients[client] = (number, name)
         if self._opened is not None:
-            self._opened(name)
+            self._opened(name, functools.partial(self._board.give, number))
         asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing: this is its end
         try:
             socket.send_fds(client, [GREETING + name.encode()], files)

@@ -38,7 +38,6 @@ from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
 from mooncake.types import SegmentAddress
 
-SHORT_PUT_BYTES = 256 << 10  # less goes sooner with its name over TCP, than into shared memory and the name after it
 WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
 
 
@@ -75,8 +74,8 @@ class StoreClient:
         self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
         self._transfer = transfer
         self._calls = StoreCalls(address, channels)
-        self._near = NearStore(self._calls, tenant)
         self._far = FarStore(transfer, tenant) if is_keyed else None
+        self._near = NearStore(self._calls, self._far, tenant)
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
     @classmethod
@@ -231,14 +230,11 @@ class StoreClient:
     ) -> bool | None:
         """``put`` into a slot that was given out in advance: one pass over the bytes, and one message. None when there
         is none, or it has run out: then it has to be reserved first."""
-        deadline = time.monotonic() + timeout_s
-        is_near = self._near.board is not None
-        placed: bool | None = None
-        if self._far is not None and self._far.is_open and (not is_near or view.nbytes <= SHORT_PUT_BYTES):
-            placed = await self._far.put(name, view, ranges, deadline)
-        if placed is None and is_near:
-            placed = await self._near.put(name, view, ranges, left_s(deadline))
-        return placed
+        if self._near.board is not None:
+            return await self._near.put(name, view, ranges, timeout_s)
+        if self._far is not None and self._far.is_open:
+            return await self._far.put(name, view, ranges, time.monotonic() + timeout_s)
+        return None
 
     async def get_all(
         self,

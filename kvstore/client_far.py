@@ -16,7 +16,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.checksum import Checksums
 from kvstore.client_calls import left_s
+from kvstore.client_types import Reservation
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import MAX_KEYS, KeyedWire, Step, can_put
 from kvstore.transfer.protocol import MAX_NAME_BYTES, ProtocolViolation, Status
@@ -108,6 +110,25 @@ class FarStore:
             return None
         self._give_back(connection)
         return outcome
+
+    async def commit(
+        self, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
+    ) -> Status | None:
+        """Name a block that lies in a slot of ours. None when nobody answered, who may have heard it."""
+        connection = await self._take(deadline)
+        if connection is None:
+            return None
+        try:
+            commit = connection.commit(*name, self._tenant, slot.index, slot.epoch, length, sums)
+            await self._go(connection, commit.send, deadline, is_short=True)
+            status = commit.status()
+        except BaseException as error:
+            self._end(connection, error)
+            if not isinstance(error, (OSError, ProtocolViolation)):
+                raise
+            return None
+        self._give_back(connection)
+        return status
 
     def _can_put(self, segment: SegmentAddress, name: tuple[bytes, bytes], nbytes: int, ranges: int) -> bool:
         is_open = self._takes_puts and time.monotonic() >= self._no_puts_before_s

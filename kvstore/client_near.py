@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.board import BoardReader, Outcome
-from kvstore.checksum import checksums_to_wire
+from kvstore.checksum import Checksums, checksums_to_wire
 from kvstore.client_calls import StoreCalls, left_s
-from kvstore.client_types import Reservation
+from kvstore.client_far import FarStore
+from kvstore.client_types import Reservation, slot_to_wire
+from kvstore.transfer.protocol import Status
 from mooncake.rpc import store_pb2 as pb
 from mooncake.types import SegmentAddress
 
@@ -23,6 +25,7 @@ INLINE_BYTES = 2 << 20  # a copy of so much within this host takes less time tha
 RETURN_AHEAD_AFTER_S = 1.0  # a slot had in advance goes back when nothing has been put for so long
 ASK_AHEAD_AGAIN_S = 1.0
 _NOWHERE = SegmentAddress("", 0, "", "", "", 1, 1)  # where a slot is that is written in place
+_OUTCOMES: dict[Status | None, bool] = {Status.OK: True, Status.HERE: True, Status.REFUSED: False}
 
 T = TypeVar("T")
 
@@ -30,13 +33,16 @@ T = TypeVar("T")
 class NearStore:
     """Knows nothing until ``open``, and when the store is not of this host. Belongs to the client's event loop."""
 
-    def __init__(self, calls: StoreCalls, tenant: str) -> None:
+    def __init__(self, calls: StoreCalls, far: FarStore | None, tenant: str) -> None:
+        """``far`` reaches the same store over its data plane, which says of a block sooner that it is there."""
         self._calls = calls
+        self._far = far
         self._tenant = tenant
         self.board: BoardReader | None = None
         self._has_ssd = True
-        self._ahead: pb.Slot | None = None  # to be written next
-        self._ahead_timer: asyncio.TimerHandle | None = None
+        self._spare: list[Reservation] = []  # slots that we have and did not need
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_put_s = 0.0
         self._ask_ahead_after_s = 0.0
 
     async def open(self, stats: pb.StatsResponse) -> None:
@@ -90,59 +96,79 @@ class NearStore:
         board, deadline = self.board, time.monotonic() + timeout_s
         if board is None or not board.takes(view.nbytes, ranges):
             return None
-        slot = self._take_ahead() or await self._ask_ahead(board.lane, timeout_s)
+        slot = self._take_ahead() or await self._ask_ahead(timeout_s)
         if slot is None:
             return None
-        reservation = Reservation(_NOWHERE, slot.index, slot.epoch)
-        try:
-            copy = functools.partial(board.write, slot.index, view, ranges)
+        copy = functools.partial(board.write, slot.index, view, ranges)
+        with self._calls.owing([slot]):
             sums = copy() if view.nbytes <= INLINE_BYTES else await _in_thread(copy)
-            commit_s = left_s(deadline)
-        except BaseException:
-            self._calls.later(self._calls.abort([reservation]))
-            raise
-        key, parent = name
+            if self._far is not None and self._far.is_open:
+                status = await self._far.commit(name, slot, view.nbytes, sums, deadline)
+                if status is Status.HERE:
+                    self._spare.append(slot)
+                elif status is None:  # perhaps it was heard
+                    self._calls.later(self._calls.abort([slot]))
+                outcome = _OUTCOMES.get(status)
+            else:
+                outcome = await self._commit(board.lane, name, slot, view.nbytes, sums, deadline)
+        self._keep_awake()
+        return outcome
+
+    def return_ahead(self) -> None:
+        """Give back the slots that are held in advance."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        slots: list[Reservation] = []
+        while (slot := self._take_ahead()) is not None:
+            slots.append(slot)
+        if slots:
+            self._calls.later(self._calls.abort(slots))
+
+    async def _commit(
+        self, lane: str, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
+    ) -> bool | None:
+        """The way of those who leave TCP alone."""
         request = pb.CommitRequest(
-            lane=board.lane,
-            slot=slot,
-            block=pb.BlockName(key=key, parent=parent),
-            length=view.nbytes,
+            lane=lane,
+            slot=slot_to_wire(slot),
+            block=pb.BlockName(key=name[0], parent=name[1]),
+            length=length,
             checksums=checksums_to_wire(sums),
             tenant=self._tenant,
         )
-        with self._calls.owing([reservation]):
-            response = await self._calls.call(self._calls.fast.Commit(request, timeout=commit_s))
-        self._keep_ahead(response)
+        response = await self._calls.call(self._calls.fast.Commit(request, timeout=left_s(deadline)))
         return None if response.outcome == pb.CommitResponse.OVER else response.outcome == pb.CommitResponse.STORED
 
-    def return_ahead(self) -> None:
-        """Give back the slot that is held in advance, if there is one."""
-        if self._ahead_timer is not None:
-            self._ahead_timer.cancel()
-        self._ahead_timer = None
-        if (slot := self._take_ahead()) is not None:
-            self._calls.later(self._calls.abort([Reservation(_NOWHERE, slot.index, slot.epoch)]))
-
-    async def _ask_ahead(self, lane: str, timeout_s: float) -> pb.Slot | None:
-        if time.monotonic() < self._ask_ahead_after_s:
+    async def _ask_ahead(self, timeout_s: float) -> Reservation | None:
+        """When none lies in the lane: the store is behind, or has taken them back."""
+        if self.board is None or time.monotonic() < self._ask_ahead_after_s:
             return None
-        request = pb.CommitRequest(lane=lane)
-        self._keep_ahead(await self._calls.call(self._calls.fast.Commit(request, timeout=timeout_s)))
-        return self._take_ahead()
-
-    def _take_ahead(self) -> pb.Slot | None:
-        slot, self._ahead = self._ahead, None
+        await self._calls.call(self._calls.fast.Commit(pb.CommitRequest(lane=self.board.lane), timeout=timeout_s))
+        slot = self._take_ahead()
+        if slot is None:
+            self._ask_ahead_after_s = time.monotonic() + ASK_AHEAD_AGAIN_S
         return slot
 
-    def _keep_ahead(self, response: pb.CommitResponse) -> None:
-        """For the next put, if that comes soon."""
-        if not response.HasField("next"):
-            self._ask_ahead_after_s = time.monotonic() + ASK_AHEAD_AGAIN_S
-            return
-        self._ahead = response.next
-        if self._ahead_timer is not None:
-            self._ahead_timer.cancel()
-        self._ahead_timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self.return_ahead)
+    def _take_ahead(self) -> Reservation | None:
+        if self._spare:
+            return self._spare.pop()
+        gift = self.board.receive() if self.board is not None else None
+        return None if gift is None else Reservation(_NOWHERE, *gift)
+
+    def _keep_awake(self) -> None:
+        """Hold slots for the next put, if that comes soon."""
+        self._last_put_s = time.monotonic()
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self._grow_tired)
+
+    def _grow_tired(self) -> None:
+        self._timer = None
+        left = self._last_put_s + RETURN_AHEAD_AFTER_S - time.monotonic()
+        if left > 0:
+            self._timer = asyncio.get_running_loop().call_later(left, self._grow_tired)
+        else:
+            self.return_ahead()
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -36,7 +36,7 @@ class Listing(Protocol):
         """From now on the slot's bytes may change."""
         ...
 
-    def mark(self, key: bytes, is_writing: bool) -> None:
+    def mark(self, key: bytes, is_marked: bool) -> None:
         """A writer is at this block, or no longer."""
         ...
 
@@ -46,7 +46,7 @@ class _Unlisted:
 
     def hide(self, slot: int) -> None: ...
 
-    def mark(self, key: bytes, is_writing: bool) -> None: ...
+    def mark(self, key: bytes, is_marked: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvstore.service import StoreServicer
 from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store, TierRules
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.server import Put, SegmentServer
 from kvstore.wire_puts import WirePuts
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError
@@ -49,6 +49,7 @@ class StoreNode:
         self.control_address = ""
         self._block_bytes = block_bytes
         self._join_cluster = join_cluster
+        self._puts: WirePuts | None = None  # where there is a board
         self._cleanup = contextlib.AsyncExitStack()
 
     @property
@@ -96,7 +97,7 @@ class StoreNode:
             on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
             secret=transfer_secret(config),
             listing=board,
-            on_put=(lambda put: loop.call_soon_threadsafe(self._puts.came, put)) if lane_slots else None,
+            on_put=(lambda put: loop.call_soon_threadsafe(self._came, put)) if lane_slots else None,
         )
         cleanup.callback(self._segment_server.stop)
         events = EventLog(self._segment.incarnation)
@@ -113,9 +114,9 @@ class StoreNode:
             board=board,
             lane_slots=lane_slots,
         )
-        self._puts = WirePuts(self._store, self._segment_server)
         if board is not None:
-            self._puts.start(board.wake_fd)
+            self._puts = WirePuts(self._store, self._segment_server, board.wake_fd)
+            self._puts.start()
             cleanup.callback(self._puts.stop)
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
@@ -204,9 +205,14 @@ class StoreNode:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             try:
                 self._store.sweep()
-                self._puts.sweep()
+                if self._puts is not None:
+                    self._puts.sweep()
             except Exception:
                 log.exception("sweeping the store failed")  # a bug there must not stop the next sweep
+
+    def _came(self, put: Put) -> None:
+        if self._puts is not None:
+            self._puts.came(put)
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         counts, traffic = self._store.counts, self._segment_server.stats()

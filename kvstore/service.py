@@ -66,9 +66,8 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
                 request.lane, grant, name, request.length, checksums, checked_tenant(request.tenant)
             )
             response.outcome = _OUTCOMES[outcome]
-            self._store.settle()
-        for ahead in self._store.reserve_ahead(request.lane):
-            response.next.index, response.next.epoch = ahead.slot, ahead.epoch
+        self._store.settle()
+        self._store.give_ahead(request.lane)
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802

@@ -38,7 +38,8 @@ class _Segment:
 
 
 class SsdIndex:
-    """One owner. ``is_built_on`` says whether a block that is elsewhere (in DRAM) builds on a key: then it stays."""
+    """One owner. ``is_built_on`` says whether a block that is elsewhere (in DRAM) builds on a key: then it stays.
+    ``mark`` is told of each block that comes or goes."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class SsdIndex:
         self._largest = 0  # record
         self._policy = policy
         self.is_built_on = is_built_on
+        self.mark: Callable[[BlockKey, bool], object] = lambda key, is_here: None
         self._tenant_bytes = tenant_bytes  # most of one tenant; 0: no bound
         self._blocks: dict[BlockKey, SsdBlock] = {}
         self._by_tenant: dict[str, OrderedDict[BlockKey, None]] = {}  # least recently used first
@@ -271,6 +273,7 @@ class SsdIndex:
             self._drops[_drop_of(before)] = None  # or it would come back when the new one's segment has gone
         else:
             self._policy.insert(_policy_block(header), now)
+            self.mark(header.key, True)
         self._link(SsdBlock(header, place))
 
     def _remove(self, block: SsdBlock, now: float) -> None:
@@ -280,6 +283,7 @@ class SsdIndex:
     def _forget(self, block: SsdBlock) -> None:
         self._unlink(block)
         del self._blocks[block.header.key]
+        self.mark(block.header.key, False)
         self._drops[_drop_of(block)] = None
         self._left.append(block.header)
 

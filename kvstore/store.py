@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.ahead import WIRE, SlotsAhead
+from kvstore.ahead import NEAR_AHEAD, WIRE, SlotsAhead
 from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
@@ -108,6 +108,10 @@ class Store:
         )
         if ssd is not None:
             ssd.index.is_built_on = self._index.is_built_on
+            if board is not None:
+                ssd.index.mark = board.mark
+                for header in ssd.headers():
+                    board.mark(header.key, True)
             events.append(BlockEvent(True, h.key, h.parent, Tier.SSD) for h in ssd.headers())
 
     # Writing
@@ -164,18 +168,18 @@ class Store:
         safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
         return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
-    def reserve_ahead(self, lane: str, count: int = 1) -> list[Grant]:
-        """As ``SlotsAhead.reserve``, which may let others leave."""
-        try:
-            return self.ahead.reserve(lane, count)
-        finally:
-            self._save_leaving()
-            self._publish()
+    def give_ahead(self, lane: str, count: int = NEAR_AHEAD) -> None:
+        """Fill this lane up; others may leave for that."""
+        self.ahead.fill_up(lane, count)
+        self._save_leaving()
+        self._publish()
 
     def settle(self) -> None:
         """What nobody who has put a block waits for: learn of what came and what has been read, make room, tell."""
         self.ahead.catch_up()
         self._hear_readers()
+        self.ahead.fill_short()
+        self._save_leaving()
         self._prepare()
         self._publish()
 
@@ -186,9 +190,7 @@ class Store:
     def abort(self, grants: Iterable[Grant]) -> None:
         with self.ahead.alone():
             for grant in grants:
-                if self._index.abort(grant):
-                    self._server.revoke([grant.slot])
-                    self.ahead.forget(grant)
+                self.ahead.take_back(grant)
         self._room.set()
 
     # Reading
@@ -268,8 +270,7 @@ class Store:
             for reserved in self._index.sweep(time.monotonic()):
                 self._server.revoke([reserved.grant.slot])
                 if reserved.writer == WIRE:
-                    self._index.abort(reserved.grant)
-                    self.ahead.forget(reserved.grant)
+                    self.ahead.take_back(reserved.grant)
                 elif reserved.writer != PROMOTER and not self._maps_memory(reserved.writer):
                     self._index.abort(reserved.grant)
         self._hear_readers()

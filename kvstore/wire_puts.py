@@ -33,21 +33,20 @@ _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committ
 class WirePuts:
     """Everything on the store's event loop."""
 
-    def __init__(self, store: Store, server: SegmentServer) -> None:
+    def __init__(self, store: Store, server: SegmentServer, wake_fd: int) -> None:
+        """``wake_fd`` is that of the store's board."""
         self._store = store
         self._server = server
         self._most = min(store.ahead.wire_slots, AHEAD, MAX_AHEAD)
         self._last_s = 0.0
-        self._wake_fd = -1
-
-    def start(self, wake_fd: int) -> None:
-        """``wake_fd`` is the board's."""
         self._wake_fd = wake_fd
-        asyncio.get_running_loop().add_reader(wake_fd, self.heard)
+
+    def start(self) -> None:
+        """From now on ``heard`` is called when there is something to hear."""
+        asyncio.get_running_loop().add_reader(self._wake_fd, self.heard)
 
     def stop(self) -> None:
-        if self._wake_fd >= 0:
-            asyncio.get_running_loop().remove_reader(self._wake_fd)
+        asyncio.get_running_loop().remove_reader(self._wake_fd)
 
     def heard(self) -> None:
         """Blocks have come, or one waits for a slot."""
@@ -66,24 +65,20 @@ class WirePuts:
             while (slot := self._server.take_ahead()) is not None:
                 self._store.abort([Grant(*slot)])
         else:
-            self._fill()
+            self._store.give_ahead(WIRE, self._most)
 
     def _go_on(self) -> None:
         self._last_s = time.monotonic()
         self._store.settle()
-        self._fill()
+        self._store.give_ahead(WIRE, self._most)
 
     def _commit(self, landed: Landed) -> Status:
         grant = Grant(landed.slot, landed.epoch)
         try:
             name = BlockName(checked_key(landed.key), checked_parent(landed.parent))
             tenant = checked_tenant(landed.tenant)
-            return _ANSWERS[self._store.ahead.commit(WIRE, grant, name, landed.length, landed.checksums, tenant)]
+            ahead = self._store.ahead
+            return _ANSWERS[ahead.commit(ahead.lane_of(grant), grant, name, landed.length, landed.checksums, tenant)]
         except InvalidRequest:  # which it hears when it asks for a reservation
             self._store.abort([grant])
             return Status.NO_SLOT
-
-    def _fill(self) -> None:
-        for grant in self._store.reserve_ahead(WIRE, self._most):
-            if not self._server.give_ahead(grant.slot, grant.epoch):
-                self._store.abort([grant])

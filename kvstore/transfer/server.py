@@ -209,9 +209,7 @@ class SegmentServer:
         self._close_windows(blocks)
 
     def give_ahead(self, slot: int, epoch: int) -> bool:
-        """A slot that a block may be put into, granted to this epoch from now on. False when there are enough, or
-        nobody can put; the grant is then still to be revoked."""
-        self.grant([slot], epoch)
+        """A slot, granted to this epoch, that a block may be put into. False when there are enough, or nobody can."""
         return self._native is not None and self._native.give_ahead(slot, epoch)
 
     def take_ahead(self) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mooncake.rpc import common_pb2 as mooncake_dot_rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mooncake/rpc/store.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\"(\n\tBlockName\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\"\x8c\x01\n\x0eReserveRequest\x12\x11\n\twriter_id\x18\x01 \x01(\t\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.mooncake.v1.BlockName\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0e\n\x06ranges\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"$\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"i\n\x0fReserveResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12(\n\x05slots\x18\x02 \x03(\x0b\x32\x19.mooncake.v1.OptionalSlot\"M\n\x0cOptionalSlot\x12$\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x42\x07\n\x05_slot\"=\n\x07Sealing\x12\x1f\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.Slot\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"D\n\x0bSealRequest\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.mooncake.v1.Sealing\x12\x0f\n\x07\x64urable\x18\x02 \x01(\x08\"/\n\x0cSealResponse\x12\x0e\n\x06sealed\x18\x01 \x03(\x08\x12\x0f\n\x07\x64urable\x18\x02 \x03(\x08\"\xa6\x01\n\rCommitRequest\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12$\n\x04slot\x18\x02 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\x12%\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x16.mooncake.v1.BlockName\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x06 \x01(\tB\x07\n\x05_slot\"\xa0\x01\n\x0e\x43ommitResponse\x12\x34\n\x07outcome\x18\x01 \x01(\x0e\x32#.mooncake.v1.CommitResponse.Outcome\x12$\n\x04next\x18\x02 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\")\n\x07Outcome\x12\x08\n\x04OVER\x10\x00\x12\n\n\x06STORED\x10\x01\x12\x08\n\x04\x42USY\x10\x02\x42\x07\n\x05_next\"0\n\x0c\x41\x62ortRequest\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.mooncake.v1.Slot\"\x0f\n\rAbortResponse\"`\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x14\n\x0crecompute_ms\x18\x02 \x01(\x02\x12\x17\n\x0f\x65nded_lease_ids\x18\x04 \x03(\x04\x12\x11\n\tscattered\x18\x03 \x01(\x08\">\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8c\x01\n\x0f\x41\x63quireResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.mooncake.v1.LeasedBlock\"9\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x11\n\x0fReleaseResponse\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\" \n\x0e\x45xistsResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"!\n\x0eRemoveResponse\x12\x0f\n\x07removed\x18\x01 \x01(\r\"~\n\nPinRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12,\n\x05level\x18\x02 \x01(\x0e\x32\x1d.mooncake.v1.PinRequest.Level\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"%\n\x05Level\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04SOFT\x10\x01\x12\x08\n\x04HARD\x10\x02\"\x1d\n\x0bPinResponse\x12\x0e\n\x06pinned\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xa0\x04\n\rStatsResponse\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_sealed\x18\x03 \x01(\r\x12\x17\n\x0f\x62locks_reserved\x18\x04 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x05 \x01(\r\x12\x0e\n\x06leases\x18\x06 \x01(\r\x12:\n\x08\x63ounters\x18\x07 \x03(\x0b\x32(.mooncake.v1.StatsResponse.CountersEntry\x12\x12\n\nssd_blocks\x18\x08 \x01(\r\x12\x11\n\tssd_bytes\x18\t \x01(\x04\x12\x1a\n\x12ssd_capacity_bytes\x18\n \x01(\x04\x12\x0c\n\x04pins\x18\x0b \x01(\r\x12\x41\n\x0ctenant_bytes\x18\x0c \x03(\x0b\x32+.mooncake.v1.StatsResponse.TenantBytesEntry\x12\x11\n\tlane_port\x18\r \x01(\r\x12\x12\n\nboard_path\x18\x0e \x01(\t\x12,\n\x07segment\x18\x0f \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x32\n\x10TenantBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x99\x05\n\x05Store\x12\x44\n\x07Reserve\x12\x1b.mooncake.v1.ReserveRequest\x1a\x1c.mooncake.v1.ReserveResponse\x12;\n\x04Seal\x12\x18.mooncake.v1.SealRequest\x1a\x19.mooncake.v1.SealResponse\x12\x41\n\x06\x43ommit\x12\x1a.mooncake.v1.CommitRequest\x1a\x1b.mooncake.v1.CommitResponse\x12>\n\x05\x41\x62ort\x12\x19.mooncake.v1.AbortRequest\x1a\x1a.mooncake.v1.AbortResponse\x12\x44\n\x07\x41\x63quire\x12\x1b.mooncake.v1.AcquireRequest\x1a\x1c.mooncake.v1.AcquireResponse\x12\x44\n\x07Release\x12\x1b.mooncake.v1.ReleaseRequest\x1a\x1c.mooncake.v1.ReleaseResponse\x12\x41\n\x06\x45xists\x12\x1a.mooncake.v1.ExistsRequest\x1a\x1b.mooncake.v1.ExistsResponse\x12\x41\n\x06Remove\x12\x1a.mooncake.v1.RemoveRequest\x1a\x1b.mooncake.v1.RemoveResponse\x12\x38\n\x03Pin\x12\x17.mooncake.v1.PinRequest\x1a\x18.mooncake.v1.PinResponse\x12>\n\x05Stats\x12\x19.mooncake.v1.StatsRequest\x1a\x1a.mooncake.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mooncake/rpc/store.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\"(\n\tBlockName\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\"\x8c\x01\n\x0eReserveRequest\x12\x11\n\twriter_id\x18\x01 \x01(\t\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.mooncake.v1.BlockName\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0e\n\x06ranges\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"$\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"i\n\x0fReserveResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12(\n\x05slots\x18\x02 \x03(\x0b\x32\x19.mooncake.v1.OptionalSlot\"M\n\x0cOptionalSlot\x12$\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x42\x07\n\x05_slot\"=\n\x07Sealing\x12\x1f\n\x04slot\x18\x01 \x01(\x0b\x32\x11.mooncake.v1.Slot\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"D\n\x0bSealRequest\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.mooncake.v1.Sealing\x12\x0f\n\x07\x64urable\x18\x02 \x01(\x08\"/\n\x0cSealResponse\x12\x0e\n\x06sealed\x18\x01 \x03(\x08\x12\x0f\n\x07\x64urable\x18\x02 \x03(\x08\"\xa6\x01\n\rCommitRequest\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12$\n\x04slot\x18\x02 \x01(\x0b\x32\x11.mooncake.v1.SlotH\x00\x88\x01\x01\x12%\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x16.mooncake.v1.BlockName\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x06 \x01(\tB\x07\n\x05_slot\"w\n\x0e\x43ommitResponse\x12\x34\n\x07outcome\x18\x01 \x01(\x0e\x32#.mooncake.v1.CommitResponse.Outcome\")\n\x07Outcome\x12\x08\n\x04OVER\x10\x00\x12\n\n\x06STORED\x10\x01\x12\x08\n\x04\x42USY\x10\x02J\x04\x08\x02\x10\x03\"0\n\x0c\x41\x62ortRequest\x12 \n\x05slots\x18\x01 \x03(\x0b\x32\x11.mooncake.v1.Slot\"\x0f\n\rAbortResponse\"`\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x14\n\x0crecompute_ms\x18\x02 \x01(\x02\x12\x17\n\x0f\x65nded_lease_ids\x18\x04 \x03(\x04\x12\x11\n\tscattered\x18\x03 \x01(\x08\">\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8c\x01\n\x0f\x41\x63quireResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.mooncake.v1.LeasedBlock\"9\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x14\n\x0c\x63orrupt_keys\x18\x02 \x03(\x0c\"\x11\n\x0fReleaseResponse\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\" \n\x0e\x45xistsResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"!\n\x0eRemoveResponse\x12\x0f\n\x07removed\x18\x01 \x01(\r\"~\n\nPinRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12,\n\x05level\x18\x02 \x01(\x0e\x32\x1d.mooncake.v1.PinRequest.Level\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"%\n\x05Level\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04SOFT\x10\x01\x12\x08\n\x04HARD\x10\x02\"\x1d\n\x0bPinResponse\x12\x0e\n\x06pinned\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xa0\x04\n\rStatsResponse\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_sealed\x18\x03 \x01(\r\x12\x17\n\x0f\x62locks_reserved\x18\x04 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x05 \x01(\r\x12\x0e\n\x06leases\x18\x06 \x01(\r\x12:\n\x08\x63ounters\x18\x07 \x03(\x0b\x32(.mooncake.v1.StatsResponse.CountersEntry\x12\x12\n\nssd_blocks\x18\x08 \x01(\r\x12\x11\n\tssd_bytes\x18\t \x01(\x04\x12\x1a\n\x12ssd_capacity_bytes\x18\n \x01(\x04\x12\x0c\n\x04pins\x18\x0b \x01(\r\x12\x41\n\x0ctenant_bytes\x18\x0c \x03(\x0b\x32+.mooncake.v1.StatsResponse.TenantBytesEntry\x12\x11\n\tlane_port\x18\r \x01(\r\x12\x12\n\nboard_path\x18\x0e \x01(\t\x12,\n\x07segment\x18\x0f \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x32\n\x10TenantBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x99\x05\n\x05Store\x12\x44\n\x07Reserve\x12\x1b.mooncake.v1.ReserveRequest\x1a\x1c.mooncake.v1.ReserveResponse\x12;\n\x04Seal\x12\x18.mooncake.v1.SealRequest\x1a\x19.mooncake.v1.SealResponse\x12\x41\n\x06\x43ommit\x12\x1a.mooncake.v1.CommitRequest\x1a\x1b.mooncake.v1.CommitResponse\x12>\n\x05\x41\x62ort\x12\x19.mooncake.v1.AbortRequest\x1a\x1a.mooncake.v1.AbortResponse\x12\x44\n\x07\x41\x63quire\x12\x1b.mooncake.v1.AcquireRequest\x1a\x1c.mooncake.v1.AcquireResponse\x12\x44\n\x07Release\x12\x1b.mooncake.v1.ReleaseRequest\x1a\x1c.mooncake.v1.ReleaseResponse\x12\x41\n\x06\x45xists\x12\x1a.mooncake.v1.ExistsRequest\x1a\x1b.mooncake.v1.ExistsResponse\x12\x41\n\x06Remove\x12\x1a.mooncake.v1.RemoveRequest\x1a\x1b.mooncake.v1.RemoveResponse\x12\x38\n\x03Pin\x12\x17.mooncake.v1.PinRequest\x1a\x18.mooncake.v1.PinResponse\x12>\n\x05Stats\x12\x19.mooncake.v1.StatsRequest\x1a\x1a.mooncake.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,46 +54,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEALRESPONSE']._serialized_end=657
   _globals['_COMMITREQUEST']._serialized_start=660
   _globals['_COMMITREQUEST']._serialized_end=826
-  _globals['_COMMITRESPONSE']._serialized_start=829
-  _globals['_COMMITRESPONSE']._serialized_end=989
-  _globals['_COMMITRESPONSE_OUTCOME']._serialized_start=939
-  _globals['_COMMITRESPONSE_OUTCOME']._serialized_end=980
-  _globals['_ABORTREQUEST']._serialized_start=991
-  _globals['_ABORTREQUEST']._serialized_end=1039
-  _globals['_ABORTRESPONSE']._serialized_start=1041
-  _globals['_ABORTRESPONSE']._serialized_end=1056
-  _globals['_ACQUIREREQUEST']._serialized_start=1058
-  _globals['_ACQUIREREQUEST']._serialized_end=1154
-  _globals['_LEASEDBLOCK']._serialized_start=1156
-  _globals['_LEASEDBLOCK']._serialized_end=1218
-  _globals['_ACQUIRERESPONSE']._serialized_start=1221
-  _globals['_ACQUIRERESPONSE']._serialized_end=1361
-  _globals['_RELEASEREQUEST']._serialized_start=1363
-  _globals['_RELEASEREQUEST']._serialized_end=1420
-  _globals['_RELEASERESPONSE']._serialized_start=1422
-  _globals['_RELEASERESPONSE']._serialized_end=1439
-  _globals['_EXISTSREQUEST']._serialized_start=1441
-  _globals['_EXISTSREQUEST']._serialized_end=1470
-  _globals['_EXISTSRESPONSE']._serialized_start=1472
-  _globals['_EXISTSRESPONSE']._serialized_end=1504
-  _globals['_REMOVEREQUEST']._serialized_start=1506
-  _globals['_REMOVEREQUEST']._serialized_end=1535
-  _globals['_REMOVERESPONSE']._serialized_start=1537
-  _globals['_REMOVERESPONSE']._serialized_end=1570
-  _globals['_PINREQUEST']._serialized_start=1572
-  _globals['_PINREQUEST']._serialized_end=1698
-  _globals['_PINREQUEST_LEVEL']._serialized_start=1661
-  _globals['_PINREQUEST_LEVEL']._serialized_end=1698
-  _globals['_PINRESPONSE']._serialized_start=1700
-  _globals['_PINRESPONSE']._serialized_end=1729
-  _globals['_STATSREQUEST']._serialized_start=1731
-  _globals['_STATSREQUEST']._serialized_end=1745
-  _globals['_STATSRESPONSE']._serialized_start=1748
-  _globals['_STATSRESPONSE']._serialized_end=2292
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=2193
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=2240
-  _globals['_STATSRESPONSE_TENANTBYTESENTRY']._serialized_start=2242
-  _globals['_STATSRESPONSE_TENANTBYTESENTRY']._serialized_end=2292
-  _globals['_STORE']._serialized_start=2295
-  _globals['_STORE']._serialized_end=2960
+  _globals['_COMMITRESPONSE']._serialized_start=828
+  _globals['_COMMITRESPONSE']._serialized_end=947
+  _globals['_COMMITRESPONSE_OUTCOME']._serialized_start=900
+  _globals['_COMMITRESPONSE_OUTCOME']._serialized_end=941
+  _globals['_ABORTREQUEST']._serialized_start=949
+  _globals['_ABORTREQUEST']._serialized_end=997
+  _globals['_ABORTRESPONSE']._serialized_start=999
+  _globals['_ABORTRESPONSE']._serialized_end=1014
+  _globals['_ACQUIREREQUEST']._serialized_start=1016
+  _globals['_ACQUIREREQUEST']._serialized_end=1112
+  _globals['_LEASEDBLOCK']._serialized_start=1114
+  _globals['_LEASEDBLOCK']._serialized_end=1176
+  _globals['_ACQUIRERESPONSE']._serialized_start=1179
+  _globals['_ACQUIRERESPONSE']._serialized_end=1319
+  _globals['_RELEASEREQUEST']._serialized_start=1321
+  _globals['_RELEASEREQUEST']._serialized_end=1378
+  _globals['_RELEASERESPONSE']._serialized_start=1380
+  _globals['_RELEASERESPONSE']._serialized_end=1397
+  _globals['_EXISTSREQUEST']._serialized_start=1399
+  _globals['_EXISTSREQUEST']._serialized_end=1428
+  _globals['_EXISTSRESPONSE']._serialized_start=1430
+  _globals['_EXISTSRESPONSE']._serialized_end=1462
+  _globals['_REMOVEREQUEST']._serialized_start=1464
+  _globals['_REMOVEREQUEST']._serialized_end=1493
+  _globals['_REMOVERESPONSE']._serialized_start=1495
+  _globals['_REMOVERESPONSE']._serialized_end=1528
+  _globals['_PINREQUEST']._serialized_start=1530
+  _globals['_PINREQUEST']._serialized_end=1656
+  _globals['_PINREQUEST_LEVEL']._serialized_start=1619
+  _globals['_PINREQUEST_LEVEL']._serialized_end=1656
+  _globals['_PINRESPONSE']._serialized_start=1658
+  _globals['_PINRESPONSE']._serialized_end=1687
+  _globals['_STATSREQUEST']._serialized_start=1689
+  _globals['_STATSREQUEST']._serialized_end=1703
+  _globals['_STATSRESPONSE']._serialized_start=1706
+  _globals['_STATSRESPONSE']._serialized_end=2250
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=2151
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=2198
+  _globals['_STATSRESPONSE_TENANTBYTESENTRY']._serialized_start=2200
+  _globals['_STATSRESPONSE_TENANTBYTESENTRY']._serialized_end=2250
+  _globals['_STORE']._serialized_start=2253
+  _globals['_STORE']._serialized_end=2918
 # @@protoc_insertion_point(module_scope)

@@ -300,25 +300,17 @@ class CommitResponse(_message.Message):
     """another writer is at this block"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
-    NEXT_FIELD_NUMBER: _builtins.int
     outcome: Global___CommitResponse.Outcome.ValueType
-    @_builtins.property
-    def next(self) -> Global___Slot:
-        """unset: there is none to be had in advance now"""
-
     def __init__(
         self,
         *,
         outcome: Global___CommitResponse.Outcome.ValueType = ...,
-        next: Global___Slot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_next", b"_next", "next", b"next"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next", b"_next", "next", b"next", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__next: _TypeAlias = _typing.Literal["next"]  # noqa: Y015
-    _WhichOneofArgType__next: _TypeAlias = _typing.Literal["_next", b"_next"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__next) -> _WhichOneofReturnType__next | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
 

@@ -253,7 +253,7 @@ async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_sa
     async with await kvstore.Client.connect(actor.greeting["control"], transports=("shm",)) as pool:
         [store] = pool._stores.values()
         assert await pool.put("one", data)
-        store._near._ahead_timer.cancel()  # an event loop that hangs
+        store._near._timer.cancel()  # an event loop that hangs
         eventually(lambda: actor.ask("counts")["quarantined"] == 1)
         assert await pool.put("two", data) and await pool.exists(["one", "two"]) == [True, True]
         assert actor.ask("counts")["quarantined"] == 0
@@ -266,7 +266,7 @@ def test_what_a_killed_client_had_in_advance_comes_back(keep, eventually):
         "async def main():\n"
         f"    pool = await kvstore.Client.connect({actor.greeting['control']!r}, transports=('shm',))\n"
         "    assert await pool.put('block', bytes(5000))\n"
-        "    assert [store._near._ahead for store in pool._stores.values()] != [None]\n"
+        "    assert [(await store.stats()).reserved for store in pool._stores.values()] == [1]\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )

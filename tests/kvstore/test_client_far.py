@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,12 +15,15 @@ import kvstore
 from kvstore.ahead import WIRE
 from kvstore.board import Board
 from kvstore.client_far import FarStore
+from kvstore.index_types import Grant
+from kvstore.node import StoreNode
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
+from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc import store_pb2 as pb
 
@@ -236,6 +240,7 @@ def test_an_owner_that_knows_no_keys_says_so(owner):
 
 @pytest.mark.parametrize("owner", [True], indirect=True)
 def test_half_a_block_lands_nowhere_and_its_slot_is_used_again(owner, eventually):
+    owner.server.grant([2], 7)
     owner.server.give_ahead(2, 7)
     wire = owner.connect()
     block = data(1)
@@ -257,3 +262,43 @@ def test_half_a_block_lands_nowhere_and_its_slot_is_used_again(owner, eventually
     assert owner.told == [] and owner.board.take_arrived() == []
     assert owner.segment.block(2) == block  # what the wrong one left: nothing has landed since
     wire.close()
+
+
+@pytest.mark.parametrize("owner", [True], indirect=True)
+def test_a_block_that_finds_no_slot_tells_the_store(owner):
+    wire, block = owner.connect(), data(1)
+    put = wire.put(b"early", b"", "", memoryview(block), 4)
+    put.send(soon())
+    assert put.status() is Status.NO_SLOT
+    assert os.eventfd_read(owner.board.wake_fd) == 1 and owner.board.take_arrived() == []
+    owner.server.grant([1], 5)
+    assert owner.server.give_ahead(1, 5)
+    put = wire.put(b"late", b"", "", memoryview(block), 4)
+    put.send(soon())
+    assert put.status() is Status.OK and owner.told == []
+    [came] = owner.board.take_arrived()
+    assert (came.key, came.slot, came.epoch) == (b"late", 1, 5) and owner.segment.block(1) == block
+    wire.close()
+
+
+async def test_slots_ahead_are_refilled_at_once_after_a_block_found_none():
+    size = f"store.dram_gb={64 * SLOT_BYTES / 1e9 + 1e-6}"
+    node = StoreNode(load_config(None, [size, "store.eviction=lru"]), SLOT_BYTES, join_cluster=False)
+    await node.start()
+    [sweeping] = [task for task in asyncio.all_tasks() if task.get_name() == "sweep"]
+    sweeping.cancel()  # which would refill them too, in time
+    server, ahead = node._segment_server, node.store.ahead
+    engine = TransferEngine("client", TCP)
+    wire = await asyncio.to_thread(engine.connect_keyed, server.address, soon())
+    for number in range(4):
+        node.store.abort(Grant(*slot) for slot in iter(server.take_ahead, None))
+        assert ahead.num_held(WIRE) == 0
+        put = wire.put(b"%d" % number, b"", "", memoryview(data(1)), 1)
+        await asyncio.to_thread(put.send, soon())
+        assert put.status() in (Status.OK, Status.NO_SLOT)  # as this machine is quick or slow
+        async with asyncio.timeout(10):
+            while ahead.num_held(WIRE) < ahead.wire_slots:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    wire.close()
+    engine.close()
+    await node.stop()

@@ -9,6 +9,7 @@ import asyncio
 import random
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -17,7 +18,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.ahead import WIRE, Committed
 from kvstore.board import Board, BoardReader, Outcome
 from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
@@ -26,7 +26,11 @@ from kvstore.index_types import BlockName, Grant, Lease
 from kvstore.segment import Segment
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Sealing, Store, TierRules
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.keyed import Commit, Put, can_put
+from kvstore.transfer.protocol import Status
 from kvstore.transfer.server import SegmentServer
+from kvstore.wire_puts import WirePuts
 from mooncake.errors import OutOfBlocks
 from mooncake.events import EventLog
 from mooncake.types import BlockKey, Tier
@@ -66,15 +70,25 @@ class StoreLife(RuleBasedStateMachine):
 
     async def open(self) -> None:
         self.segment = Segment.create("model", SLOT_BYTES, SLOTS)
-        self.server = SegmentServer(self.segment, "model", ("shm",), "127.0.0.1")
         self.events = EventLog(self.segment.incarnation)
         tier = await SsdTier.open(self.place, 64 << 20, make_policy("lru", 1000), SLOT_BYTES, segment_bytes=256 << 10)
         rules = TierRules(write_through_sights=self.version % 4, demote_sights=1)
         board = Board.create(self.segment)
         assert board is not None, "no C++ compiler"
+        loop = asyncio.get_running_loop()
+        self.server = SegmentServer(
+            self.segment,
+            "model",
+            listing=board,
+            on_put=lambda put: loop.call_soon_threadsafe(self.puts.came, put),
+        )
+        self.server.start()
         self.store = Store(
             self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, lane_slots=2
         )
+        self.puts = WirePuts(self.store, self.server, board.wake_fd)
+        self.engine = TransferEngine("model", ("tcp",))
+        self.wire = await asyncio.to_thread(self.engine.connect_keyed, self.server.address, time.monotonic() + 10)
         self.board, self.door = board, BoardDoor(board, self.store.ahead.open, self.store.lane_gone)
         self.door.open()
         reader = await asyncio.to_thread(BoardReader.open, self.door.path)
@@ -85,8 +99,10 @@ class StoreLife(RuleBasedStateMachine):
         await self.store.close()
         self.reader.close()
         self.door.close()
-        self.board.close()
+        self.wire.close()
+        self.engine.close()
         self.server.stop()
+        self.board.close()
         self.segment.close()
 
     def teardown(self) -> None:
@@ -99,7 +115,7 @@ class StoreLife(RuleBasedStateMachine):
         rng = random.Random(seed)
         if rng.random() < 0.08:
             self.restart()
-        writes = (self.put, self.put_in_place, self.begin, self.end, self.abort)
+        writes = (self.put, self.put_in_place, self.put_whole, self.begin, self.end, self.abort)
         actions = (*writes, self.get, self.peek, self.hold, self.let_go)
         rare = (self.remove, self.late, self.gone, self.pin)
 
@@ -152,32 +168,47 @@ class StoreLife(RuleBasedStateMachine):
             [number] = set(self.writing) - before
             await self._seal(number)
 
+    async def put_whole(self, rng: random.Random) -> None:
+        """As clients of other hosts do."""
+        number, name, data = self._draw(rng)
+        if can_put(len(data), 1):
+            await self._send(self.wire.put(*name, "", memoryview(data), 1), number, data)
+
     async def put_in_place(self, rng: random.Random) -> None:
-        """Write in place, as clients of this host do, and the data plane for those of others."""
-        number = rng.randrange(KEYS)
-        self.version += 1
-        data = content(number, self.version)
+        """As clients of this host do: write into a slot had in advance, and say so."""
+        number, name, data = self._draw(rng)
         if not self.reader.takes(len(data), 1):
             return
-        lane = rng.choice([self.reader.lane, WIRE])
-        grants = self.store.reserve_ahead(lane)
-        if not grants:
+        self.store.give_ahead(self.reader.lane, 1)
+        if (gift := self.reader.receive()) is None:
             return
-        [grant] = grants
-        assert self.store.reserve_ahead(lane) == [], "one is all there is"
-        sums = self.reader.write(grant.slot, memoryview(data), 1)
-        name = BlockName(key(number), key(number - 4) if number >= 4 else b"")
-        if rng.random() < 0.1:
-            self.store.abort([grant])
-            assert self.store.ahead.commit(lane, grant, name, len(data), sums, "") is Committed.OVER
-            return
-        outcome = self.store.ahead.commit(lane, grant, name, len(data), sums, "")
-        self.store.settle()
-        if number in self.writing:
-            assert outcome is Committed.BUSY
-        else:
-            assert outcome is Committed.STORED
+        assert self.reader.receive() is None, "one is all there is"
+        sums = self.reader.write(gift[0], memoryview(data), 1)
+        if is_late := rng.random() < 0.1:
+            self.store.abort([Grant(*gift)])
+        status = await self._send(self.wire.commit(*name, "", *gift, len(data), sums), number, data, is_late)
+        if status is Status.HERE:
+            self.store.abort([Grant(*gift)])
+
+    def _draw(self, rng: random.Random) -> tuple[int, tuple[bytes, bytes], bytes]:
+        number = rng.randrange(KEYS)
+        self.version += 1
+        return number, (key(number), key(number - 4) if number >= 4 else b""), content(number, self.version)
+
+    async def _send(self, message: Put | Commit, number: int, data: bytes, is_late: bool = False) -> Status:
+        """What was answered can be seen at once, before the store has heard of it. Then all slots ahead go back."""
+        self.puts.heard()  # slots are given
+        await asyncio.to_thread(message.send, time.monotonic() + 10)
+        status = message.status()
+        if status in (Status.OK, Status.HERE):
+            assert number not in self.writing and not (is_late and status is Status.OK and number not in self.stored)
             self.stored.setdefault(number, data)
+        elif not is_late:
+            assert (number in self.writing) if status is Status.REFUSED else self.store.counts.free == 0
+        self.puts.heard()
+        ahead = [*iter(self.server.take_ahead, None), *iter(self.reader.receive, None)]
+        self.store.abort(Grant(*slot) for slot in ahead)
+        return status
 
     async def abort(self, rng: random.Random) -> None:
         if self.writing:
