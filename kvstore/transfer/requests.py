@@ -203,19 +203,16 @@ def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice
     writes = isinstance(request.ranges[0], WriteRange)
     operation = Operation.WRITE if writes else Operation.READ
     rows = [_write_row(item) if writes else _read_row(item) for item in request.ranges]
-    sums: list[Checksums] = []
-    nbytes = 0
     for block, offset, local, _ in rows:
         check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
-        nbytes += local.nbytes
-        if unit:
-            sums.append(np.empty(-(-local.nbytes // unit), np.uint64))
-    size, checksums = slice_bytes(nbytes), tuple(sums)
+    nbytes = sum([local.nbytes for _, _, local, _ in rows])
+    checksums = tuple([np.empty(-(-local.nbytes // unit), np.uint64) for _, _, local, _ in rows]) if unit else ()
+    size = slice_bytes(nbytes)
     if nbytes <= size and len(rows) == 1:  # the usual small request
         [(block, offset, local, epoch)] = rows
         piece = Piece(WireRange(block, offset, nbytes, epoch), local)
         return [Slice(operation, (piece,), nbytes, request.deadline, unit, checksums)], checksums
-    return _cut(request, operation, rows, sums, size), checksums
+    return _cut(request, operation, rows, checksums, size), checksums
 
 
 def _cut_table(request: Request, table: PieceTable, slice_bytes: Callable[[int], int]) -> list[Slice]:
