@@ -38,6 +38,7 @@ from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address, split_address
+from mooncake.types import Role
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -51,8 +52,8 @@ NAMESPACE = "mooncake"
 GCS_PORT = 6390  # Ray's own default is that of Redis
 ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
 OBJECT_STORE_BYTES = 80_000_000  # the least that Ray accepts: nothing of ours goes through it
-START_S = 120.0
-READY_S = 120.0
+START_S = 120.0  # of Ray itself
+READY_S = 600.0  # of a node: large weights take minutes
 STOP_S = 15.0
 
 NODE_BUILDERS = {
@@ -61,6 +62,7 @@ NODE_BUILDERS = {
     "prefill": ("prefill_node.node", "PrefillNode"),
     "decode": ("decode_node.node", "DecodeNode"),
 }
+SWITCHABLE = ("mooncake.app.compute_node", "ComputeNode")
 
 # Become Ray, but end when the process that started it ends, however it does.
 _LEASH = "import os, sys; from mooncake.app.role_main import die_with_parent; die_with_parent(); "
@@ -106,7 +108,8 @@ class RayNode:
 
 
 async def _started(role: str, config: Config) -> Node:
-    module, name = NODE_BUILDERS[role]
+    can_switch = config.cluster.switchable and role in (Role.PREFILL, Role.DECODE)
+    module, name = SWITCHABLE if can_switch else NODE_BUILDERS[role]
     node = cast(Node, getattr(importlib.import_module(module), name)(config))
     await node.start()
     return node
@@ -181,6 +184,8 @@ class RayCluster:
 
     def _start(self) -> None:
         check_choices(self.config)
+        if self.config.cluster.pin:
+            raise ConfigError("cluster.pin is for nodes on this machine; with Ray, Ray decides where they run")
         if is_loopback(self.config.conductor.host):
             check_ports(self.config)
         children = children_of(self.config)
@@ -233,7 +238,10 @@ class RayCluster:
 
         assert self._group is not None
         conductor = self._grpc_address if role != "conductor" else ""
-        config = replace(self.config, node=replace(self.config.node, id=node_id, conductor=conductor))
+        node = replace(self.config.node, id=node_id, conductor=conductor)
+        if role in (Role.PREFILL, Role.DECODE):
+            node = replace(node, role=role)
+        config = replace(self.config, node=node)
         self.actors[node_id] = cast(
             "ActorHandle[RayNode]",
             ray.remote(RayNode)
@@ -261,7 +269,7 @@ class RayCluster:
         import ray
 
         try:
-            return str(ray.get(getattr(self.actors[node_id], method).remote(), timeout=START_S))
+            return str(ray.get(getattr(self.actors[node_id], method).remote(), timeout=READY_S))
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{node_id} did not start: {str(error).strip().splitlines()[-1]}") from None
 

@@ -74,6 +74,14 @@ def test_a_port_that_is_taken_is_told_before_ray_starts() -> None:
             PrivateRay(port).start(num_cpus=1)
 
 
+@needs_ray
+async def test_cores_are_not_pinned_where_ray_places_the_nodes() -> None:
+    cluster = RayCluster(small_config("cluster.pin=true"), gcs_port=free_port("127.0.0.1"))
+    with pytest.raises(ConfigError, match=r"cluster\.pin"):
+        async with cluster:
+            pass
+
+
 def test_loopback_is_known_by_number_and_by_name() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "node-1.example"))
