@@ -298,12 +298,12 @@ template <class T> inline void turn_keys(const T* const* keys, int D, float* tur
     }
 }
 
-// scores[row][0 .. SCORE_KEYS) of ROWS query rows [D][row]: each a sum over D in order, whatever ROWS is.
+// scores[row][0 .. SCORE_KEYS) of ROWS query rows [row][D]: each a sum over D in order, whatever ROWS is.
 template <int ROWS> void score_rows(const float* query, const float* keys, int D, float* scores, int64_t width) {
     vf acc[ROWS][SCORE_VECS] = {};
-    for (int d = 0; d < D; d++, query += ROWS, keys += SCORE_KEYS)
+    for (int d = 0; d < D; d++, query++, keys += SCORE_KEYS)
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < SCORE_VECS; v++) acc[r][v] += load(keys + v * W) * query[r];
+            for (int v = 0; v < SCORE_VECS; v++) acc[r][v] += load(keys + v * W) * query[r * D];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < SCORE_VECS; v++) store(scores + r * width + v * W, acc[r][v]);
 }
@@ -397,9 +397,8 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
     places_of(call, plan, item, places);
     for (int row = 0; row < rows; row++) {
-        const int first = row / SCORE_ROWS * SCORE_ROWS, together = std::min(SCORE_ROWS, rows - first);
         const float* from = call.query_row(places[row].seq, item.kv_head, places[row].row);
-        for (int d = 0; d < D; d++) query[first * D + d * together + row - first] = from[d] * call.scale_log2;
+        for (int d = 0; d < D; d += W) store(query + row * D + d, load(from + d) * call.scale_log2);
     }
 
     const T* tile[MOST];
@@ -423,9 +422,15 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         float* line = scores + row * width;
         for (int t = 0; t < std::min(start, length); t++) line[t] = NEVER;
         for (int64_t t = std::max(stop, 0); t < width; t++) line[t] = NEVER;
-        vf top = splat(NEVER), total{};
-        for (int t = 0; t < width; t += W) top = larger(top, load(line + t));
-        most[row] = largest(top);
+        vf top[SCORE_VECS];
+        std::fill(top, top + SCORE_VECS, splat(NEVER));
+        for (int t = 0; t < width; t += SCORE_KEYS)
+            for (int v = 0; v < SCORE_VECS; v++) top[v] = larger(top[v], load(line + t + v * W));
+        most[row] = largest(larger(top[0], top[1]));
+    }
+    for (int row = 0; row < rows; row++) {  // apart from the first pass: so no row waits for its largest score
+        float* line = scores + row * width;
+        vf total{};
         for (int t = 0; t < width; t += W) {
             vf p = exp2v(load(line + t) - most[row]);
             store(line + t, p);
