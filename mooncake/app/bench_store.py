@@ -1,7 +1,8 @@
 """``mooncake bench store``: put, get and ask through ``kvstore.Client``, over TCP and over shared memory.
 
-Beside Mooncake's own store (``put_from``, ``get_into``; it has no checksums, ours are verified on both sides) and a
-copy of memory, in turns. The store is another process; every block crosses from one to the other.
+Beside Mooncake's own store (``put_from``, ``get_into``; it has no checksums, ours are verified on both sides) and what
+limits everybody, a bare socket and a copy of memory, in turns. The store is another process, as is the socket's other
+end; every block crosses from one to the other.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
+import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -37,12 +40,14 @@ MAX_STORED = 64
 EXISTS = 250
 BATCH = 16
 DEADLINE_S = 30.0
-OURS, THEIRS, COPY = "ours", "mooncake-store", "memcpy"
+OURS, THEIRS, SOCKET, COPY = "ours", "mooncake-store", "socket", "memcpy"
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
+_ASK = struct.Struct("<?II")  # whether it is a get, place, bytes
 SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
 NOTES = (
     "GB = 1e9 bytes; one caller, one block a call unless it says batch; the memory that is read into and put from is "
     f"{MEMORY_BYTES >> 20} MiB, of the copy too, more than caches hold",
+    "socket: nine bytes there and the block back, or the block there and a byte back; neither checksums nor keys",
     "ours: xxh3 computed by the writer and verified by the reader, over TCP at seal too; the other has none",
 )
 
@@ -116,12 +121,13 @@ def parse(args: list[str]) -> Options:
 def measure(options: Options, report: Report, shown: Progress) -> None:
     with ExitStack() as stack:
         tell(shown, "starting")
-        address = stack.enter_context(_store())
+        address = stack.enter_context(_process(_keep))
         memory = np.random.default_rng(options.seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
         subjects: list[Subject] = [stack.enter_context(_Ours(t, address, memory)) for t in options.transports]
         if options.mooncake_python:
             peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
             subjects.append(_Theirs(stack.enter_context(peer)))
+        subjects.append(_Socket(stack.enter_context(_process(_drain)), memory))
         subjects.append(_Copy(memory))
         tasks = [(what, size) for size in SIZES for what in ("get", "put", "get batch")] + [("exists", 0)]
         kept: dict[tuple[str, str, int], list[Answer]] = {}
@@ -149,9 +155,12 @@ def compare(report: Report) -> None:
         label = f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB"
         for operation in ("get", "put"):
             params = {"KiB": size >> 10}
-            theirs, copy = report.find(THEIRS, operation, **params), report.find(COPY, operation, **params)
-            ours, shm = (report.find(f"{OURS} {t}", operation, **params) for t in ("tcp", "shm"))
+            names = (f"{OURS} tcp", f"{OURS} shm", THEIRS, SOCKET, COPY)
+            ours, shm, theirs, bare, copy = (report.find(name, operation, **params) for name in names)
             report.compare(f"{operation}_{label}_vs_mooncake", ours, theirs)
+            report.compare(f"{operation}_{label}_vs_socket", ours, bare)
+            report.compare(f"socket_{operation}_{label}_vs_mooncake", bare, theirs)
+            report.compare(f"memcpy_{operation}_{label}_vs_mooncake", copy, theirs)
             report.compare(f"shm_{operation}_{label}_vs_mooncake", shm, theirs)
             report.compare(f"shm_{operation}_{label}_vs_memcpy", shm, copy)
     name = f"exists, {EXISTS} keys"
@@ -248,15 +257,50 @@ class _Copy:
     def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
         if operation not in ("get", "put"):
             return None
-        places = MEMORY_BYTES // size
-        taken: list[float] = []
-        started = time.perf_counter()
-        while not taken or time.perf_counter() < started + seconds:
-            at = len(taken) % places * size
-            began = time.perf_counter()
+
+        def copy(at: int) -> None:
             np.copyto(self._target[at : at + size], self._source[at : at + size])
-            taken.append(time.perf_counter() - began)
-        return Answer(len(taken), time.perf_counter() - started, sorted(taken)[len(taken) // 2] * 1e6)
+
+        return _repeated(copy, size, seconds)
+
+
+class _Socket:
+    """The fewest calls that move a block: whoever goes over TCP can hardly be faster."""
+
+    name = SOCKET
+
+    def __init__(self, address: tuple[str, int], memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        self._memory = memory.data
+        self._sock = socket.create_connection(address, DEADLINE_S)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock.setblocking(True)
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        if operation not in ("get", "put"):
+            return None
+
+        def get(at: int) -> None:
+            self._sock.sendall(_ASK.pack(True, at, size))
+            self._sock.recv_into(self._memory[at : at + size], size, socket.MSG_WAITALL)
+
+        def put(at: int) -> None:
+            self._sock.sendmsg([_ASK.pack(False, at, size)], (), socket.MSG_MORE)
+            self._sock.sendall(self._memory[at : at + size])
+            self._sock.recv(1)
+
+        return _repeated(get if operation == "get" else put, size, seconds)
+
+
+def _repeated(call: Callable[[int], None], size: int, seconds: float) -> Answer:
+    """``call`` at one place of the memory after the other."""
+    places = MEMORY_BYTES // size
+    taken: list[float] = []
+    started = time.perf_counter()
+    while not taken or time.perf_counter() < started + seconds:
+        began = time.perf_counter()
+        call(len(taken) % places * size)
+        taken.append(time.perf_counter() - began)
+    return Answer(len(taken), time.perf_counter() - started, sorted(taken)[len(taken) // 2] * 1e6)
 
 
 class _Theirs:
@@ -273,22 +317,40 @@ class _Theirs:
 
 
 @contextlib.contextmanager
-def _store() -> Iterator[str]:
-    """A store node in another process; its address."""
+def _process(target: Callable[[Connection], None]) -> Iterator[Any]:
+    """Another process, and what it says first."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_keep, args=(there,), daemon=True)
+    process = context.Process(target=target, args=(there,), daemon=True)
     process.start()
     try:
         if not here.poll(DEADLINE_S):
-            raise NodeUnavailable("the store does not start")
+            raise NodeUnavailable("the other process does not start")
         yield here.recv()
     finally:
         process.kill()
         process.join()
 
 
+def _drain(control: Connection) -> None:
+    """The other end of ``_Socket``."""
+    memory = np.ones(MEMORY_BYTES, dtype=np.uint8).data
+    listener = socket.create_server(("127.0.0.1", 0))
+    control.send(listener.getsockname())
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while asked := sock.recv(_ASK.size, socket.MSG_WAITALL):
+        is_get, at, size = _ASK.unpack(asked)
+        if is_get:
+            sock.sendall(memory[at : at + size])
+        else:
+            sock.recv_into(memory[at : at + size], size, socket.MSG_WAITALL)
+            sock.sendall(b"k")
+
+
 def _keep(control: Connection) -> None:
+    """A store node; its address."""
+
     async def serve() -> None:
         size = f"store.dram_gb={NUM_SLOTS * SLOT_BYTES / 1e9 + 1e-6}"
         stays = "store.eviction=lru"  # what was put last is what is read here
