@@ -54,8 +54,10 @@ bench: setup
 # GPU_PYTHON: an interpreter with a CUDA build of torch; the environment of `make setup TORCH=cuda` has one.
 GPU_PYTHON ?= $(BIN)/python
 gpu:
-	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/kernels/test_attention_plan.py tests/kernels/test_gpu_kernels.py
+	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/kernels/test_attention_plan.py \
+	    tests/kernels/test_gpu_kernels.py tests/kernels/test_device_cache.py
 	$(GPU_PYTHON) -m mooncake.app.bench_gpu --out gpu.json
+	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/e2e/test_gpu_nodes.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

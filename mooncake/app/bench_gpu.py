@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mooncake.app.bench_gpu_handoff import hand_off
 from mooncake.app.bench_report import Figure, Report, progress, tell
 from mooncake.checkpoint import ModelConfig, weight_shapes
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, InternalError
 from mooncake.kernels.gpu import DevicePlan, GpuKernels, Int8Linear, copy_pages
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
@@ -441,6 +443,7 @@ def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
         del cache
         gpu.free()
     _prefill(gpu, report, model, block)
+    hand_off(gpu, report, model, block if graphs else 16)
 
 
 def _prefill(gpu: Gpu, report: Report, model: GpuModel, block: int) -> None:
@@ -508,17 +511,25 @@ def main(argv: Sequence[str]) -> None:
             "page copies": lambda: page_copies(gpu, report),
             "whole model": lambda: whole_model(gpu, report, stream),
         }
+        failed = []
         for title, part in parts.items():
             if options.only in title:
                 tell(shown, title)
-                part()
+                try:
+                    part()
+                except Exception:  # what the others measured is worth keeping
+                    traceback.print_exc()
+                    failed.append(title)
                 gpu.free()
     for ratio, target in TARGETS.items():
         if ratio in report.ratios and not options.tiny:
             report.notes.append(
                 f"{ratio}: {report.ratios[ratio]:.2f}, asked {target:.2f}, predicted {PREDICTED[ratio]:.2f}"
             )
+    report.notes += [f"failed: {title}" for title in failed]
     report.finish(options.out)
+    if failed:
+        raise InternalError(f"failed: {', '.join(failed)}; what each says is above")
 
 
 if __name__ == "__main__":
