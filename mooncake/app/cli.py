@@ -34,6 +34,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -103,6 +104,7 @@ def serve(
         "model.adapters": lora,
     }
     settings = _load(config, overrides, flags)
+    log_level = log_level.upper()
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}")
     from mooncake.app.role_main import run_async
@@ -253,7 +255,7 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)] = "",
 ) -> None:
     """Measure: a table, then one line of JSON."""
-    if name in ("", "--help"):
+    if name in ("", "-h", "--help"):
         typer.echo("Usage: mooncake bench NAME [OPTIONS]; mooncake bench NAME --help lists its options\n")
         typer.echo("\n".join(f"  {each:<12} {what}" for each, what in BENCHES.items()))
         raise typer.Exit(0 if name else 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -90,16 +91,23 @@ def test_help_answers_at_once() -> None:
     run("--help")  # compiles
     times = []
     for _ in range(5):
-        start_s = time.monotonic()
+        start_s = children_s()
         assert run("--help").returncode == 0
-        times.append(time.monotonic() - start_s)
+        times.append(children_s() - start_s)
     assert min(times) < 0.5
+
+
+def children_s() -> float:
+    """Processor time of the programs that have ended: the clock would count what else the machine does."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_help_says_what_there_is_in_whole_sentences_and_benchmarks_list_their_own_flags() -> None:
     commands = run("--help").stdout.partition("Commands:")[2]
     assert "simulate" in commands and "..." not in commands
-    assert all(name in run("bench", "--help").stdout for name in ("serve", "transfer"))
+    assert run("-h").stdout == run("--help").stdout
+    assert all(name in run("bench", "-h").stdout for name in ("serve", "transfer"))
     assert "--nodes NODES" in run("bench", "conductor", "--help").stdout
     for name in ("calibrate", "validate"):
         assert "--set SECTION.KEY=VALUE" in run(name, "--help").stdout
