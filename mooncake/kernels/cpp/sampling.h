@@ -19,10 +19,10 @@ using vf8 = float __attribute__((vector_size(DW * 4)));
 
 constexpr double MINUS_INFINITY = -std::numeric_limits<double>::infinity();
 constexpr int64_t RUN = 256;               // tokens; a draw looks at the sums of runs first
-constexpr size_t FIRST_CANDIDATES = 256;   // most likely tokens that top-p looks at first
 constexpr int64_t PIECE = 2048;            // tokens that stay in the nearest cache while they are looked at again
 constexpr int BUCKETS = 4096;
 constexpr float BUCKETS_A_UNIT = 128;
+constexpr uint32_t DIGITS = 2048;          // top-p looks at 11 bits of the logits at a time
 
 // e^x for x ≤ 0, to the last bit or so; 0 where that is no normal number.
 inline vd exp_of(vd x) {
@@ -56,11 +56,7 @@ public:
         if (!std::isfinite(best_)) return -1;
         temperature_ = draw.temperature;
         double threshold = draw.min_p > 0 ? double(best_) + temperature_ * std::log(draw.min_p) : MINUS_INFINITY;
-        if ((draw.top_k > 0 && draw.top_k < size) || draw.top_p < 1) count_buckets();
-        if (draw.top_k > 0 && draw.top_k < size) {
-            gather_largest(draw.top_k);
-            threshold = std::max(threshold, double(values_.back()));
-        }
+        if (draw.top_k > 0 && draw.top_k < size) threshold = std::max(threshold, double(ranked(draw.top_k)));
         if (draw.top_p < 1) threshold = std::max(threshold, double(top_p_threshold(threshold, draw.top_p)));
         keep(float(threshold));
         return drawn(draw.uniform);
@@ -105,41 +101,54 @@ private:
 
     int bucket_of(float x) const { return int(std::min((best_ - x) * BUCKETS_A_UNIT, float(BUCKETS - 1))); }
 
-    void count_buckets() {
+    // The logit of rank `count`, from 1, largest first.
+    float ranked(int64_t count) {
         counts_.assign(BUCKETS, 0);
         for (int64_t i = 0; i < size_; i++) counts_[bucket_of(logits_[i])]++;
-    }
-
-    // values_ = the `count` largest logits, largest first.
-    void gather_largest(int64_t count) {
         int last = 0;
         for (int64_t seen = counts_[0]; seen < count && last < BUCKETS - 1;) seen += counts_[++last];
         values_.clear();
         for (int64_t i = 0; i < size_; i++)
             if (bucket_of(logits_[i]) <= last) values_.push_back(logits_[i]);
         std::nth_element(values_.begin(), values_.begin() + (count - 1), values_.end(), std::greater<float>());
-        values_.resize(count);
-        std::sort(values_.begin(), values_.end(), std::greater<float>());
+        return values_[count - 1];
     }
 
-    // The logit of the last token of the smallest set whose share of what is above `threshold` reaches `top_p`.
+    // Bits that order as the numbers do, and 11 of them.
+    static uint32_t digit_of(float x, int shift) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        bits ^= bits >> 31 ? ~uint32_t(0) : uint32_t(1) << 31;
+        return bits >> shift & (DIGITS - 1);
+    }
+
+    // The logit of the last token of the smallest set whose share of what is above `threshold` reaches `top_p`. Digit by
+    // digit of the logits' bits: which digit the share is reached in, then among those that have it. So nothing is sorted.
     float top_p_threshold(double threshold, double top_p) {
         keep(float(threshold));
-        double total = 0;
-        for (double weight : weights_) total += weight;
-        const int64_t survivors = int64_t(weights_.size());
-        const double wanted = top_p * total;
-        for (int64_t count = FIRST_CANDIDATES;; count *= 8) {
-            count = std::min(count, survivors);
-            gather_largest(count);
-            weigh(values_);
-            double reached = 0;
-            for (int64_t i = 0; i < count; i++) {
-                reached += weights_[i];
-                if (reached >= wanted) return values_[i];
+        double left = 0;
+        for (double weight : weights_) left += weight;
+        left *= top_p;
+        for (int shift : {21, 10, 0}) {
+            digit_weights_.assign(DIGITS, 0);
+            for (size_t i = 0; i < values_.size(); i++) digit_weights_[digit_of(values_[i], shift)] += weights_[i];
+            uint32_t found = DIGITS;
+            for (uint32_t digit = DIGITS; digit-- > 0;) {
+                if (digit_weights_[digit] == 0) continue;
+                if (found < DIGITS) left -= digit_weights_[found];
+                found = digit;
+                if (digit_weights_[digit] >= left) break;
             }
-            if (count == survivors) return values_.back();
+            size_t count = 0;
+            for (size_t i = 0; i < values_.size(); i++) {
+                if (digit_of(values_[i], shift) != found) continue;
+                values_[count] = values_[i];
+                weights_[count++] = weights_[i];
+            }
+            values_.resize(count);
+            weights_.resize(count);
         }
+        return values_.front();
     }
 
     // ids_ and weights_ of the tokens at or above `threshold`, in the order of their ids.
@@ -212,7 +221,7 @@ private:
     std::vector<int32_t> counts_;
     std::vector<int64_t> ids_;
     std::vector<float> values_;
-    std::vector<double> weights_, run_weights_;
+    std::vector<double> weights_, run_weights_, digit_weights_;
 };
 
 inline void sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
