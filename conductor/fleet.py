@@ -7,7 +7,7 @@ when a node comes or goes; everything else changes single numbers of it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,7 +80,7 @@ class Fleet:
         self.index = index
         self._chunk_tokens = chunk_tokens  # of a prefill step; 0: whole prompts
         self._ssd_byte_ms = 1e-3 / ssd_mb_per_s
-        self._accounts: dict[str, Account] = {}
+        self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # where the last request of each was placed
         self._has_foreign_tokens: dict[str, None] = {}
         self._view: View | None = None
@@ -88,10 +88,7 @@ class Fleet:
         self._refreshed_at = 0.0
 
     def account(self, node_id: str) -> Account:
-        account = self._accounts.get(node_id)
-        if account is None:
-            account = self._accounts[node_id] = Account()
-        return account
+        return self._accounts[node_id]
 
     @property
     def open_work(self) -> dict[str, Account]:
@@ -107,7 +104,7 @@ class Fleet:
         return view.prefill_at.get(prefill_id, NONE), view.decode_at.get(decode_id, NONE)
 
     def book(self, ticket: Ticket, now: float, session: str = "") -> None:
-        account = self.account(ticket.prefill_id)
+        account = self._accounts[ticket.prefill_id]
         if not account.prefills:
             account.busy_since = now
         account.prefills[ticket] = None
@@ -117,7 +114,7 @@ class Fleet:
         if ticket.source_id:
             self._count_flow(ticket, 1)
         if ticket.decode_id:
-            account = self.account(ticket.decode_id)
+            account = self._accounts[ticket.decode_id]
             account.decodes += 1
             account.decode_tokens += ticket.context_tokens
             account.unseen_blocks += ticket.blocks
@@ -132,7 +129,7 @@ class Fleet:
         if not ticket.open_prefill:
             return
         ticket.open_prefill = False
-        account = self.account(ticket.prefill_id)
+        account = self._accounts[ticket.prefill_id]
         was_first = next(iter(account.prefills)) is ticket
         del account.prefills[ticket]
         account.prefill_tokens -= ticket.new_tokens
@@ -147,7 +144,7 @@ class Fleet:
         """The placement's work has ended, however it did."""
         self.prefill_done(ticket, now)
         if ticket.decode_id and ticket.open_decode:
-            account = self.account(ticket.decode_id)
+            account = self._accounts[ticket.decode_id]
             account.decodes -= 1
             account.decode_tokens -= ticket.context_tokens
             self._sync_decode(ticket.decode_id, account)
@@ -158,7 +155,7 @@ class Fleet:
 
     def heard(self, node_id: str, load: NodeLoad) -> None:
         """A heartbeat: what the node reports beyond our own placements is foreign."""
-        account = self.account(node_id)
+        account = self._accounts[node_id]
         account.foreign_tokens = max(0, load.waiting_tokens - account.prefill_tokens)
         account.foreign_decodes = max(0, load.running + load.waiting - account.decodes)
         account.foreign_context = max(0, load.context_tokens - account.decode_tokens)
@@ -334,11 +331,11 @@ class Fleet:
         if view is None:
             return
         if node_id in view.prefill_at:
-            self._sync_prefill(node_id, self.account(node_id))
+            self._sync_prefill(node_id, self._accounts[node_id])
         elif node_id in view.decode_at:
-            self._sync_decode(node_id, self.account(node_id))
+            self._sync_decode(node_id, self._accounts[node_id])
         elif node_id in view.store_at:
-            self._sync_store(node_id, self.account(node_id))
+            self._sync_store(node_id, self._accounts[node_id])
 
     def _sync_prefill(self, node_id: str, account: Account) -> None:
         view = self._view
@@ -387,7 +384,7 @@ class Fleet:
 
     def _count_flow(self, ticket: Ticket, sign: int) -> None:
         """A read from a store begins, or is over: it shares the store's way out with the others."""
-        account = self.account(ticket.source_id)
+        account = self._accounts[ticket.source_id]
         account.sending_flows += sign
         account.sending_bytes = account.sending_bytes + sign * ticket.source_bytes if account.sending_flows else 0.0
         self._sync_store(ticket.source_id, account)

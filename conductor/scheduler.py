@@ -6,6 +6,7 @@ that somebody is there, that nodes which failed this request are avoided, and th
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -119,7 +120,7 @@ class Scheduler:
         self.fleet.prefill_done(ticket, now)
 
     def close(self, ticket: Ticket, now: float) -> None:
-        if self._promises is not None:
+        if self._promises is not None and ticket.open_prefill:
             self._promises.kept(ticket)
         self.fleet.close(ticket, now)
 
@@ -173,6 +174,8 @@ def _check_somebody(question: Question) -> None:
 
 
 def _check_time(placement: Placement, budget_ms: float) -> None:
+    if budget_ms == math.inf:
+        return
     late_ms = placement.predicted_ttft_ms - budget_ms
     if late_ms > 0.0:
         raise Overloaded(

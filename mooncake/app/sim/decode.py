@@ -8,10 +8,10 @@ nothing is ever preempted: that is the one difference.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
@@ -111,23 +111,25 @@ class DecodeMachine:
 
     def _admit(self) -> None:
         """Between two steps: let in who waits, and begin a new run of steps."""
-        while self.waiting and self._fits(self.waiting[0]):
-            flight = self.waiting.popleft()
-            self.running[flight] = None
+        waiting, running, step = self.waiting, self.running, self._step
+        while waiting and self._fits(waiting[0]):
+            flight = waiting.popleft()
+            running[flight] = None
             self.reserved_tokens += flight.reserved_tokens
             self.context += flight.num_tokens + 1
-            flight.start_step = self._step
-            flight.end_step = self._step + flight.output_tokens - 1
+            flight.start_step = step
+            flight.end_step = end_step = step + flight.output_tokens - 1
             self._order += 1
-            heapq.heappush(self._ends, (flight.end_step, self._order, flight))
-        batch = len(self.running)
+            heappush(self._ends, (end_step, self._order, flight))
+        batch = len(running)
         self._since = self._agenda.now
         if not batch:
             self._version += 1
             return
-        self._first_ms = self._curve.decode_ms(batch, self.context) * self.slowdown
-        self._growth_ms = self._curve.decode_context_ms * batch * self.slowdown
-        self._runs.begin(self._step, self._first_ms, self._growth_ms)
+        curve, slowdown = self._curve, self.slowdown
+        self._first_ms = first_ms = curve.decode_ms(batch, self.context) * slowdown
+        self._growth_ms = growth_ms = curve.decode_context_ms * batch * slowdown
+        self._runs.begin(step, first_ms, growth_ms)
         if len(self._runs) > _KEEP_RUNS:
             self._runs.drop_before(min(flight.start_step for flight in self.running))
         self._plan()
@@ -138,21 +140,24 @@ class DecodeMachine:
             return
         steps = self._ends[0][0] - self._step
         if must_stop or (self.waiting and self._fits(self.waiting[0])):
-            steps = min(steps, max(self._steps_until(self._agenda.now, whole=False), 1))
+            steps = min(steps, self._steps_until(self._agenda.now, whole=False) or 1)
         self._version += 1
         self._agenda.at(self._since + self._span_ms(steps) / 1e3, self._end_run, steps, self._version)
 
     def _end_run(self, steps: int, version: int) -> None:
         if version != self._version:
             return
-        self._step += steps
-        batch = len(self.running)
+        self._step = step = self._step + steps
+        tokens = steps * len(self.running)
         self.busy_s += self._agenda.now - self._since
-        self.tokens += steps * batch
-        self.context += steps * batch
-        ended = []
-        while self._ends and self._ends[0][0] <= self._step:
-            ended.append(heapq.heappop(self._ends)[2])
+        self.tokens += tokens
+        self.context += tokens
+        ends, ended = self._ends, []
+        while ends and ends[0][0] <= step:
+            ended.append(heappop(ends)[2])
+        if not ended:  # only somebody who waits
+            self._admit()
+            return
         for flight in ended:
             del self.running[flight]
             self.context -= flight.num_tokens + flight.output_tokens
