@@ -148,7 +148,7 @@ int serve_frame(const Owner &owner, Connection &connection, Flow &in, Flow &out,
         const Part rest = {reinterpret_cast<uint8_t *>(ranges + 1), (head.num_ranges - 1) * sizeof(Range), nullptr};
         if (int error = move_all<false>(in, &rest, 1, deadline_s)) return error;
     }
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, num_parts = 1;  // the first is the reply
     uint16_t status = kOk, refused = 0;
     for (uint16_t i = 0; i < head.num_ranges; ++i) {
         const Range &range = ranges[i];
@@ -157,8 +157,11 @@ int serve_frame(const Owner &owner, Connection &connection, Flow &in, Flow &out,
         const bool is_inside =
             range.block < owner.num_blocks && (uint64_t)range.offset + range.length <= owner.block_bytes;
         if (!is_inside && status == kOk) status = kBadRange, refused = i;
-        if (is_inside)
-            parts[1 + i] = {owner.segment + range.block * owner.block_bytes + range.offset, range.length, nullptr};
+        uint8_t *at = owner.segment + range.block * owner.block_bytes + range.offset;
+        if (is_inside && num_parts > 1 && parts[num_parts - 1].data + parts[num_parts - 1].size == at)
+            parts[num_parts - 1].size += range.length;
+        else if (is_inside)
+            parts[num_parts++] = {at, range.length, nullptr};
     }
     if (bytes != head.payload_bytes) return kViolation;
 
@@ -167,7 +170,7 @@ int serve_frame(const Owner &owner, Connection &connection, Flow &in, Flow &out,
         if (status == kOk) status = begin_landing(owner, connection, ranges, refused);
         int error;
         if (status == kOk) {
-            error = move_all<false>(in, parts + 1, head.num_ranges, deadline_s);
+            error = move_all<false>(in, parts + 1, num_parts - 1, deadline_s);
             connection.num_landing.store(0);
             if (!error) connection.bytes_in += bytes;
         } else {
@@ -180,7 +183,7 @@ int serve_frame(const Owner &owner, Connection &connection, Flow &in, Flow &out,
                    (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
     parts[0] = {reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr};
     const bool sends_range = !writes && status == kOk;
-    if (int error = move_all<true>(out, parts, sends_range ? 1 + head.num_ranges : 1, deadline_s)) return error;
+    if (int error = move_all<true>(out, parts, sends_range ? num_parts : 1, deadline_s)) return error;
     if (writes) return 0;
     if (sends_range) return connection.bytes_out += bytes, 0;
     return move_nothing<true>(out, bytes, deadline_s);
