@@ -74,6 +74,7 @@ private:
             vi strange{};
             int64_t i = from;
             for (; i + W <= end; i += W) {
+                __builtin_prefetch(logits_ + i + PIECE);  // the hardware's own stops at every 4 KiB
                 const vf x = load(logits_ + i);
                 top = larger(top, x);
                 strange |= x != x;
