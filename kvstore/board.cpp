@@ -45,6 +45,7 @@ struct Reader {
     }
 };
 
+constexpr int kPopulateWrite = 23;      // MADV_POPULATE_WRITE of <linux/mman.h>, Linux 5.14
 constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of: more slots than that are never given
 constexpr uint32_t kMarks = 1 << 20;
 
@@ -272,6 +273,14 @@ Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
     madvise(segment, segment_bytes, MADV_HUGEPAGE);
     return new (std::nothrow) Reader{Board(memory), static_cast<Lane*>(lane),
                                      static_cast<uint8_t*>(segment), segment_bytes, sock};
+}
+
+// Have the kernel map so much of the segment now: a page costs as much again when it is first touched in a copy. Returns
+// where to go on, 0 at the end or when the kernel does not know how.
+uint64_t board_populate(const Reader* reader, uint64_t from, uint64_t bytes) {
+    const uint64_t size = bytes < reader->segment_bytes - from ? bytes : reader->segment_bytes - from;
+    if (madvise(reader->segment + from, size, kPopulateWrite) != 0) return 0;
+    return from + size < reader->segment_bytes ? from + size : 0;
 }
 
 void board_leave(Reader* reader) {

@@ -38,6 +38,7 @@ GREETING = b"board 1\n"
 LANE_NAME_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
 MAX_INLINE_NOTES = 1024  # taken from a lane at a time
+POPULATE_STEP_BYTES = 16 << 20
 MAX_ARRIVED = 64  # kMaxArrived of board.cpp
 
 _ADDRESS, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
@@ -60,6 +61,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_give": (ctypes.c_int, [_ADDRESS, _U64, _U64]),
     "board_receive": (ctypes.c_int, [_ADDRESS, _ADDRESS]),
     "board_open": (_ADDRESS, [ctypes.c_int] * 4),
+    "board_populate": (_U64, [_ADDRESS, _U64, _U64]),
     "board_leave": (None, [_ADDRESS]),
     "board_exists": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _ADDRESS, _U32, ctypes.c_char_p]),
     "board_length": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32]),
@@ -258,6 +260,17 @@ class BoardReader:
                 os.close(fd)
         sock.close()
         return None
+
+    def populate(self) -> None:
+        """Map the segment ahead of its use, a little at a time. Blocking: call it in a thread."""
+        at = 0
+        while self._enter():
+            try:
+                at = int(self._library.board_populate(self._reader, at, POPULATE_STEP_BYTES))
+            finally:
+                self._leave()
+            if not at:
+                return
 
     def exists(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Whether each is listed; None when the store is gone."""

@@ -48,7 +48,9 @@ class NearStore:
     async def open(self, stats: pb.StatsResponse) -> None:
         self._has_ssd = stats.ssd_capacity_bytes > 0
         if stats.board_path and self.board is None:
-            self.board = await asyncio.to_thread(BoardReader.open, stats.board_path)
+            self.board = board = await asyncio.to_thread(BoardReader.open, stats.board_path)
+            if board is not None:
+                asyncio.get_running_loop().run_in_executor(None, board.populate)
 
     def close(self) -> None:
         if self.board is not None:

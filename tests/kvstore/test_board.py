@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import random
 import subprocess
 import sys
@@ -146,6 +147,19 @@ async def test_a_flipped_bit_is_found_and_what_was_read_is_noted(desk):
     for _ in range(5000):  # more than the lane holds: the rest is not noted
         desk.reader.read(b"new", into)
     assert 0 < len(desk.board.take_notes()) < 5000
+
+
+async def test_a_reader_maps_the_segment_ahead_of_its_use(desk):
+    """As far as this kernel can: then no page is touched for the first time in the middle of a copy."""
+    await asyncio.to_thread(desk.reader.populate)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    block = memoryview(bytes(SLOT_BYTES))
+    for slot in range(SLOTS):
+        desk.reader.write(slot, block, 1)
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < SLOTS * SLOT_BYTES // 4096 // 2
+    desk.reader.close()
+    desk.reader.populate()  # there is nothing to map any more
 
 
 async def test_either_side_notices_the_end_of_the_other(desk):
