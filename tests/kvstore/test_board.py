@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import random
+import resource
 import subprocess
 import sys
 import threading
