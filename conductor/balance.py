@@ -1,9 +1,13 @@
 """How many nodes prefill and how many decode: when a node should change its role, and which one.
 
 Pure: it is told what arrives and what the cluster looks like, and returns at most one switch at a time. Demand is
-counted in nodes, refused requests included, and looked at a drain's time ahead. Open traffic is mostly steady, so it
-holds still: a switch must bring the busiest side down by more than the dead band, and switches keep a distance unless a
-side is short of nodes at once.
+counted in nodes, refused requests included, and is the load that a request meets: rates of seconds, averaged over
+requests instead of over time, so that a pause between two bursts changes nothing. Decoding is also seen by what the
+nodes hold, which tells of longer answers before the first of them has ended.
+
+Open traffic is mostly steady, so it holds still: a switch must bring the busiest side down by most of what a node can
+bring, and what is lacking without it must have added up to what it costs. A great lack adds up in seconds, noise around
+the limit leaks away; to take back the last switch needs more.
 
 How a switch runs (``SWITCH_MOVES``): the node drains, that is takes nothing new; what it decodes ends or moves on from
 the pool; then it flips with its weights and its host's KV in place, and registers under a new epoch.
@@ -45,75 +49,109 @@ class Switch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BalanceLimits:
-    dead_band: float = 0.15  # the busiest side must become so much less busy
-    least_busy: float = 0.6  # below that nobody waits, and nothing is to be gained
-    dwell_s: float = 60.0  # between two switches of the cluster
-    short: float = 0.9  # how busy a side is that lacks nodes now: then the next switch
-    hurry_s: float = 2.0  # waits only so long
+    busy: float = 0.9  # from here on something is lacking
+    cost_s: float = 1.0  # what a switch costs: so long for a side that lacks as much as it has
+    turn_back: float = 2.0  # times as much when it takes back the last one
+    leak: float = 0.02  # a lack as small as this never adds up
+    worth: float = 0.6  # of the most that one node can bring a side
+    burst: float = 0.5  # prompts come in bursts: room for so many standard deviations (square-root staffing)
+    burst_kept: float = 0.8  # of a side that gives a node away
+    room: float = 1.15  # what is as busy as it can be on average is overloaded half the time
+    smoothing_s: float = 30.0  # of demand, in time as requests see it
+    drain_s: float = 25.0  # how far ahead decoding is looked at; about what a drain takes
+    dwell_s: float = 60.0  # after a switch that was given up
     node_dwell_s: float = 600.0  # between two of one node
-    drain_s: float = 30.0  # how far ahead demand is looked at; about what a drain takes
-    smoothing_s: float = 30.0  # of demand
     patience_s: float = 120.0  # a drain that takes longer is given up
     min_prefill: int = 1
     min_decode: int = 1
 
+    @property
+    def fast_s(self) -> float:
+        """Over which a rate is taken."""
+        return self.smoothing_s / 6
 
-class Demand:
-    """A rate in nodes, smoothed with its trend (Holt), over work that is told as it arrives."""
+    @property
+    def slow_s(self) -> float:
+        """Against which a rise is seen."""
+        return self.smoothing_s / 2
+
+
+class Average:
+    """An exponential mean that begins as a plain one, so that an empty beginning does not count for long."""
 
     def __init__(self, smoothing_s: float) -> None:
         self._smoothing_s = smoothing_s
+        self._age_s = 0.0
+        self.value = 0.0
+
+    def add(self, value: float, elapsed_s: float) -> float:
+        self._age_s += elapsed_s
+        if elapsed_s > 0.0:
+            weight = max(1.0 - math.exp(-elapsed_s / self._smoothing_s), elapsed_s / self._age_s)
+            self.value += weight * (value - self.value)
+        return self.value
+
+
+class Demand:
+    """The load that requests meet, in nodes, of work that is told as it arrives."""
+
+    def __init__(self, limits: BalanceLimits) -> None:
         self._arrived_ms = 0.0
-        self._since: float | None = None
-        self.level = 0.0
-        self.trend = 0.0  # nodes a second
-        self._elapsed_s = 0.0
+        self._rate = Average(limits.fast_s)
+        self._met = Average(limits.smoothing_s)
+
+    @property
+    def level(self) -> float:
+        return self._met.value
 
     def add(self, node_ms: float) -> None:
         self._arrived_ms += node_ms
 
-    def tick(self, now: float) -> None:
-        """Close the interval since the last tick."""
-        if self._since is None:
-            self._since = now
-            return
-        elapsed_s = now - self._since
-        if elapsed_s <= 0.0:
-            return
-        rate = self._arrived_ms / 1e3 / elapsed_s
-        self._arrived_ms, self._since = 0.0, now
-        # At first a plain mean, so that an empty beginning does not count for a minute.
-        weight = max(1.0 - math.exp(-elapsed_s / self._smoothing_s), elapsed_s / (self._elapsed_s + elapsed_s))
-        self._elapsed_s += elapsed_s
-        before = self.level
-        self.level += weight * (rate - self.level)
-        slope = (self.level - before) / elapsed_s
-        if self._elapsed_s > self._smoothing_s:
-            self.trend += (1.0 - math.exp(-elapsed_s / (2.0 * self._smoothing_s))) * (slope - self.trend)
+    def tick(self, elapsed_s: float, requests_s: float) -> None:
+        """Close an interval, which was ``requests_s`` long as requests see it."""
+        rate = self._rate.add(self._arrived_ms / 1e3 / elapsed_s, elapsed_s)
+        self._arrived_ms = 0.0
+        self._met.add(rate, requests_s)
 
-    def ahead(self, horizon_s: float) -> float:
-        """The level in ``horizon_s``; a trend counts for at most half of the level."""
-        drift = self.trend * horizon_s
-        return max(self.level + min(max(drift, -0.5 * self.level), 0.5 * self.level), 0.0)
 
-    @property
-    def is_settled(self) -> bool:
-        return self._elapsed_s >= self._smoothing_s
+class RequestClock:
+    """Time as requests see it: a second in which fewer come than usually is shorter by as much."""
+
+    def __init__(self, limits: BalanceLimits) -> None:
+        self._count = 0
+        self._rate = Average(limits.fast_s)
+        self._usual = Average(limits.smoothing_s)
+
+    def arrived(self) -> None:
+        self._count += 1
+
+    def tick(self, elapsed_s: float) -> float:
+        rate = self._rate.add(self._count / elapsed_s, elapsed_s)
+        self._count = 0
+        if not rate:
+            return 0.0
+        requests_s = elapsed_s * rate / max(self._usual.value, rate)
+        self._usual.add(rate, requests_s)
+        return requests_s
 
 
 class Balancer:
     """One owner. ``arrived`` for every request, also those that were refused; ``tick`` about once a second."""
 
     def __init__(self, tbt_ms: float, block_tokens: int, limits: BalanceLimits | None = None) -> None:
-        self.limits = limits or BalanceLimits()
+        self.limits = limits = limits or BalanceLimits()
         self._tbt_ms = tbt_ms
         self._block_tokens = block_tokens
-        self.prefill = Demand(self.limits.smoothing_s)
-        self.decode = Demand(self.limits.smoothing_s)
+        self.prefill, self.decode = Demand(limits), Demand(limits)
         self.switches = 0
+        self.clock = RequestClock(limits)
+        self._held, self._held_before = Average(limits.fast_s), Average(limits.slow_s)
+        self._age_s = 0.0
+        self._ticked_at: float | None = None
+        self._lacked = {Role.PREFILL: 0.0, Role.DECODE: 0.0}  # s, for want of a switch to the role
         self._switching: tuple[Switch, SwitchState, float] | None = None
-        self._last_switch = -math.inf
-        self._may_hurry = True
+        self._last_to: Role | None = None
+        self._rests_until = -math.inf
         self._switched_at: dict[str, float] = {}
 
     @property
@@ -123,6 +161,7 @@ class Balancer:
 
     def arrived(self, view: View, prefill_ms: float, num_tokens: int, expected_tokens: float) -> None:
         """One request's work: of a prefill node, and of a decode node that keeps its step at the limit."""
+        self.clock.arrived()
         self.prefill.add(prefill_ms)
         side = view.decode
         if not len(side.nodes):
@@ -138,17 +177,16 @@ class Balancer:
 
     def tick(self, view: View, now: float) -> Switch | None:
         """The switch to begin now."""
-        self.prefill.tick(now)
-        self.decode.tick(now)
-        limits = self.limits
+        limits, since = self.limits, self._ticked_at
+        self._ticked_at = now
+        if since is None or now <= since:
+            return None
+        self._look(view, now - since)
         if self._switching is not None:
             if now - self._switching[2] > limits.patience_s:
                 self.moved(SwitchState.GIVEN_UP, now)
             return None
-        rested_s = now - self._last_switch
-        if not self.prefill.is_settled or rested_s < (limits.hurry_s if self._may_hurry else limits.dwell_s):
-            return None
-        to = self._wanted(view, may_wait=rested_s < limits.dwell_s)
+        to = self._due() if now >= self._rests_until else None
         if to is None:
             return None
         node_id = self._idlest(view, Role.PREFILL if to is Role.DECODE else Role.DECODE, now)
@@ -166,36 +204,73 @@ class Balancer:
         self._switching = (switch, to, since)
         if not SWITCH_MOVES[to]:
             self._switching = None
-            self._last_switch = self._switched_at[switch.node_id] = now
-            self._may_hurry = to is SwitchState.DONE
-            self.switches += self._may_hurry
+            self._switched_at[switch.node_id] = now
+            lacks_more = min(max(self._lacked[switch.to] - self.limits.cost_s, 0.0), self.limits.cost_s)
+            self._lacked = dict.fromkeys(self._lacked, 0.0)
+            if to is SwitchState.DONE:
+                self.switches += 1
+                self._last_to, self._lacked[switch.to] = switch.to, lacks_more
+            else:
+                self._rests_until = now + self.limits.dwell_s
 
-    def _demand(self, view: View) -> tuple[float, float]:
-        """Nodes wanted of each role: what is forecast and, as forecasts come late, what is there already."""
-        limits, waiting_s = self.limits, float(view.prefill.queued_ms.sum()) / 1e3
-        prefill = self.prefill.ahead(limits.drain_s) + waiting_s / limits.drain_s
-        side = view.decode
+    def _look(self, view: View, elapsed_s: float) -> None:
+        """What arrived since the last tick, what is there now, and what is lacking of it."""
+        requests_s = self.clock.tick(elapsed_s)
+        self.prefill.tick(elapsed_s, requests_s)
+        self.decode.tick(elapsed_s, requests_s)
+        held = self._held_nodes(view)
+        self._held.add(held, elapsed_s)
+        self._held_before.add(held, elapsed_s)
+        self._age_s += elapsed_s
+        if self._age_s < self.limits.slow_s:
+            return
+        to, lack = self._wanted(view)
+        for role in self._lacked:
+            more = (lack if role is to else 0.0) - self.limits.leak
+            self._lacked[role] = max(self._lacked[role] + more * requests_s, 0.0)
+
+    def _held_nodes(self, view: View) -> float:
+        """Decode nodes that what is there now fills; of prompts that still wait for their prefill nothing is there."""
+        side, context = view.decode, float(view.decode.context_tokens.sum())
+        if not context:
+            return 0.0
         room_ms = np.maximum(self._tbt_ms - side.step_ms, 0.05 * self._tbt_ms)
-        held = (side.sequence_ms * side.sequences + side.context_ms * side.context_tokens) / room_ms
-        return prefill, max(self.decode.ahead(limits.drain_s), float(held.sum()))
+        placed = (side.sequence_ms * side.sequences + side.context_ms * side.context_tokens) / room_ms
+        return float(placed.sum()) * (1.0 - min(float(view.prefill.queued_tokens.sum()) / context, 1.0))
 
-    def _wanted(self, view: View, may_wait: bool) -> Role | None:
-        """The role of which one node more makes the busier side less busy, by more than the dead band. ``may_wait``:
-        only when a side is short of nodes now."""
+    def _demand(self) -> tuple[float, float]:
+        """Nodes wanted of each role. What is held of decoding is looked at a drain ahead while it rises."""
+        limits, held = self.limits, self._held.value
+        rise = max(held - self._held_before.value, 0.0) / (limits.slow_s - limits.fast_s)
+        return self.prefill.level, limits.room * max(self.decode.level, held + rise * limits.drain_s)
+
+    def _wanted(self, view: View) -> tuple[Role | None, float]:
+        """The role of which one node more makes the busiest side less busy, and by how much of what it lacks."""
         limits, num_prefill, num_decode = self.limits, len(view.prefill.nodes), len(view.decode.nodes)
-        prefill, decode = self._demand(view)
+        prefill, decode = self._demand()
 
-        def busiest(move: int) -> float:
+        def busiest(move: int, burst: float) -> float:
+            """Too little room for bursts counts as full, and only a load that is too much as more."""
             if num_prefill + move < limits.min_prefill or num_decode - move < limits.min_decode:
                 return math.inf
-            return max(prefill / (num_prefill + move), decode / (num_decode - move))
+            with_bursts = (prefill + burst * math.sqrt(prefill)) / (num_prefill + move)
+            computing = min(with_bursts, max(1.0, limits.room * prefill / (num_prefill + move)))
+            return max(computing, decode / (num_decode - move))
 
-        now, best = busiest(0), min((-1, 1), key=busiest)
-        if now < (limits.short if may_wait else limits.least_busy):
-            return None
-        if busiest(best) > now * (1.0 - min(limits.dead_band, 0.5 / num_prefill)):
-            return None
-        return Role.PREFILL if best == 1 else Role.DECODE
+        best = Role.PREFILL if busiest(1, limits.burst) < busiest(-1, limits.burst) else Role.DECODE
+        move, burst, most = 1, limits.burst, 1.0 / (num_prefill + 1)
+        if best is Role.DECODE:
+            move, burst, most = -1, limits.burst_kept, 1.0 / (num_decode + 1)
+        now, then = busiest(0, burst), busiest(move, burst)
+        if not now or 1.0 - then / now < limits.worth * most:
+            return None, 0.0
+        return best, max(now - max(then, limits.busy), 0.0)
+
+    def _due(self) -> Role | None:
+        """The role for want of which more has been lacking than a switch costs."""
+        to = max(self._lacked, key=lambda role: self._lacked[role])
+        takes_back = self._last_to not in (None, to)
+        return to if self._lacked[to] > self.limits.cost_s * (self.limits.turn_back if takes_back else 1.0) else None
 
     def _idlest(self, view: View, role: Role, now: float) -> str | None:
         """The node of ``role`` that is empty soonest and has not switched lately."""

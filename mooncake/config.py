@@ -55,8 +55,8 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission_mode: str = "hard"  # hard: refuse with a retry time; soft: wait; off: only count
     max_waiting: int = 256  # requests held back at once
     balance: bool = False  # nodes that can (cluster.switchable) change their roles as the load shifts
-    balance_smoothing_s: float = 60.0  # of the load that roles follow
-    balance_dwell_s: float = 60.0  # between two switches
+    balance_smoothing_s: float = 30.0  # of the load that roles follow
+    balance_dwell_s: float = 60.0  # after a switch that was given up
     balance_node_dwell_s: float = 600.0  # between two of one node
     replicate: bool = True  # copy prefixes that many ask for to more hosts, before everybody fetches them from one
     replica_ttl_s: float = 120.0  # a copy that nobody asks for in that time is given up

@@ -20,13 +20,17 @@ class Town:
         self.flips: list[tuple[float, Role]] = []
         self.rng = np.random.default_rng(5)
 
-    def run(self, seconds: int, prefill_nodes: float, decode_nodes: float, noise: float = 0.0) -> None:
+    def run(
+        self, seconds: int, prefill_nodes: float, decode_nodes: float, noise: float = 0.0, arrivals: int = 1
+    ) -> None:
         """So many nodes' worth of work each second; a switch takes ten seconds to drain."""
         cluster, balancer = self.cluster, self.balancer
         for _ in range(seconds):
             cluster.now += 1.0
             view = cluster.fleet.view(cluster.now)
             factor = math.exp(self.rng.normal(0.0, noise)) if noise else 1.0
+            for _ in range(arrivals):
+                balancer.clock.arrived()
             balancer.prefill.add(1e3 * prefill_nodes * factor)
             balancer.decode.add(1e3 * decode_nodes * factor)
             for node in cluster.fleet.registry.nodes():
@@ -78,6 +82,14 @@ def test_noise_moves_nobody() -> None:
     assert len(town.flips) <= 6, "an hour"
 
 
+def test_a_pause_between_two_bursts_is_no_shift() -> None:
+    town = Town(5, 3)
+    for _ in range(10):
+        town.run(60, prefill_nodes=3.4, decode_nodes=1.0)
+        town.run(240, prefill_nodes=0.0, decode_nodes=0.0, arrivals=0)
+    assert town.flips == []
+
+
 def test_idle_clusters_have_nothing_to_gain() -> None:
     town = Town(7, 1)
     town.run(600, prefill_nodes=0.2, decode_nodes=0.5)
@@ -99,8 +111,8 @@ def test_demand_counts_requests_in_nodes() -> None:
         for _ in range(10):  # a sequence costs 1 ms of the 100 that the step's fixed part leaves
             balancer.arrived(view, prefill_ms=50.0, num_tokens=64, expected_tokens=50.0)
         balancer.tick(view, float(second))
-    assert balancer.prefill.ahead(0.0) == pytest.approx(0.5, rel=0.02)
-    assert balancer.decode.ahead(0.0) == pytest.approx(10 * 50 * 0.110 / 100, rel=0.15)
+    assert balancer.prefill.level == pytest.approx(0.5, rel=0.02)
+    assert balancer.decode.level == pytest.approx(10 * 50 * 0.110 / 100, rel=0.15)
 
 
 def test_a_node_that_does_not_get_empty_keeps_its_role() -> None:
@@ -109,6 +121,7 @@ def test_a_node_that_does_not_get_empty_keeps_its_role() -> None:
     balancer = Balancer(100.0, 64, limits)
     switches = []
     for second in range(60):
+        balancer.clock.arrived()
         balancer.decode.add(2e3)
         if (switch := balancer.tick(cluster.fleet.view(cluster.now), float(second))) is not None:
             switches.append(switch)
