@@ -8,30 +8,26 @@
 
 A key names its bytes for good: putting other bytes under a key that is stored changes nothing, ``remove`` it first.
 What is not stored is None or False and never an error; bytes that come back are the bytes that were put, or they do not
-come back. This module spreads keys over stores and knows what callers' memory looks like; it must not know what the
-bytes mean, nor how they travel.
+come back. This module spreads keys over stores; it must not know what the bytes mean, nor how they travel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
-from typing_extensions import Buffer
 
 from kvstore.checksum import checksum, range_checksums
 from kvstore.client import StoreClient, ways
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client_types import StoredBlock, StoreStats
+from kvstore.memory import Memory, readable, writable
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import (
     ChecksumMismatch,
@@ -49,21 +45,6 @@ MAX_KEY_BYTES = 240
 NAMESPACE_BYTES = 16
 
 T = TypeVar("T")
-
-
-class TensorLike(Protocol):
-    """What a torch tensor offers; torch itself is not imported. Only contiguous CPU tensors are taken."""
-
-    def data_ptr(self) -> int: ...
-
-    def is_contiguous(self) -> bool: ...
-
-    def element_size(self) -> int: ...
-
-    def numel(self) -> int: ...
-
-
-Memory = Buffer | TensorLike | npt.NDArray[np.generic]
 Key = str | bytes
 
 
@@ -160,7 +141,7 @@ class Client:
         """
         deadline = time.monotonic() + timeout_s
         if self._replicas == 1 and not durable:
-            wire, view = self._wire_key(key), _readable(data)
+            wire, view = self._wire_key(key), readable(data)
             above = self._wire_key(parent) if parent else b""
             home = self._stores[self._homes(wire)[0]]
             placed = await home.put_in_place((wire, above), view, ranges, timeout_s=timeout_s)
@@ -200,7 +181,7 @@ class Client:
         self, key: Key, offset: int, into: Memory, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool:
         """Like ``get_range``, straight into memory of yours where it covers whole ranges."""
-        wire, view = self._wire_key(key), _writable(into)
+        wire, view = self._wire_key(key), writable(into)
         if offset < 0 or view.nbytes < 1:
             raise InvalidRequest("a range begins at 0 or later and has at least one byte", "offset")
 
@@ -225,7 +206,7 @@ class Client:
         Raises OutOfBlocks when there was room for none of those that were not stored already.
         """
         listed = list(items)
-        views = [_readable(data) for _, data in listed]
+        views = [readable(data) for _, data in listed]
         keys = [self._wire_key(key) for key, _ in listed]
         above = [self._wire_key(parent) if parent else b"" for parent in parents or [b""] * len(listed)]
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
@@ -269,7 +250,7 @@ class Client:
         """``get_into`` for each key and its memory, in few messages and transfers."""
         if len(keys) != len(into):
             raise InvalidRequest("get_batch_into needs memory for each key")
-        views = [_writable(memory) for memory in into]
+        views = [writable(memory) for memory in into]
 
         def room(index: int, length: int) -> memoryview:
             if views[index].nbytes < length:
@@ -437,33 +418,6 @@ def _covering(block: StoredBlock, offset: int, length: int) -> tuple[int, int, i
     """(first, one after the last, bytes of one) of the checksummed ranges that contain these bytes."""
     size = block.length // len(block.checksums)
     return offset // size, -(-(offset + length) // size), size
-
-
-def _readable(data: Memory) -> memoryview:
-    """The bytes of whatever a caller calls memory, without a copy."""
-    if hasattr(data, "data_ptr"):
-        return _of_tensor(cast(TensorLike, data))
-    try:
-        return memoryview(cast(Buffer, data)).cast("B")
-    except (TypeError, ValueError):
-        raise InvalidRequest("data must be contiguous: bytes, an array or a CPU tensor", "data") from None
-
-
-def _writable(into: Memory) -> memoryview:
-    view = _readable(into)
-    if view.readonly:
-        raise InvalidRequest("cannot read into memory that is read-only", "into")
-    return view
-
-
-def _of_tensor(tensor: TensorLike) -> memoryview:
-    device = getattr(getattr(tensor, "device", None), "type", "cpu")
-    if device != "cpu" or not tensor.is_contiguous():
-        raise InvalidRequest("a tensor must be contiguous and on the CPU", "data")
-    nbytes = tensor.element_size() * tensor.numel()
-    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    memory._owner = tensor  # type: ignore[attr-defined]  # lives as long as the view does
-    return memoryview(memory).cast("B")
 
 
 def _namespace(namespace: str, salt: str) -> bytes:
