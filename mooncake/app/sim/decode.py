@@ -18,7 +18,7 @@ from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import Flight
 from mooncake.app.sim.steps import StepRuns
 
-_KEEP_RUNS = 2048  # looked through for old ones when there are more
+_KEEP_RUNS = 256  # looked through for old ones when there are more
 
 
 class DecodeMachine:
