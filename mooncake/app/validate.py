@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from rich.markup import escape
 
 from mooncake.app.bench_report import commit, machine, progress, tell
@@ -41,6 +42,7 @@ from mooncake.trace import TraceRequest, scale
 
 TRACE_TICK_MS = 3000.0  # published traces have arrivals in ticks: they are spread, with the seed
 P50_LIMIT, P99_LIMIT = 0.10, 0.20
+Floats = npt.NDArray[np.float64]
 SETTINGS = (
     "cluster.prefill=1",
     "cluster.decode=1",
@@ -99,7 +101,7 @@ def main(args: list[str]) -> None:
     simulation = Simulation(described, trace, run)
     simulation.run()
     name = options.trace.name if options.trace else "generated"
-    rows = compare(report, summarize_simulation(simulation, name))
+    rows = compare(report, summarize_simulation(simulation, name)) + compare_parts(report, simulation.results)
     show(rows, costs)
     line = {
         "validate": name,
@@ -328,6 +330,28 @@ def compare(report: ReplayReport, simulated: Summary) -> list[Compared]:
             Compared(f"{what}, mean", measured.mean, found.mean * factor),
         ]
     return rows
+
+
+def compare_parts(report: ReplayReport, simulated: Results) -> list[Compared]:
+    """Of TTFT: what a request waited for those before it, and what it took itself, so that a miss explains itself."""
+    live_s = np.array([(result.sent_s, result.ttft_ms / 1e3) for result in report.results])
+    here = parts_ms(live_s[:, 0], live_s[:, 1])
+    there = parts_ms(simulated.arrival_s, simulated.ttft_s)
+    return [
+        Compared(f"{what}, {share}", float(of(measured)), float(of(found)))
+        for what, measured, found in zip(("TTFT: waiting", "TTFT: own work"), here, there, strict=True)
+        for share, of in (("p50", np.median), ("p99", lambda each: np.quantile(each, 0.99)), ("mean", np.mean))
+    ]
+
+
+def parts_ms(sent_s: Floats, ttft_s: Floats) -> tuple[Floats, Floats]:
+    """[requests] each, in order of sending: ms until the first token of the one before, and from then on. One prefill
+    node that computes prompts in turn works on nobody else in the second part."""
+    order = np.argsort(sent_s, kind="stable")
+    sent_s, first_s = sent_s[order], (sent_s + ttft_s)[order]
+    begins_s = np.maximum(sent_s, np.append(-np.inf, np.maximum.accumulate(first_s)[:-1]))
+    begins_s = np.minimum(begins_s, first_s)
+    return (begins_s - sent_s) * 1e3, (first_s - begins_s) * 1e3
 
 
 def show(rows: list[Compared], costs: PairCosts) -> None:

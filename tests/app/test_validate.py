@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from conductor.cost import DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer
 from mooncake.app.calibrate_pair import PairCosts, _one_by_one, _together
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.validate import Compared, chosen_trace, described_cluster, parse, settings
+from mooncake.app.validate import Compared, chosen_trace, described_cluster, parse, parts_ms, settings
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest
 
@@ -95,3 +96,10 @@ def test_figures_outside_their_limits_are_told() -> None:
 def test_what_makes_no_sense_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="must be positive"):
         parse(["--rate", "0"])
+
+
+def test_a_first_token_s_time_is_waiting_for_others_and_own_work() -> None:
+    """Three requests sent at 0, 1 and 10 s; their first tokens come at 2, 5 and 11 s."""
+    waited_ms, own_ms = parts_ms(np.array([0.0, 1.0, 10.0]), np.array([2.0, 4.0, 1.0]))
+    assert waited_ms.tolist() == [0.0, 1000.0, 0.0]
+    assert own_ms.tolist() == [2000.0, 3000.0, 1000.0]
