@@ -1,7 +1,8 @@
 """What is to be moved: requests of ranges of a peer's segment paired with local memory, cut into slices.
 
 Whether a request has ended is decided in one place: by the link of its peer, under the link's lock. Knows no sockets,
-no mappings and no threads but the ones that wait.
+no mappings and no threads but the ones that wait. What is made for each small request are named tuples: a frozen
+dataclass takes three times as long to make.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from typing_extensions import Buffer
@@ -25,8 +26,7 @@ from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import SegmentAddress
 
 
-@dataclass(frozen=True, slots=True)
-class WriteRange:
+class WriteRange(NamedTuple):
     """Put ``data`` (contiguous) at ``offset`` of ``block``. ``epoch`` is what the block's owner granted."""
 
     block: int
@@ -35,8 +35,7 @@ class WriteRange:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRange:
+class ReadRange(NamedTuple):
     """Fill ``into`` (contiguous, writable) from ``offset`` of ``block``."""
 
     block: int
@@ -44,8 +43,7 @@ class ReadRange:
     into: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """Ranges of one segment, all to be read or all to be written, before ``deadline`` (on ``time.monotonic``).
 
     With ``checksum_bytes`` (up to MAX_FRAME_BYTES) the report has a checksum of each so many bytes of each range, and
@@ -60,8 +58,7 @@ class Request:
     checksum_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReport:
+class TransferReport(NamedTuple):
     """How one request travelled. ``transport`` is the one that finished it ("" for an empty request)."""
 
     transport: str
@@ -203,11 +200,14 @@ def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice
     writes = isinstance(request.ranges[0], WriteRange)
     operation = Operation.WRITE if writes else Operation.READ
     rows = [_write_row(item) if writes else _read_row(item) for item in request.ranges]
+    sums: list[Checksums] = []
+    nbytes = 0
     for block, offset, local, _ in rows:
         check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
-    nbytes = sum([local.nbytes for _, _, local, _ in rows])
-    checksums = tuple([np.empty(-(-local.nbytes // unit), np.uint64) for _, _, local, _ in rows]) if unit else ()
-    size = slice_bytes(nbytes)
+        nbytes += local.nbytes
+        if unit:
+            sums.append(np.empty(-(-local.nbytes // unit), np.uint64))
+    size, checksums = slice_bytes(nbytes), tuple(sums)
     if nbytes <= size and len(rows) == 1:  # the usual small request
         [(block, offset, local, epoch)] = rows
         piece = Piece(WireRange(block, offset, nbytes, epoch), local)
