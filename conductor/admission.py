@@ -176,13 +176,15 @@ class Admission:
         return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
 
     def _until_room_s(self, coming: Coming, decode_load: float) -> float:
-        """When enough of the sequences on the node have ended, by their median futures."""
+        """When enough of the sequences on the node have ended, by their median futures. A retry is placed anew: of as
+        many nodes that are as full, the first one has room so many times sooner."""
         assert coming.placement.decode is not None
+        num_nodes = len(coming.question.view.decode.nodes)
         left_s = np.sort(self.flights.left_s(coming.placement.decode.node_id, coming.now, self._step_s(coming)))
         if not len(left_s):
-            return self.decode_s / 2
+            return self.decode_s / 2 / num_nodes
         too_many = int(np.ceil((1.0 - 1.0 / decode_load) * (len(left_s) + 1)))
-        return float(left_s[min(max(too_many, 1), len(left_s)) - 1])
+        return float(left_s[min(max(too_many, 1), len(left_s)) - 1]) / num_nodes
 
     def _step_s(self, coming: Coming) -> float:
         return max(coming.placement.breakdown.step_ms, 0.01) / 1e3
