@@ -28,9 +28,10 @@ constexpr int DOT_ROWS = 2;
 
 constexpr int LANES = W * LANE_VECS;    // query rows in one row block of attend_lanes
 constexpr int BLOCK_ROWS = 128;         // query rows that share a pass over K and V, where G allows
-constexpr int TILE = 32;                // tokens of K and V that stay in L1 between uses
+constexpr int TILE = 32;                // tokens of K and V that stay in L1 between uses of attend_lanes
 constexpr int FEW_ROWS = 16;            // up to here attend_dots is faster; measured
 constexpr int SCORE_ROWS = 6;           // query rows that one pass of attend_dots scores
+constexpr int MIX_TILE = 64;            // tokens of V that attend_dots mixes in one pass
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int DOT_PART = 256;           // tokens of context in a part
@@ -385,7 +386,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
                  const Results& results, Scratch& scratch) {
     const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
     const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
-    constexpr int MOST = std::max(TILE, SCORE_KEYS);
+    constexpr int MOST = std::max(MIX_TILE, SCORE_KEYS);
     const int32_t* table = call.table(item.seq);
     scratch.start(int64_t(rows) * (2 * D + width + 2) + MOST * D + 128);
     float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
@@ -414,7 +415,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
     }
 
-    prefetch(1, 0, TILE);
+    prefetch(1, 0, MIX_TILE);
     for (int row = 0; row < rows; row++) {
         const int position = call.position(places[row].seq, places[row].row);
         const int stop = std::min(length, position + 1 - item.begin);
@@ -440,10 +441,10 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     }
 
     std::memset(mixed, 0, sizeof(float) * rows * D);
-    for (int at = 0; at < length; at += TILE) {
-        const int count = std::min(TILE, length - at);
+    for (int at = 0; at < length; at += MIX_TILE) {
+        const int count = std::min(MIX_TILE, length - at);
         cache.rows(table, item.kv_head, 1, item.begin + at, count, tile);
-        prefetch(1, at + TILE, TILE);
+        prefetch(1, at + MIX_TILE, MIX_TILE);
         if constexpr (IS_CODED<T>) {  // the weights take the scales along
             for (int t = count; t % W; t++) tile[t] = tile[0];
             scale_scores(tile, (count + W - 1) / W * W, D, rows, scores + at, width);
