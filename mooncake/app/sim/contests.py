@@ -205,7 +205,8 @@ SHIFT_SPEED, SHIFT_FROM_MS, SHIFT_PART_MS = 2.0, 6e5, 9e5
 
 
 def shift(traces: Traces) -> Finding:
-    """A quarter of an hour of Azure's code trace and then one of its conversation trace, on 8 machines."""
+    """A quarter of an hour of Azure's code trace and then one of its conversation trace, on 8 machines. BalanceLimits
+    were chosen with these parts in sight, and with others of both traces."""
     whole = [load_any(traces.folder / f"AzureLLMInferenceTrace_{name}.csv.xz") for name in ("code", "conv")]
     parts = [_part(trace) for trace in whole]
     joined = one_after_another(parts)
