@@ -1,0 +1,205 @@
+// Attention of few query rows (decode): lanes run over keys for the scores, over D for the mixing, and K and V stream by once.
+#pragma once
+
+#include "attention_plan.h"
+
+namespace mooncake {
+
+#if defined(__AVX512F__)
+constexpr int DOT_ROWS = 6;  // query rows that one pass mixes
+#else
+constexpr int DOT_ROWS = 2;
+#endif
+constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
+constexpr int SCORE_VECS = 2;
+constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
+constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
+
+// SCORE_KEYS keys as float32 [D][key], without their scales. Pairs of bfloat16 are turned as one lane and parted behind it.
+template <class T> inline void turn_keys(const T* const* keys, int D, float* turned) {
+    for (int first = 0; first < SCORE_KEYS; first += W) {
+        float* to = turned + first;
+        vf block[W];
+        int d = 0;
+        if constexpr (std::is_same<T, bf16>::value)
+            for (; d + 2 * W <= D; d += 2 * W) {
+#pragma GCC unroll 16
+                for (int t = 0; t < W; t++) block[t] = load_as<vf>(keys[first + t] + d);
+                transpose(block);
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++, to += 2 * SCORE_KEYS) {
+                    store(to, (vf)((vu)block[i] << 16));
+                    store(to + SCORE_KEYS, (vf)((vu)block[i] & 0xffff0000u));
+                }
+            }
+        for (; d < D; d += W) {
+#pragma GCC unroll 16
+            for (int t = 0; t < W; t++) block[t] = load(keys[first + t] + d);
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++, to += SCORE_KEYS) store(to, block[i]);
+        }
+    }
+}
+
+// scores[row][0 .. SCORE_KEYS) of ROWS query rows [row][D]: each a sum over D in order, whatever ROWS is.
+template <int ROWS> void score_rows(const float* query, const float* keys, int D, float* scores, int64_t width) {
+    vf acc[ROWS][SCORE_VECS] = {};
+    for (int d = 0; d < D; d++, query++, keys += SCORE_KEYS)
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < SCORE_VECS; v++) acc[r][v] += load(keys + v * W) * query[r * D];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < SCORE_VECS; v++) store(scores + r * width + v * W, acc[r][v]);
+}
+
+constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {score_rows<1>, score_rows<2>, score_rows<3>,
+                                                                              score_rows<4>, score_rows<5>, score_rows<6>};
+static_assert(sizeof SCORE == SCORE_ROWS * sizeof *SCORE);
+
+// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows.
+template <int ROWS, int VECS, class T>
+inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
+    vf acc[ROWS][VECS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECS; v++) acc[r][v] = load(mixed + r * D + d + v * W);
+    for (int t = 0; t < count; t++) {
+        const T* value = values[t] + d;
+        vf loaded[VECS];
+        for (int v = 0; v < VECS; v++) loaded[v] = load(value + v * W);
+        for (int r = 0; r < ROWS; r++) {
+            const float p = scores[r * score_stride + t];
+            for (int v = 0; v < VECS; v++) acc[r][v] += loaded[v] * p;
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
+}
+
+template <int ROWS, class T>
+inline void mix(const float* scores, int64_t score_stride, const T* const* values, int count, float* mixed, int D) {
+    int d = 0;
+    for (; d + 4 * W <= D; d += 4 * W) mix_rows<ROWS, 4>(scores, score_stride, values, count, d, mixed, D);
+    for (; d + 2 * W <= D; d += 2 * W) mix_rows<ROWS, 2>(scores, score_stride, values, count, d, mixed, D);
+    for (; d < D; d += W) mix_rows<ROWS, 1>(scores, score_stride, values, count, d, mixed, D);
+}
+
+// scores[row][0 .. count) times the scales of `count` keys or values, a multiple of W.
+inline void scale_scores(const int8_t* const* coded, int count, int D, int rows, float* scores, int64_t width) {
+    for (int t = 0; t < count; t += W) {
+        vf scales;
+        for (int i = 0; i < W; i++) scales[i] = row_scale(coded[t + i], D);
+        for (float *at = scores + t, *end = at + rows * width; at < end; at += width) store(at, load(at) * scales);
+    }
+}
+
+// The rows of an item, wherever they come from.
+struct RowPlace {
+    int seq, row;
+};
+
+inline void places_of(const AttentionCall& call, const AttentionPlan& plan, const Item& item, RowPlace* out) {
+    if (!item.is_shared) {
+        for (int row = 0; row < item.count; row++) out[row] = {item.seq, item.first + row};
+        return;
+    }
+    for (int row = 0, member = item.first; row < item.count; member++)
+        for (int i = 0, rows = call.rows(plan.members[member]); i < rows; i++) out[row++] = {plan.members[member], i};
+}
+
+template <class T>
+inline void mix_all(const float* scores, int64_t width, const T* const* values, int count, int rows, float* mixed, int D) {
+    int row = 0;
+    for (; row + DOT_ROWS <= rows; row += DOT_ROWS)
+        mix<DOT_ROWS>(scores + row * width, width, values, count, mixed + row * D, D);
+    for (; row + 3 <= rows; row += 3) mix<3>(scores + row * width, width, values, count, mixed + row * D, D);
+    for (; row + 2 <= rows; row += 2) mix<2>(scores + row * width, width, values, count, mixed + row * D, D);
+    for (; row < rows; row++) mix<1>(scores + row * width, width, values, count, mixed + row * D, D);
+}
+
+// Rows as float32, without their scales.
+template <class T> inline void widen_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
+    for (int t = 0; t < count; t++, wide += D) {
+        for (int d = 0; d < D; d += W) store(wide + d, load(rows[t] + d));
+        out[t] = wide;
+    }
+}
+
+template <class T>
+void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
+                 const Results& results, Scratch& scratch) {
+    const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
+    const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
+    constexpr int MOST = std::max(MIX_TILE, SCORE_KEYS);
+    const int32_t* table = call.table(item.seq);
+    scratch.start(int64_t(rows) * (2 * D + width + 2) + MOST * D + 128);
+    float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
+    float *most = scratch.take(rows), *sums = scratch.take(rows);
+    float* wide = scratch.take(MOST * D);
+    const auto prefetch = [&](int kv, int at, int count) {
+        cache.template prefetch<T>(table, item.kv_head, kv, item.begin + at, std::min(count, length - at));
+    };
+    RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
+    places_of(call, plan, item, places);
+    for (int row = 0; row < rows; row++) {
+        const float* from = call.query_row(places[row].seq, item.kv_head, places[row].row);
+        for (int d = 0; d < D; d += W) store(query + row * D + d, load(from + d) * call.scale_log2);
+    }
+
+    const T* tile[MOST];
+    const float* wide_tile[MOST];
+    for (int at = 0; at < length; at += SCORE_KEYS) {
+        const int count = std::min(SCORE_KEYS, length - at);
+        cache.rows(table, item.kv_head, 0, item.begin + at, count, tile);
+        prefetch(0, at + SCORE_KEYS, SCORE_KEYS);
+        for (int t = count; t < SCORE_KEYS; t++) tile[t] = tile[0];
+        turn_keys(tile, D, wide);
+        for (int row = 0; row < rows; row += SCORE_ROWS)
+            SCORE[std::min(SCORE_ROWS, rows - row) - 1](query + row * D, wide, D, scores + row * width + at, width);
+        if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
+    }
+
+    prefetch(1, 0, MIX_TILE);
+    for (int row = 0; row < rows; row++) {
+        const int position = call.position(places[row].seq, places[row].row);
+        const int stop = std::min(length, position + 1 - item.begin);
+        const int start = call.window ? std::max(0, position + 1 - call.window - item.begin) : 0;
+        float* line = scores + row * width;
+        for (int t = 0; t < std::min(start, length); t++) line[t] = NEVER;
+        for (int64_t t = std::max(stop, 0); t < width; t++) line[t] = NEVER;
+        vf top[SCORE_VECS];
+        std::fill(top, top + SCORE_VECS, splat(NEVER));
+        for (int t = 0; t < width; t += SCORE_KEYS)
+            for (int v = 0; v < SCORE_VECS; v++) top[v] = larger(top[v], load(line + t + v * W));
+        most[row] = largest(larger(top[0], top[1]));
+    }
+    for (int row = 0; row < rows; row++) {  // apart from the first pass: so no row waits for its largest score
+        float* line = scores + row * width;
+        vf total{};
+        for (int t = 0; t < width; t += W) {
+            vf p = exp2v(load(line + t) - most[row]);
+            store(line + t, p);
+            total += p;
+        }
+        sums[row] = sum(total);
+    }
+
+    std::memset(mixed, 0, sizeof(float) * rows * D);
+    for (int at = 0; at < length; at += MIX_TILE) {
+        const int count = std::min(MIX_TILE, length - at);
+        cache.rows(table, item.kv_head, 1, item.begin + at, count, tile);
+        prefetch(1, at + MIX_TILE, MIX_TILE);
+        if constexpr (IS_CODED<T>) {  // the weights take the scales along
+            for (int t = count; t % W; t++) tile[t] = tile[0];
+            scale_scores(tile, (count + W - 1) / W * W, D, rows, scores + at, width);
+        }
+        if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
+            widen_rows(tile, count, D, wide, wide_tile);
+            mix_all(scores + at, width, wide_tile, count, rows, mixed, D);
+        } else {
+            mix_all(scores + at, width, tile, count, rows, mixed, D);
+        }
+    }
+    results.put(item, mixed, most, sums);
+}
+
+}  // namespace mooncake

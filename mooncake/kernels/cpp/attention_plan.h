@@ -1,0 +1,252 @@
+// What the attention of one step consists of: items of work, the parts that long contexts are cut into, and how a row's
+// parts become one again. Letters for shapes are those of reference.py.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "pages.h"
+#include "pool.h"
+#include "steps.h"
+
+namespace mooncake {
+
+constexpr int BLOCK_ROWS = 128;   // query rows that share a pass over K and V, where G allows
+constexpr int FEW_ROWS = 16;      // up to here attend_dots is faster; measured
+constexpr int DOT_PART = 256;     // tokens of context in a part of few rows
+constexpr int LANE_PART = 2048;   // and of many
+constexpr int SHARED_ROWS = 48;   // most query rows of several sequences that are taken through a shared part at once
+constexpr float NEVER = -1e30f;   // score of a token that must not be seen; finite, so that differences are numbers
+
+// ---- the work list --------------------------------------------------------------------------------------------------
+
+struct AttentionCall {
+    const float* query;
+    int64_t query_stride;  // from token to token; heads of a token are adjacent
+    float* output;         // [T, Hq, D], contiguous
+    const int32_t *block_tables, *query_starts, *context_lens;
+    int64_t table_stride;
+    int num_sequences, num_heads, num_kv_heads, head_dim, window;
+    float scale_log2;  // scale * log2(e)
+
+    int group() const { return num_heads / num_kv_heads; }
+    int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
+    int rows(int seq) const { return tokens(seq) * group(); }
+    const int32_t* table(int seq) const { return block_tables + seq * table_stride; }
+
+    // Where in its sequence the token of a query row is.
+    int position(int seq, int row) const { return context_lens[seq] - tokens(seq) + row / group(); }
+
+    const float* query_row(int seq, int kv_head, int row) const {
+        return query + (query_starts[seq] + row / group()) * query_stride + (kv_head * group() + row % group()) * head_dim;
+    }
+
+    float* output_row(int seq, int kv_head, int row) const {
+        return output + ((query_starts[seq] + int64_t(row / group())) * num_heads + kv_head * group() + row % group()) * head_dim;
+    }
+};
+
+// Some query rows of one KV head against context tokens begin .. end. Row r of a sequence is query head r % G of the group,
+// of the sequence's query token r / G: so rows pack vectors fully, whatever G is.
+//
+// Either rows first .. first + count of sequence `seq`; or, for a shared part, all rows of the sequences
+// members[first] .. , `count` rows in all, `seq` being one of those.
+struct Item {
+    int seq, kv_head, first, count, begin, end;
+    int part;        // which part of its rows' context this is
+    bool is_shared;
+};
+
+// Parts of the same query rows, unmerged. Part p has its unnormalised output [rows, D] at offset + p * stride, then rows of
+// largest scores, then rows of sums.
+struct Merge {
+    int64_t offset, stride;
+    int rows, parts;
+};
+
+// What one step's attention consists of; the same for every layer.
+struct AttentionPlan {
+    std::vector<Item> items;
+    std::vector<Merge> merges;      // by (block of rows, KV head); see merge_of
+    std::vector<int> first_merge;   // of each sequence; -1 when its rows have one part
+    std::vector<int> members;
+    int64_t merge_floats = 0;
+    int64_t cost = 0;  // multiply-adds / D
+
+    int merge_of(const AttentionCall& call, int seq, int kv_head, int first_row) const {
+        const int first = first_merge[seq];
+        return first < 0 ? -1 : first + first_row / BLOCK_ROWS * call.num_kv_heads + kv_head;
+    }
+};
+
+class Planner {
+public:
+    Planner(const AttentionCall& call, int block_tokens, AttentionPlan& plan) : call_(call), block_tokens_(block_tokens), plan_(plan) {}
+
+    void run() {
+        plan_.items.clear();
+        plan_.merges.clear();
+        plan_.members.clear();
+        plan_.first_merge.assign(call_.num_sequences, -1);
+        plan_.merge_floats = plan_.cost = 0;
+        shared_parts_.assign(call_.num_sequences, 0);
+        find_shared_parts();
+        for (int seq = 0; seq < call_.num_sequences; seq++) add_sequence(seq);
+        // Long items first, so that the last ones to finish are short.
+        std::sort(plan_.items.begin(), plan_.items.end(), [](const Item& a, const Item& b) {
+            return int64_t(a.count) * (a.end - a.begin) > int64_t(b.count) * (b.end - b.begin);
+        });
+    }
+
+private:
+    bool has_few_rows(int seq) const { return call_.rows(seq) <= FEW_ROWS; }
+
+    void add_sequence(int seq) {
+        const int rows = call_.rows(seq), part_tokens = has_few_rows(seq) ? DOT_PART : LANE_PART;
+        bool has_parts = false;
+        for (int first = 0; first < rows; first += BLOCK_ROWS) has_parts |= num_parts(seq, first, part_tokens) > 1;
+        if (has_parts) plan_.first_merge[seq] = int(plan_.merges.size());
+        for (int first = 0; first < rows; first += BLOCK_ROWS) {
+            const int count = std::min(BLOCK_ROWS, rows - first), parts = num_parts(seq, first, part_tokens);
+            for (int head = 0; head < call_.num_kv_heads; head++) {
+                if (has_parts) add_merge(count, parts);
+                for (int part = shared_parts_[seq]; part < parts; part++) {
+                    const int begin = first_token(seq, first) + part * part_tokens;
+                    add({seq, head, first, count, begin, std::min(begin + part_tokens, end_token(seq, first)), part, false});
+                }
+            }
+        }
+    }
+
+    void add(const Item& item) {
+        plan_.items.push_back(item);
+        plan_.cost += int64_t(item.count) * (item.end - item.begin);
+    }
+
+    void add_merge(int rows, int parts) {
+        const int64_t stride = int64_t(rows) * (call_.head_dim + 2);
+        plan_.merges.push_back({plan_.merge_floats, stride, rows, parts});
+        plan_.merge_floats += stride * parts;
+    }
+
+    int first_token(int seq, int first_row) const {
+        return call_.window ? std::max(0, call_.position(seq, first_row) - call_.window + 1) : 0;
+    }
+    int end_token(int seq, int first_row) const {
+        return call_.position(seq, std::min(first_row + BLOCK_ROWS, call_.rows(seq)) - 1) + 1;
+    }
+    int num_parts(int seq, int first_row, int part_tokens) const {
+        return (end_token(seq, first_row) - first_token(seq, first_row) + part_tokens - 1) / part_tokens;
+    }
+
+    // Level by level down the tree of common beginnings: who shares part p shares all parts before it.
+    void find_shared_parts() {
+        if (call_.window) return;
+        std::vector<std::vector<int>> groups(1), next;
+        for (int seq = 0; seq < call_.num_sequences; seq++)
+            if (has_few_rows(seq)) groups[0].push_back(seq);
+        for (int part = 0; !groups.empty(); part++, groups.swap(next)) {
+            next.clear();
+            for (std::vector<int>& group : groups) divide(group, part, next);
+        }
+    }
+
+    // The members of `group` by their blocks of this part; those that share it with another get items for it.
+    void divide(const std::vector<int>& group, int part, std::vector<std::vector<int>>& out) {
+        const int end = (part + 1) * DOT_PART;
+        const int from = part * DOT_PART / block_tokens_, to = (end + block_tokens_ - 1) / block_tokens_;
+        std::vector<int> left;
+        for (int seq : group)
+            if (call_.position(seq, 0) >= end) left.push_back(seq);
+        while (left.size() > 1) {
+            const int32_t* wanted = call_.table(left[0]);
+            const auto same = [&](int seq) { return std::equal(wanted + from, wanted + to, call_.table(seq) + from); };
+            const auto split = std::stable_partition(left.begin(), left.end(), same);
+            std::vector<int> together(left.begin(), split);
+            left.erase(left.begin(), split);
+            if (together.size() < 2) continue;
+            add_shared(together, part);
+            out.push_back(std::move(together));
+        }
+    }
+
+    void add_shared(const std::vector<int>& together, int part) {
+        const int begin = part * DOT_PART;
+        for (size_t i = 0; i < together.size();) {
+            const int first = int(plan_.members.size());
+            int rows = 0;
+            for (; i < together.size() && (rows == 0 || rows + call_.rows(together[i]) <= SHARED_ROWS); i++) {
+                rows += call_.rows(together[i]);
+                plan_.members.push_back(together[i]);
+                shared_parts_[together[i]] = part + 1;
+            }
+            for (int head = 0; head < call_.num_kv_heads; head++)
+                add({plan_.members[first], head, first, rows, begin, begin + DOT_PART, part, true});
+        }
+    }
+
+    const AttentionCall& call_;
+    const int block_tokens_;
+    AttentionPlan& plan_;
+    std::vector<int> shared_parts_;  // of each sequence
+};
+
+// ---- results --------------------------------------------------------------------------------------------------------
+
+struct Results {
+    const AttentionCall& call;
+    const AttentionPlan& plan;
+    float* partial;
+    std::atomic<int>* missing;  // parts, one a merge
+
+    // `mixed` is [rows, D], not yet divided by `sums`; scores are in log2.
+    void put(const Item& item, const float* mixed, const float* most, const float* sums) const {
+        if (!item.is_shared) return put_rows(item, item.seq, item.first, item.count, mixed, most, sums);
+        for (int row = 0, member = item.first; row < item.count; member++) {
+            const int seq = plan.members[member], rows = call.rows(seq);
+            put_rows(item, seq, 0, rows, mixed + row * call.head_dim, most + row, sums + row);
+            row += rows;
+        }
+    }
+
+    void put_rows(const Item& item, int seq, int first, int rows, const float* mixed, const float* most, const float* sums) const {
+        const int D = call.head_dim, index = plan.merge_of(call, seq, item.kv_head, first);
+        if (index < 0) {
+            for (int row = 0; row < rows; row++) {
+                float* out = call.output_row(seq, item.kv_head, first + row);
+                const float inverse = 1.0f / sums[row];
+                for (int d = 0; d < D; d += W) store(out + d, load(mixed + row * D + d) * inverse);
+            }
+            return;
+        }
+        const Merge& merge = plan.merges[index];
+        float* mine = partial + merge.offset + merge.stride * item.part;
+        std::memcpy(mine, mixed, sizeof(float) * rows * D);
+        std::memcpy(mine + rows * D, most, sizeof(float) * rows);
+        std::memcpy(mine + rows * (D + 1), sums, sizeof(float) * rows);
+        if (missing[index].fetch_sub(1, std::memory_order_acq_rel) == 1) join(merge, seq, item.kv_head, first);
+    }
+
+    void join(const Merge& merge, int seq, int kv_head, int first) const {
+        const int D = call.head_dim, rows = merge.rows;
+        const float* parts = partial + merge.offset;
+        static thread_local std::vector<float> weights;
+        weights.resize(merge.parts);
+        for (int row = 0; row < rows; row++) {
+            float most = NEVER, total = 0;
+            for (int p = 0; p < merge.parts; p++) most = std::max(most, parts[p * merge.stride + rows * D + row]);
+            for (int p = 0; p < merge.parts; p++) {
+                weights[p] = exp2s(parts[p * merge.stride + rows * D + row] - most);
+                total += weights[p] * parts[p * merge.stride + rows * (D + 1) + row];
+            }
+            float* out = call.output_row(seq, kv_head, first + row);
+            for (int d = 0; d < D; d += W) {
+                vf acc{};
+                for (int p = 0; p < merge.parts; p++) acc += load(parts + p * merge.stride + row * D + d) * weights[p];
+                store(out + d, acc * (1.0f / total));
+            }
+        }
+    }
+};
+
+}  // namespace mooncake
