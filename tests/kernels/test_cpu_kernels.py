@@ -175,14 +175,27 @@ def test_neighbours_with_the_same_first_blocks_change_no_bit(
     tables[2, : 300 // block_tokens] = tables[0, : 300 // block_tokens]
     tables[3, : 850 // block_tokens] = tables[0, : 850 // block_tokens]
     tables[4, : 530 // block_tokens] = tables[2, : 530 // block_tokens]
+    assert_alone_is_the_same(batch, cpu)
+
+
+@PAGES
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_many_neighbours_with_the_same_first_blocks_change_no_bit(
+    cpu: CpuKernels, dtype: torch.dtype, group: int
+) -> None:
+    """So many rows that lanes run over them: full, with some to spare, and what is left over for the few."""
+    batch = ragged([(520 + 9 * b, 1) for b in range(37)], block_tokens=64, group=group, dtype=dtype)
+    batch.block_tables[1:, :8] = batch.block_tables[0, :8]
+    assert_alone_is_the_same(batch, cpu)
+
+
+def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
     together = batch.attend(cpu)
     torch.testing.assert_close(together, batch.attend(reference), rtol=TOLERANCE, atol=TOLERANCE)
-    for b in range(len(tables)):
+    for b, table in enumerate(batch.block_tables):
         first, last = batch.query_starts[b : b + 2].tolist()
         starts = torch.tensor([0, last - first], dtype=torch.int32)
-        alone = Ragged(
-            batch.query[first:last], batch.cache_layer, tables[b : b + 1], starts, batch.context_lens[b : b + 1]
-        )
+        alone = Ragged(batch.query[first:last], batch.cache_layer, table[None], starts, batch.context_lens[b : b + 1])
         assert torch.equal(alone.attend(cpu), together[first:last])
 
 

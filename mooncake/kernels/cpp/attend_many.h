@@ -27,33 +27,34 @@ template <class T> inline void float_rows(const T* const* rows, int count, int D
     }
 }
 
-// scores[t][lane] = sum over d of keys[t][d] * query[d][lane], for 4 keys.
-inline void score_four(const float* query, const float* const* keys, int D, float* scores) {
-    vf acc[4][LANE_VECS] = {};
+// scores[t][lane] = sum over d of keys[t][d] * query[d][lane], for KEYS keys and VECS * W lanes.
+template <int KEYS, int VECS> inline void score_keys(const float* query, const float* const* keys, int D, float* scores) {
+    vf acc[KEYS][VECS] = {};
     for (int d = 0; d < D; d++) {
-        for (int v = 0; v < LANE_VECS; v++) {
-            vf q = load(query + d * LANES + v * W);
-            for (int t = 0; t < 4; t++) acc[t][v] += q * keys[t][d];
-        }
+        vf q[VECS];
+        for (int v = 0; v < VECS; v++) q[v] = load(query + (d * VECS + v) * W);
+        for (int t = 0; t < KEYS; t++)
+            for (int v = 0; v < VECS; v++) acc[t][v] += q[v] * keys[t][d];
     }
-    for (int t = 0; t < 4; t++)
-        for (int v = 0; v < LANE_VECS; v++) store(scores + t * LANES + v * W, acc[t][v]);
+    for (int t = 0; t < KEYS; t++)
+        for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
 }
 
-// mixed[d][lane] = mixed[d][lane] * fade[lane] + sum over t of values[t][d] * scores[t][lane], for 4 of d.
-inline void mix_four(const float* scores, const float* const* values, int count, int d, const vf* fade, float* mixed) {
-    vf acc[4][LANE_VECS];
-    for (int i = 0; i < 4; i++)
-        for (int v = 0; v < LANE_VECS; v++) acc[i][v] = load(mixed + (d + i) * LANES + v * W) * fade[v];
+// mixed[d][lane] = faded(mixed[d][lane], vector of the lane) + sum over t of values[t][d] * scores[t][lane], for DIMS of d.
+template <int DIMS, int VECS, class Fade>
+inline void mix_dims(const float* scores, const float* const* values, int count, int d, const Fade& faded, float* mixed) {
+    vf acc[DIMS][VECS];
+    for (int i = 0; i < DIMS; i++)
+        for (int v = 0; v < VECS; v++) acc[i][v] = faded(load(mixed + ((d + i) * VECS + v) * W), v);
     for (int t = 0; t < count; t++) {
         const float* value = values[t] + d;
-        for (int v = 0; v < LANE_VECS; v++) {
-            vf p = load(scores + t * LANES + v * W);
-            for (int i = 0; i < 4; i++) acc[i][v] += p * value[i];
-        }
+        vf p[VECS];
+        for (int v = 0; v < VECS; v++) p[v] = load(scores + (t * VECS + v) * W);
+        for (int i = 0; i < DIMS; i++)
+            for (int v = 0; v < VECS; v++) acc[i][v] += p[v] * value[i];
     }
-    for (int i = 0; i < 4; i++)
-        for (int v = 0; v < LANE_VECS; v++) store(mixed + (d + i) * LANES + v * W, acc[i][v]);
+    for (int i = 0; i < DIMS; i++)
+        for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
 }
 
 // Up to LANES query rows, transposed, with the running state of their softmax.
@@ -66,7 +67,7 @@ struct RowBlock {
 
 inline void attend_tile(const RowBlock& rows, const float* const* keys, const float* const* values, int begin, int count,
                         int window, int D, float* scores) {
-    for (int t = 0; t < count; t += 4) score_four(rows.query, keys + t, D, scores + t * LANES);
+    for (int t = 0; t < count; t += 4) score_keys<4, LANE_VECS>(rows.query, keys + t, D, scores + t * LANES);
     const bool future = begin + count - 1 > rows.first_position;
     const bool past = window && begin <= rows.last_position - window;
     vf fade[LANE_VECS];
@@ -94,7 +95,8 @@ inline void attend_tile(const RowBlock& rows, const float* const* keys, const fl
         store(rows.most + v * W, most);
         store(rows.sums + v * W, total);
     }
-    for (int d = 0; d < D; d += 4) mix_four(scores, values, count, d, fade, rows.mixed);
+    const auto faded = [&](vf mixed, int v) { return mixed * fade[v]; };
+    for (int d = 0; d < D; d += 4) mix_dims<4, LANE_VECS>(scores, values, count, d, faded, rows.mixed);
 }
 
 template <class T>

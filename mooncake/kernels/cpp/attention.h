@@ -1,16 +1,16 @@
 // Paged attention that reads pages where they lie. Letters for shapes are those of reference.py.
 //
-// Two ways, chosen by how many query rows (tokens times G) read the same keys:
-//   few rows (decode)   `attend_dots`   lanes run over keys for the scores, over D for the mixing: K and V stream by once, for
-//                                       the G rows of a sequence or for those of all sequences that share the part
-//   many rows (chunks)  `attend_lanes`  lanes run over query rows: all of scores, softmax and mixing is vertical, K and V are
-//                                       read by broadcast, in place, and stay in L1 for all rows of a query block
+// Three ways, chosen by how many query rows (tokens times G) read the same keys, and whose they are:
+//   few rows (decode)   `attend_dots`    the G rows of a sequence, or those of a few sequences that share a part
+//   many sequences      `attend_shared`  the rows of all sequences that share a part, with the bits of attend_dots
+//   many rows (chunks)  `attend_lanes`   the rows of one sequence
 // Long contexts are cut into parts whose borders depend on the sequence alone, never on threads or batch; whoever finishes
 // a row's last part merges them in order. So a result does not depend on the number of threads or on the neighbours.
 #pragma once
 
 #include "attend_few.h"
 #include "attend_many.h"
+#include "attend_shared.h"
 
 namespace mooncake {
 
@@ -23,7 +23,9 @@ template <class T> void attend(const AttentionCall& call, const AttentionPlan& p
     parallel(int64_t(plan.items.size()), plan.cost * call.head_dim < (1 << 16) ? 1 : threads, [&](int64_t i) {
         static thread_local Scratch scratch;
         const Item& item = plan.items[i];
-        if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
+        if (item.is_shared && item.count > MANY_SHARED)
+            attend_shared<T, SHARED_VECS>(call, plan, cache, item, results, scratch);
+        else if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
             attend_dots<T>(call, plan, cache, item, results, scratch);
         else
             attend_lanes<T>(call, cache, item, results, scratch);

@@ -1,0 +1,120 @@
+// Attention of the query rows of several sequences that share a part of their contexts: lanes run over query rows, as for
+// many rows, and every row gets the bits that attend_dots would give it alone: sums are formed in the same order. K
+// need not be turned, which would be a tenth of the work here, and no row is handled by itself.
+#pragma once
+
+#include "attend_few.h"
+#include "attend_many.h"
+
+namespace mooncake {
+
+#if defined(__AVX512F__)
+constexpr int SHARED_KEYS = 8;  // keys, or elements of V, that one pass takes
+#else
+constexpr int SHARED_KEYS = 4;
+#endif
+constexpr int SHARED_VECS = SHARED_ROWS / W;
+constexpr int MANY_SHARED = 32;  // beyond so many rows it is faster than attend_dots; measured
+
+// The lanes' sums over t of what `put(t, v)` gives, added in the order in which attend_dots adds them: by t % W, then half
+// with half.
+template <int VECS, class Put> inline void sum_as_dots(int count, const Put& put, vf* sums) {
+    vf by_place[W][VECS] = {};
+    for (int t = 0; t < count; t += W)
+        for (int i = 0; i < W; i++)
+            for (int v = 0; v < VECS; v++) by_place[i][v] += put(t + i, v);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            for (int v = 0; v < VECS; v++) by_place[i][v] += by_place[i + half][v];
+    std::copy(by_place[0], by_place[0] + VECS, sums);
+}
+
+// All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded
+// but rows, up to VECS vectors of them.
+template <class T, int VECS>
+void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
+                   const Results& results, Scratch& scratch) {
+    constexpr int lanes = VECS * W;
+    const int D = call.head_dim, rows = item.count;
+    const int32_t* table = call.table(item.seq);
+    scratch.start(lanes * (2 * D + DOT_PART + 2) + TILE * D + 128);
+    float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
+    float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(TILE * D);
+    const auto prefetch = [&](int kv, int at) {
+        cache.template prefetch<T>(table, item.kv_head, kv, item.begin + at, std::min(TILE, DOT_PART - at));
+    };
+    RowPlace places[lanes];
+    places_of(call, plan, item, places);
+    std::fill(places + rows, places + lanes, places[0]);
+    vf block[W];
+    for (int d = 0; d < D; d += W)
+        for (int v = 0; v < VECS; v++) {
+            for (int i = 0; i < W; i++) {
+                const RowPlace place = places[v * W + i];
+                block[i] = load(call.query_row(place.seq, item.kv_head, place.row) + d) * call.scale_log2;
+            }
+            transpose(block);
+            for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
+        }
+
+    const T* coded[TILE];
+    const float* tile[TILE];
+    const auto open = [&](int kv, int at) {
+        cache.rows(table, item.kv_head, kv, item.begin + at, TILE, coded);
+        if constexpr (std::is_same<T, float>::value)
+            std::copy(coded, coded + TILE, tile);
+        else
+            widen_rows(coded, TILE, D, wide, tile);
+        if (at + TILE < DOT_PART) prefetch(kv, at + TILE);
+    };
+    const auto scale = [&](int at) {
+        if constexpr (IS_CODED<T>)
+            for (int t = 0; t < TILE; t++)
+                for (int v = 0; v < VECS; v++) {
+                    float* score = scores + ((at + t) * VECS + v) * W;
+                    store(score, load(score) * row_scale(coded[t], D));
+                }
+    };
+    vf top[VECS];
+    std::fill(top, top + VECS, splat(NEVER));
+    for (int at = 0; at < DOT_PART; at += TILE) {
+        open(0, at);
+        for (int t = 0; t < TILE; t += SHARED_KEYS) score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
+        scale(at);
+        for (int t = at; t < at + TILE; t++)
+            for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
+    }
+
+    prefetch(1, 0);
+    vf total[VECS];
+    const auto weigh = [&](int t, int v) {
+        float* score = scores + (t * VECS + v) * W;
+        const vf p = exp2v(load(score) - top[v]);
+        store(score, p);
+        return p;
+    };
+    sum_as_dots<VECS>(DOT_PART, weigh, total);
+    for (int v = 0; v < VECS; v++) {
+        store(most + v * W, top[v]);
+        store(sums + v * W, total[v]);
+    }
+
+    std::memset(mixed, 0, sizeof(float) * lanes * D);
+    const auto kept = [](vf before, int) { return before; };
+    for (int at = 0; at < DOT_PART; at += TILE) {
+        open(1, at);
+        scale(at);
+        for (int d = 0; d < D; d += SHARED_KEYS) mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);
+    }
+
+    float* out = query;  // no longer needed
+    for (int d = 0; d < D; d += W)
+        for (int v = 0; v < VECS; v++) {
+            for (int i = 0; i < W; i++) block[i] = load(mixed + ((d + i) * VECS + v) * W);
+            transpose(block);
+            for (int i = 0; i < W; i++) store(out + (v * W + i) * D + d, block[i]);
+        }
+    results.put(item, out, most, sums);
+}
+
+}  // namespace mooncake
