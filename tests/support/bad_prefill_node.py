@@ -6,7 +6,6 @@ python bad_prefill_node.py --config FILE --set node.id=NAME
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import prefill_node.node
 from kvstore.transfer.engine import Priority, TransferEngine, WriteRange
@@ -29,7 +28,7 @@ class BadMemory(TransferEngine):
 def _one_bit_wrong(one: WriteRange) -> WriteRange:
     data = bytearray(memoryview(one.data).cast("B"))
     data[len(data) // 2] ^= 1
-    return replace(one, data=data)
+    return one._replace(data=data)
 
 
 if __name__ == "__main__":
