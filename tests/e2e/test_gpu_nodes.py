@@ -6,6 +6,7 @@ node is not the memory that other nodes write and read, and blocks are copied be
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,9 +18,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 from drive import ask, status, wait_idle
 from live import small_config
 from tiny_model import write_tiny_model
@@ -27,6 +25,9 @@ from tiny_model import write_tiny_model
 from mooncake import LLM, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
+
+# Not imported here: Triton chooses between interpreter and compiler when it is, and that is for tests/kernels to say.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 BLOCK = 8
 PROMPT = np.random.default_rng(0).integers(3, 320, 11).tolist()  # a full block and a partial one
