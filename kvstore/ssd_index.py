@@ -111,10 +111,6 @@ class SsdIndex:
 
     # Writing
 
-    @property
-    def open_segment(self) -> int | None:
-        return self._open
-
     def room(self) -> int:
         """Bytes left in the open segment."""
         return self.segment_bytes - self._segments[self._open].used if self._open is not None else 0

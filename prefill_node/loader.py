@@ -62,7 +62,6 @@ class PrefixLoad:
         ``release`` gives it back together with the keys whose bytes were wrong."""
         self.request_id = request_id
         self.load_ms = 0.0
-        self.loaded_bytes = 0
         self.num_blocks = len(blocks)
         self.transport = ""
         self._blocks = blocks
@@ -163,7 +162,6 @@ class PrefixLoad:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
-        self.loaded_bytes += len(ranges) * size
         self._is_loaded([mirror.to_device(self._block_ids, layer)])
 
     def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
@@ -172,14 +170,13 @@ class PrefixLoad:
         for block in self._blocks:
             targets[block.index] = mirror.memory[block.block_id]
         try:
-            done = reader.read_blocks(lease.plan, lease.shards, targets, min(self._deadline, lease.expires_s))
+            reader.read_blocks(lease.plan, lease.shards, targets, min(self._deadline, lease.expires_s))
         except WrongBytes as error:
             corrupt.append(lease.key_of(error.slot))
             raise
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         self.transport = "converted"
-        self.loaded_bytes += done.nbytes
         self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
 
     def _is_loaded(self, layers: list[Arrival]) -> None:

@@ -30,10 +30,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._clean_ups.add(task)
             task.add_done_callback(self._clean_ups.discard)
 
-    @property
-    def num_cleaning(self) -> int:
-        return len(self._clean_ups)
-
     async def drain(self) -> None:
         """Wait for what ended calls left to clean up."""
         while self._clean_ups:

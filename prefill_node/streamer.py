@@ -32,7 +32,6 @@ class Stream:
     load: PrefixLoad | None = None
     next_block: int = 0  # blocks before it have been handed to the sinks
     first_step_s: float = 0.0  # monotonic; 0 until it ran
-    last_step_s: float = 0.0
     is_closing: bool = False  # no load may start any more
 
 
@@ -110,7 +109,6 @@ class LayerStreamer:
     def end_step(self, plan: StepPlan) -> None:
         for part in self._step:
             part.stream.next_block = part.end
-            part.stream.last_step_s = time.monotonic()
             if part.is_last:
                 for sink, outbox in part.stream.outlets:
                     sink.end()

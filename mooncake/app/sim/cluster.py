@@ -112,10 +112,6 @@ class Cluster(Frozen, frozen=True):
     def count(self, role: str) -> int:
         return sum(machines.count for machines in self.machines if machines.role == role)
 
-    @property
-    def is_coupled(self) -> bool:
-        return self.machines[0].role == "coupled"
-
     def with_counts(self, **counts: int) -> Cluster:
         """So many machines of each role named; the first group of a role takes all of them, none: it is left out."""
         left = dict(counts)
