@@ -12,9 +12,10 @@ the next calls begin there. Each call has a connection to itself; there are a fe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvstore.checksum import Checksums
 from kvstore.client_calls import left_s
@@ -70,25 +71,17 @@ class FarStore:
         """The lengths of what came whole. None for the rest: not listed, changed on the way, or nobody answered."""
         lengths: list[int | None] = [None] * len(keys)
         for start in range(0, len(keys), MAX_KEYS):
-            part = keys[start : start + MAX_KEYS]
-            connection = await self._take(deadline)
-            if connection is None:
-                break
-            try:
-                fetch = connection.fetch(part)
+            async with self._exchange(deadline) as connection:
+                if connection is None:
+                    break
+                fetch = connection.fetch(keys[start : start + MAX_KEYS])
                 await self._go(connection, fetch.ask, deadline, is_short=True)
                 here = [(start + index, *found) for index, found in enumerate(fetch.found()) if found[0]]
                 into = [(room(index, length), ranges) for index, length, ranges in here]
                 nbytes = sum(length for _, length, _ in here)
                 await self._go(connection, fetch.receive(into), deadline, nbytes <= INLINE_BYTES)
-            except BaseException as error:
-                self._end(connection, error)
-                if not isinstance(error, (OSError, ProtocolViolation)):
-                    raise
-                break
-            self._give_back(connection)
-            for (index, length, _), is_right in zip(here, fetch.is_right, strict=True):
-                lengths[index] = length if is_right else None
+                for (index, length, _), is_right in zip(here, fetch.is_right, strict=True):
+                    lengths[index] = length if is_right else None
         return lengths
 
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, deadline: float) -> bool | None:
@@ -96,39 +89,23 @@ class FarStore:
         segment = self._segment
         if segment is None or not self._can_put(segment, name, view.nbytes, ranges):
             return None
-        connection = await self._take(deadline)
-        if connection is None:
-            return None
-        try:
-            put = connection.put(*name, self._tenant, view, ranges)
-            await self._go(connection, put.send, deadline, view.nbytes <= INLINE_BYTES)
-            outcome = self._outcome(put.status())
-        except BaseException as error:
-            self._end(connection, error)
-            if not isinstance(error, (OSError, ProtocolViolation)):
-                raise
-            return None
-        self._give_back(connection)
-        return outcome
+        async with self._exchange(deadline) as connection:
+            if connection is not None:
+                put = connection.put(*name, self._tenant, view, ranges)
+                await self._go(connection, put.send, deadline, view.nbytes <= INLINE_BYTES)
+                return self._outcome(put.status())
+        return None
 
     async def commit(
         self, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
     ) -> Status | None:
         """Name a block that lies in a slot of ours. None when nobody answered, who may have heard it."""
-        connection = await self._take(deadline)
-        if connection is None:
-            return None
-        try:
-            commit = connection.commit(*name, self._tenant, slot.index, slot.epoch, length, sums)
-            await self._go(connection, commit.send, deadline, is_short=True)
-            status = commit.status()
-        except BaseException as error:
-            self._end(connection, error)
-            if not isinstance(error, (OSError, ProtocolViolation)):
-                raise
-            return None
-        self._give_back(connection)
-        return status
+        async with self._exchange(deadline) as connection:
+            if connection is not None:
+                commit = connection.commit(*name, self._tenant, slot.index, slot.epoch, length, sums)
+                await self._go(connection, commit.send, deadline, is_short=True)
+                return commit.status()
+        return None
 
     def _can_put(self, segment: SegmentAddress, name: tuple[bytes, bytes], nbytes: int, ranges: int) -> bool:
         is_open = self._takes_puts and time.monotonic() >= self._no_puts_before_s
@@ -142,31 +119,23 @@ class FarStore:
             self._num_refused, self._no_puts_before_s = 0, time.monotonic() + AGAIN_AFTER_S
         return {Status.OK: True, Status.REFUSED: False}.get(status)
 
-    async def _take(self, deadline: float) -> KeyedWire | None:
-        """A connection for one exchange; None when there is none to be had. Ends with ``_give_back`` or ``_end``."""
-        await self._turn.acquire()
-        try:
+    @contextlib.asynccontextmanager
+    async def _exchange(self, deadline: float) -> AsyncIterator[KeyedWire | None]:
+        """A connection for one exchange; None when there is none to be had. An owner that goes away or talks nonsense
+        ends the exchange quietly, and is not asked for a while."""
+        async with self._turn:
             connection = self._idle.pop() if self._idle else await self._connect(deadline)
-        except BaseException:
-            self._turn.release()
-            raise
-        if connection is None:
-            self._turn.release()
-        return connection
-
-    def _give_back(self, connection: KeyedWire) -> None:
-        self._turn.release()
-        if self._segment is None:
-            connection.close()
-        else:
-            self._idle.append(connection)
-
-    def _end(self, connection: KeyedWire, error: BaseException) -> None:
-        """What was moving stands still, and nobody knows where."""
-        self._turn.release()
-        connection.close()
-        if isinstance(error, (OSError, ProtocolViolation)):
-            self._forsake(error)
+            is_whole = False
+            try:
+                yield connection
+                is_whole = True
+            except (OSError, ProtocolViolation) as error:
+                self._forsake(error)
+            finally:
+                if connection is not None and is_whole and self._segment is not None:
+                    self._idle.append(connection)
+                elif connection is not None:  # what was moving stands still, and nobody knows where
+                    connection.close()
 
     async def _connect(self, deadline: float) -> KeyedWire | None:
         """Raises DeadlineExceeded."""
