@@ -39,10 +39,14 @@ def load_search() -> ctypes.CDLL | None:
         return None
 
 
-def load_with_keys(name: str, source: Path, signatures: Signatures) -> ctypes.PyDLL:
-    """A library that reads keys out of their objects (``keys.h``), called with the interpreter's lock held. Raises
-    BuildFailed."""
-    found = load_native(name, source, headers=[KEYS_HEADER])
+def load_with_keys(name: str, source: Path, signatures: Signatures, otherwise: str) -> ctypes.PyDLL | None:
+    """A library that reads keys out of their objects (``keys.h``), called with the interpreter's lock held. Where it
+    cannot be built None, with a warning of what is done ``otherwise``."""
+    try:
+        found = load_native(name, source, headers=[KEYS_HEADER])
+    except BuildFailed as error:
+        log.warning("%s in Python, several times slower: %s", otherwise, error)
+        return None
     library = ctypes.PyDLL(found._name, handle=found._handle)
     for function_name, (result, arguments) in signatures.items():
         function = library[function_name]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int, c_int64, c_uint32, c_void_p, py_object
@@ -17,10 +16,7 @@ import numpy as np
 from conductor.native import Signatures, address, load_with_keys
 from conductor.prefix_table import INDEX_KEY_BYTES, PrefixTable, Slots
 from conductor.view import Floats
-from mooncake.native import BuildFailed
 from mooncake.types import BlockEvent, Tier
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("prefix_table.cpp")
 RECORD_BYTES = INDEX_KEY_BYTES + 1
@@ -45,11 +41,7 @@ def new_table(max_blocks: int, native: bool = True) -> PrefixTable | NativeTable
 
 @functools.cache
 def _load() -> ctypes.PyDLL | None:
-    try:
-        return load_with_keys("prefix_table", SOURCE, _SIGNATURES)
-    except BuildFailed as error:
-        log.warning("matching prefixes in Python, several times slower: %s", error)
-        return None
+    return load_with_keys("prefix_table", SOURCE, _SIGNATURES, "matching prefixes")
 
 
 class NativeTable:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_uint32, c_void_p, py_object
@@ -16,9 +15,6 @@ from conductor.fleet import Ticket
 from conductor.native import Signatures, load_with_keys
 from conductor.promises import Promises, stride_blocks
 from conductor.view import Floats, View
-from mooncake.native import BuildFailed
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("promises.cpp")
 _SIGNATURES: Signatures = {
@@ -38,11 +34,7 @@ def new_promises(block_tokens: int, native: bool = True) -> Promises | NativePro
 
 @functools.cache
 def _load() -> ctypes.PyDLL | None:
-    try:
-        return load_with_keys("promises", SOURCE, _SIGNATURES)
-    except BuildFailed as error:
-        log.warning("keeping promises in Python, several times slower: %s", error)
-        return None
+    return load_with_keys("promises", SOURCE, _SIGNATURES, "keeping promises")
 
 
 class NativePromises:
