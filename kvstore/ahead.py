@@ -4,7 +4,8 @@ Each writer of this kind has a *lane*: a client of this host, which fills its sl
 plane itself, where blocks of all others land. A slot given ahead is an ordinary reservation under a name of its own,
 granted to its own epoch. The data plane lists most blocks on the board without a word to the store, which hears of
 them in ``catch_up``; the others it decides about in ``commit``. Whoever asks the index what it has, catches up first;
-whoever reserves or takes slots back does so ``alone``. This module must not know about the SSD, nor who reads.
+whoever reserves blocks by their names or takes slots back does so ``alone``. This module must not know about the SSD,
+nor who reads.
 """
 
 from __future__ import annotations
