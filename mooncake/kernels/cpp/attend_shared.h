@@ -3,8 +3,8 @@
 // need not be turned, which would be a tenth of the work here, and no row is handled by itself.
 #pragma once
 
-#include "attend_few.h"
-#include "attend_many.h"
+#include "attend_dots.h"
+#include "attend_lanes.h"
 
 namespace mooncake {
 

@@ -8,8 +8,8 @@
 // a row's last part merges them in order. So a result does not depend on the number of threads or on the neighbours.
 #pragma once
 
-#include "attend_few.h"
-#include "attend_many.h"
+#include "attend_dots.h"
+#include "attend_lanes.h"
 #include "attend_shared.h"
 
 namespace mooncake {
