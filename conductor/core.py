@@ -70,6 +70,7 @@ class Core:
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
         self._wanted: dict[str, Role] = {}  # by node id: roles asked for
+        self._seen_version = 0  # of the registry
 
     async def start(self) -> None:
         """With what the directory knows of an earlier life, or of another conductor."""
@@ -163,6 +164,9 @@ class Core:
             self._drop(info, "has stopped heartbeating")
             if self.roles is not None:
                 self.roles.gone(info.node_id, now)
+        if self.registry.version != self._seen_version:
+            self._seen_version = self.registry.version
+            self.dispatcher.absence.changed(bool(self.waiting_for()))
         if self._watches_health:
             self.ward.tick(now)
         if self.roles is not None:

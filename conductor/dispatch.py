@@ -17,6 +17,7 @@ from itertools import count
 
 import numpy as np
 
+from conductor.absence import Absence
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
 from conductor.door import Door
@@ -125,6 +126,7 @@ class Dispatcher:
         self._fleet = fleet
         self._scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
         self.door = Door(self._scheduler, config.conductor, clock)
+        self.absence = Absence(config.conductor.node_wait_s, clock)
         prepare_hashing()
         self._channels = channels
         self._clock = clock
@@ -164,9 +166,8 @@ class Dispatcher:
 
     async def _deltas(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
         """Try until every answer is complete."""
-        await self._let_in(journey)
         while True:
-            attempt = journey.attempt = self._start(journey)
+            attempt = journey.attempt = await self._placed(journey)
             try:
                 while True:
                     delta = self._note(journey, attempt, await attempt.next())
@@ -281,6 +282,19 @@ class Dispatcher:
         answers: list[list[int]] = [[] for _ in range(request.sampling.num_answers)]
         return _Journey(request, now, request_lifecycle(request.request_id), answers)
 
+    async def _placed(self, journey: _Journey) -> Attempt:
+        """Start on a pair, or wait for a node that is on its way back. Raises as ``_let_in`` and ``_start``."""
+        until: float | None = None
+        while True:
+            try:
+                await self._let_in(journey)
+                return self._start(journey)
+            except NodeUnavailable as error:
+                until = min(self.absence.until(), journey.request.deadline) if until is None else until
+                if not await self.absence.change(until):
+                    raise journey.error or error from None  # why the last attempt failed tells more
+                journey.dead -= self._fleet.registry.live()  # only the connection was lost
+
     async def _let_in(self, journey: _Journey) -> None:
         """Wait for room where the limits say so. Who was let in once may try again. Raises as ``Door.enter``."""
         if self.door.is_open or journey.retries or journey.num_emitted:
@@ -360,10 +374,7 @@ class Dispatcher:
             with contextlib.suppress(NodeUnavailable):
                 excluded = self._avoidable(journey) | journey.dead
                 return self._best(facts._replace(excluded=excluded), journey, now)
-        try:
-            return self._best(facts._replace(excluded=journey.dead), journey, now)
-        except NodeUnavailable as error:
-            raise journey.error or error from None  # why the last attempt failed tells more
+        return self._best(facts._replace(excluded=journey.dead), journey, now)
 
     def _best(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
         """The scheduler's pair, or the decode node that has nearly the whole prompt."""

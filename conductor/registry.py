@@ -203,6 +203,10 @@ class Registry:
         """All that are not gone, by id."""
         return (self._nodes[node_id] for node_id in sorted(self._nodes))
 
+    def live(self) -> frozenset[int]:
+        """Incarnations of the nodes that are heard."""
+        return frozenset(node.info.incarnation for node in self._nodes.values() if node.state is NodeState.LIVE)
+
     def usable(self, role: Role) -> list[Node]:
         """Nodes that may be given work, by id: the live ones, or the suspects when none is live, or else the sick ones:
         slow answers are better than none, and wrong bytes are found out."""

@@ -64,10 +64,10 @@ async def test_a_process_that_dies_comes_back_and_serves() -> None:
         for node_id in ("decode-0", "store-0"):
             old = cluster.pids[node_id]
             os.kill(old, signal.SIGKILL)
+            assert await asyncio.to_thread(ask, cluster) == before, "a request waits for the node that is to come back"
             await until(lambda node_id=node_id, old=old: cluster.pids.get(node_id, old) != old)
             assert any(f"{node_id} was killed by SIGKILL; starting it again" in sentence for sentence in told)
             await cluster.wait_ready()
-        assert await asyncio.to_thread(ask, cluster) == before
 
 
 @pytest.mark.slow

@@ -265,6 +265,10 @@ class Relay:
     async def kill(self) -> None:
         if self._server is not None:
             self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Reset the connections that there are."""
         for writer in self._writers:
             writer.transport.abort()
         for task in self._tasks:

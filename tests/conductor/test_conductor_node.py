@@ -16,7 +16,8 @@ from mooncake.rpc.inference_pb2_grpc import InferenceStub
 
 
 async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
-    node = ConductorNode(load_config(overrides=["conductor.grpc_port=0", "conductor.http_port=0"]), open_directory)
+    overrides = ["conductor.grpc_port=0", "conductor.http_port=0", "conductor.node_wait_s=0"]
+    node = ConductorNode(load_config(overrides=overrides), open_directory)
     await node.start()
     try:
         async with grpc.aio.insecure_channel(node.control_address) as channel:

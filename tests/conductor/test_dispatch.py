@@ -210,8 +210,38 @@ async def test_a_node_that_restarts_under_its_id_gets_its_own_requests_again(sta
     await cluster.is_quiet()
 
 
-async def test_without_another_node_its_death_is_a_typed_error(start_cluster: Any) -> None:
+async def test_an_answer_goes_on_when_its_only_node_comes_back(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
+    victim = cluster.decode[0]
+    victim.script.token_s = 0.02
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 30)))
+    await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 3)
+    await victim.die()
+    meanwhile = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4)))
+    await cluster.eventually(lambda: cluster.core.waiting_for() == ["decode"])
+    await cluster.restart_decode(0)
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 30)
+    assert deltas[-1].summary.retries == 1
+    assert (await meanwhile)[0] == cluster.answer(PROMPT, 4)
+    await cluster.is_quiet()
+
+
+async def test_a_node_whose_connection_broke_is_used_again_once_it_is_heard(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    node = cluster.decode[0]
+    node.script.token_s = 0.02
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 30)))
+    await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 3)
+    await node.relay.cut()
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 30)
+    assert deltas[-1].summary.retries == 1
+    await cluster.is_quiet()
+
+
+async def test_without_another_node_its_death_is_a_typed_error(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, node_wait_s=0)
     victim = cluster.decode[0]
     victim.script.token_s = 0.02
     answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 50)))
@@ -309,7 +339,7 @@ async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster:
 
 
 async def test_no_node_no_service(start_cluster: Any) -> None:
-    cluster = await start_cluster(1, 0)
+    cluster = await start_cluster(1, 0, node_wait_s=0)
     with pytest.raises(NodeUnavailable, match="no decode node"):
         await cluster.generate(cluster.request())
     assert cluster.core.waiting_for() == ["decode"]

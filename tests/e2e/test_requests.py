@@ -161,7 +161,7 @@ async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_pair_is_a_typed_error_at_once() -> None:
-    async with running("decode.kv_gb=0.3") as (cluster, channel):
+    async with running("decode.kv_gb=0.3", "conductor.node_wait_s=0") as (cluster, channel):
         os.kill(cluster.pids["decode-0"], signal.SIGKILL)
         started_s = time.monotonic()
         with pytest.raises(MooncakeError) as caught:
