@@ -1,7 +1,7 @@
 """Slots that a store has given out before anybody has said what comes into them, and the blocks that came.
 
 Each writer of this kind has a *lane*: a client of this host, which fills its slots in place, or ``WIRE``, the data
-plane itself, where blocks of all others land. A slot given ahead is an ordinary reservation under a name of its own,
+plane itself, where blocks of all others land. A slot given ahead is an ordinary reservation that has no name yet,
 granted to its own epoch. The data plane lists most blocks on the board without a word to the store, which hears of
 them in ``catch_up``; the others it decides about in ``commit``. Whoever asks the index what it has, catches up first;
 whoever reserves blocks by their names or takes slots back does so ``alone``. This module must not know about the SSD,
@@ -21,11 +21,11 @@ from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant
 from kvstore.transfer.native import Landed
 from kvstore.transfer.server import SegmentServer
-from mooncake.errors import InvalidRequest, OutOfBlocks
+from mooncake.errors import InvalidRequest
 from mooncake.types import BlockKey
 
 WIRE = "\0wire"  # the lane of blocks that arrive over the data plane
-NEAR_AHEAD = 4  # slots of each client of this host
+NEAR_AHEAD = 8  # slots of each client of this host: kGifts of board.h
 
 Give = Callable[[int, int], bool]
 """Lets somebody fill a slot under an epoch, unless there are enough already."""
@@ -58,35 +58,38 @@ class SlotsAhead:
         self._block_bytes = block_bytes
         self._is_elsewhere = is_elsewhere
         self._on_stored = on_stored
-        self._lanes: dict[str, set[Grant]] = {WIRE: set()}
-        self._gives: dict[str, Give] = {WIRE: server.give_ahead}
+        self._lanes: dict[str, Give] = {WIRE: server.give_ahead}
         self._short: set[str] = set()  # lanes of which blocks came since they were last filled up
         self.wire_slots = num_slots // 2  # half for each kind of writer, so that neither starves the other
         self._near_slots = num_slots - self.wire_slots
-        self._num_given = 0  # ever
+        self.num_adopted = 0  # blocks that the data plane has listed, ever
 
     def __contains__(self, lane: str) -> bool:
         return lane in self._lanes
 
     def open(self, lane: str, give: Give) -> None:
-        self._lanes[lane], self._gives[lane] = set(), give
+        self._lanes[lane] = give
 
     def close(self, lane: str) -> None:
         """Its process holds the segment no more."""
         self._short.discard(lane)
         with self.alone():
-            del self._lanes[lane], self._gives[lane]
+            del self._lanes[lane]
             self._server.revoke([grant.slot for grant in self._index.writer_gone(lane)])
 
     def num_held(self, lane: str) -> int:
-        return len(self._lanes[lane])
+        return self._index.num_held(lane)
 
     def fill_up(self, lane: str, count: int) -> None:
         """Give slots until the lane has ``count``, but none that takes waiting."""
         self._short.discard(lane)
-        for grant in self._reserve(lane, count):
+        give = self._lanes.get(lane)
+        wanted = min(count - self.num_held(lane), self._num_left(lane))
+        if give is None or wanted <= 0:
+            return
+        for grant in self._index.reserve_ahead(wanted, lane, self._block_bytes, time.monotonic()):
             self._server.grant([grant.slot], grant.epoch)
-            if not self._gives[lane](grant.slot, grant.epoch):
+            if not give(grant.slot, grant.epoch):
                 self.take_back(grant)
 
     def fill_short(self) -> None:
@@ -99,28 +102,13 @@ class SlotsAhead:
         is_held = self._index.abort(grant)
         if is_held:
             self._server.revoke([grant.slot])
-            for held in self._lanes.values():
-                held.discard(grant)
         return is_held
 
-    def _reserve(self, lane: str, count: int) -> list[Grant]:
-        held = self._lanes.get(lane)
-        if held is None:
-            return []
-        given = sum(len(grants) for other, grants in self._lanes.items() if (other == WIRE) == (lane == WIRE))
-        wanted = min(count - len(held), (self.wire_slots if lane == WIRE else self._near_slots) - given)
-        if wanted <= 0:
-            return []
-        numbers = range(self._num_given, self._num_given + wanted)
-        self._num_given += wanted
-        names = [BlockName(BlockKey(f"{lane}{number}".encode())) for number in numbers]
-        try:
-            offers = self._index.reserve(names, lane, self._block_bytes, 1, time.monotonic())
-        except OutOfBlocks:
-            return []
-        grants = [offer.grant for offer in offers if offer.grant is not None]
-        held.update(grants)
-        return grants
+    def _num_left(self, lane: str) -> int:
+        """Slots that may still be given to lanes of this kind."""
+        if lane == WIRE:
+            return self.wire_slots - self.num_held(WIRE)
+        return self._near_slots - sum(self.num_held(other) for other in self._lanes if other != WIRE)
 
     # What came
 
@@ -129,8 +117,10 @@ class SlotsAhead:
         arrived = self._board.take_arrived() if self._board is not None else []
         if not arrived:
             return
+        now = time.monotonic()
         for block in arrived:
-            self._adopt(block)
+            self._adopt(block, now)
+        self.num_adopted += len(arrived)
         self._server.revoke([block.slot for block in arrived])
 
     @contextlib.contextmanager
@@ -145,7 +135,14 @@ class SlotsAhead:
 
     def lane_of(self, grant: Grant) -> str:
         """Whose slot this is; WIRE when it is nobody's."""
-        return next((lane for lane, held in self._lanes.items() if grant in held), WIRE)
+        writer = self._index.writer_of(grant)
+        return writer if writer in self._lanes else WIRE
+
+    def be_patient(self, is_patient: bool) -> None:
+        """Have the loop woken when half of the slots of a lane may have been used, or for any block that comes."""
+        if self._board is not None:
+            held = [count for lane in self._lanes if (count := self.num_held(lane))]
+            self._board.be_patient((min(held, default=1) + 1) // 2 if is_patient else 1)
 
     def commit(
         self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
@@ -155,28 +152,23 @@ class SlotsAhead:
         if not 1 <= len(checksums) <= length <= self._block_bytes or length % len(checksums):
             raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
         with self.alone():
-            if lane not in self._lanes or grant not in self._lanes[lane]:
+            if lane not in self._lanes or self._index.writer_of(grant) != lane:
                 return Committed.OVER
-            self._lanes[lane].discard(grant)
             self._short.add(lane)
             self._server.revoke([grant.slot])
             is_busy = self._index.is_reserved(name.key)
             is_stored = self._index.exists([name.key])[0] or self._is_elsewhere(name)
-            is_new = not is_stored and self._index.name_reserved(grant, name, length, len(checksums), tenant)
-            if is_new:
-                self._index.seal(grant, checksums, time.monotonic())
-            else:
-                self._index.touch(name.key, time.monotonic())
+            now = time.monotonic()
+            is_new = not is_stored and self._index.adopt(grant, name, length, checksums, now, tenant)
+            if not is_new:
+                self._index.touch(name.key, now)
                 self._index.abort(grant)
         self._on_stored(name, is_new)
         return Committed.STORED if is_stored or is_new else Committed.BUSY if is_busy else Committed.OVER
 
-    def _adopt(self, block: Landed) -> None:
+    def _adopt(self, block: Landed, now: float) -> None:
         grant, name = Grant(block.slot, block.epoch), BlockName(BlockKey(block.key), block.parent)
-        lane = self.lane_of(grant)
-        self._lanes[lane].discard(grant)
-        self._short.add(lane)
-        is_ours = self._index.name_reserved(grant, name, block.length, len(block.checksums), block.tenant)
+        self._short.add(self._index.writer_of(grant))
+        is_ours = self._index.adopt(grant, name, block.length, block.checksums, now, block.tenant, is_listed=True)
         assert is_ours, f"{name} was listed in a slot that was not free for it"
-        self._index.seal(grant, block.checksums, time.monotonic())
         self._on_stored(name, True)

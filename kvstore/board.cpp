@@ -57,6 +57,7 @@ struct Book {
     std::mutex lock;  // of the board's changes and of all that follows
     bool is_held = false;
     bool is_woken = false;                   // since the loop has last looked
+    uint32_t patience = 1;                   // how many may come before it has to be woken
     uint16_t marks[kMarks] = {};             // how many keys that fall here are being written, or stored elsewhere
     uint32_t num_arrived = 0;
     Arrival arrived[kMaxArrived];
@@ -185,6 +186,13 @@ void board_hold(Book* book, int is_held) {
     book->is_held = is_held;
 }
 
+// How many blocks may come before the loop is woken: 1, unless it will look by itself.
+void board_be_patient(Book* book, uint32_t patience) {
+    const std::lock_guard<std::mutex> locked(book->lock);
+    book->patience = patience;
+    if (book->num_arrived >= patience) book->wake();
+}
+
 // What has been listed since the last call; how many.
 uint32_t board_take_arrived(Book* book, Arrival* arrived) {
     const std::lock_guard<std::mutex> locked(book->lock);
@@ -208,7 +216,7 @@ int board_list(void* opaque, std::atomic<uint64_t>* grant, const Arrival* arriva
     book->show(static_cast<uint32_t>(arrival->slot), arrival->epoch, key, arrival->key_bytes(), arrival->length,
                arrival->sums, arrival->ranges);
     book->arrived[book->num_arrived++] = *arrival;
-    book->wake();
+    if (book->num_arrived >= book->patience) book->wake();
     return kListed;
 }
 

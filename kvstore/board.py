@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_hide": (None, [_ADDRESS, _U32]),
     "board_mark": (None, [_ADDRESS, ctypes.c_char_p, _U32, ctypes.c_int]),
     "board_hold": (None, [_ADDRESS, ctypes.c_int]),
+    "board_be_patient": (None, [_ADDRESS, _U32]),
     "board_take_arrived": (_U32, [_ADDRESS, _ADDRESS]),
     "board_open_lane": (_ADDRESS, [ctypes.c_int]),
     "board_close_lane": (None, [_ADDRESS]),
@@ -166,6 +167,10 @@ class Board:
             yield
         finally:
             self._library.board_hold(self._board, False)
+
+    def be_patient(self, num_blocks: int) -> None:
+        """Wake nobody before so many have come: they will be looked for soon."""
+        self._library.board_be_patient(self._board, num_blocks)
 
     def take_arrived(self) -> list[Landed]:
         """What has been listed by others since the last call."""

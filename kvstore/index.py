@@ -25,6 +25,7 @@ from mooncake.errors import OutOfBlocks, Overloaded
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 MAX_LEASES = 65536
+_HELD = (SlotState.RESERVED, SlotState.QUARANTINED)
 
 
 class Listing(Protocol):
@@ -127,10 +128,19 @@ class StoreIndex:
             asked = len(waiting)
             while waiting and self._make_room(len(waiting), now):
                 index = waiting.popleft()
-                offers[index] = Offer(self._reserve(names[index], writer, length, ranges, now, tenant))
+                offers[index] = Offer(grant := self._reserve(writer, length, ranges, now))
+                self._name(grant.slot, names[index], tenant)
         if waiting and len(waiting) == asked:
             raise OutOfBlocks("the store is full: every block is being read or written, or others build on it")
         return offers
+
+    def reserve_ahead(self, count: int, writer: str, length: int, now: float) -> list[Grant]:
+        """Slots for blocks that nobody has named yet, to ``adopt``: as many as there is room for, at most ``count``."""
+        self._expire(now)
+        grants: list[Grant] = []
+        while len(grants) < count and self._make_room(count - len(grants), now):
+            grants.append(self._reserve(writer, length, 1, now))
+        return grants
 
     def reservation(self, grant: Grant) -> Reserved | None:
         """What is reserved under this grant, or None when it is over."""
@@ -142,33 +152,42 @@ class StoreIndex:
         if reserved is None or len(checksums) != reserved.ranges:
             self.counters["refused_seals"] += 1
             return False
-        self._table.seal(grant.slot, checksums)
         slot = self._table.slots[grant.slot]
-        self._tenants.add(slot.tenant, slot.name.key)
-        self._events.append(BlockEvent(True, slot.name.key, slot.name.parent))
-        self.counters["stored"] += 1
-        self._room.enter(grant.slot, now)
+        self._make_readable(grant.slot, checksums, now)
         self._listing.show(grant.slot, slot.epoch, slot.name.key, slot.length, checksums)
         self._listing.mark(slot.name.key, False)
         if slot.parent:
             self._policy.unpin(slot.parent)  # from now on the policy knows that this block builds on it
         return True
 
-    def name_reserved(self, grant: Grant, name: BlockName, length: int, ranges: int, tenant: str) -> bool:
-        """Say at last what a slot reserved under another name, for at least so many bytes, has been filled with. False
-        when the reservation is over, or the block is here or being written already; then nothing happens."""
-        if self.reservation(grant) is None or name.key in self._table.sealed or name.key in self._table.reserved:
+    def adopt(
+        self,
+        grant: Grant,
+        name: BlockName,
+        length: int,
+        checksums: Checksums,
+        now: float,
+        tenant: str = "",
+        is_listed: bool = False,
+    ) -> bool:
+        """Say at last what a slot of ``reserve_ahead`` has been filled with, which makes it readable; ``is_listed``: it
+        is already. False when the reservation is over, or the block is here or being written; nothing happens then."""
+        slot, table = self._table.find(grant), self._table
+        is_open = slot is not None and slot.state is SlotState.RESERVED and slot.name is NO_NAME
+        if slot is None or not is_open or name.key in table.sealed or name.key in table.reserved:
             return False
-        self._forget_reserved(grant.slot)
-        slot = self._table.slots[grant.slot]
-        slot.length, slot.ranges = length, ranges
-        self._name(grant.slot, name, tenant)
+        slot.length, slot.ranges = length, len(checksums)
+        table.name(grant.slot, name, tenant)
+        self._tenants.charge(tenant, length)
+        self._make_readable(grant.slot, checksums, now)
+        if not is_listed:
+            self._listing.show(grant.slot, grant.epoch, name.key, length, checksums)
         return True
 
     def abort(self, grant: Grant) -> bool:
         """The writer is done with this slot for good. False when it holds it no more; then nothing happens."""
         slot = self._table.find(grant)
-        if slot is None or slot.state not in (SlotState.RESERVED, SlotState.QUARANTINED):
+        if slot is None or slot.state not in _HELD:
             return False
         if slot.state is SlotState.RESERVED:
             self._forget_reserved(grant.slot)
@@ -247,6 +266,15 @@ class StoreIndex:
         lease = self._leases.pop(lease_id, None)
         for grant, key in lease.content if lease else ():
             self._room.end_lease(grant, key)
+
+    def writer_of(self, grant: Grant) -> str:
+        """Who has not let go of this slot, reserved or quarantined; nobody when that is over."""
+        slot = self._table.find(grant)
+        return slot.writer if slot is not None and slot.state in _HELD else ""
+
+    def num_held(self, writer: str) -> int:
+        """Slots that this writer has not let go of."""
+        return self._table.num_held(writer)
 
     def is_reserved(self, key: BlockKey) -> bool:
         """Whether someone is writing this block."""
@@ -366,9 +394,8 @@ class StoreIndex:
 
     # Moves
 
-    def _reserve(self, name: BlockName, writer: str, length: int, ranges: int, now: float, tenant: str) -> Grant:
+    def _reserve(self, writer: str, length: int, ranges: int, now: float) -> Grant:
         grant = self._table.reserve(writer, length, ranges)
-        self._name(grant.slot, name, tenant)
         self._timeouts.append((now + self._reserve_timeout_s, grant))
         return grant
 
@@ -380,9 +407,19 @@ class StoreIndex:
         if slot.parent:
             self._policy.pin(slot.parent)
 
+    def _make_readable(self, index: int, checksums: Checksums, now: float) -> None:
+        self._table.seal(index, checksums)
+        slot = self._table.slots[index]
+        self._tenants.add(slot.tenant, slot.name.key)
+        self._events.append(BlockEvent(True, slot.name.key, slot.name.parent))
+        self.counters["stored"] += 1
+        self._room.enter(index, now)
+
     def _forget_reserved(self, index: int) -> None:
         """The block is not being written any more; another writer may start on it."""
         slot = self._table.slots[index]
+        if slot.name is NO_NAME:  # nobody has said what it would have been
+            return
         self._listing.mark(slot.name.key, False)
         self._table.unname(index)
         self._tenants.credit(slot.tenant, slot.length)

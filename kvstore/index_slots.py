@@ -74,11 +74,12 @@ class SlotTable:
     # Moves
 
     def reserve(self, writer: str, length: int, ranges: int) -> Grant:
-        """Give a free slot, which there must be, to a writer; ``name`` it next."""
+        """Give a free slot, which there must be, to a writer; ``name`` it, now or when it is known what came."""
         grant = Grant(self.free.pop(), next(self._epochs))
         slot = self.slots[grant.slot]
         self._move(slot, SlotState.RESERVED)
         slot.writer, slot.epoch, slot.length, slot.ranges = writer, grant.epoch, length, ranges
+        slot.parent, slot.position = b"", 0
         self._held_by.setdefault(writer, set()).add(grant.slot)
         return grant
 
@@ -146,6 +147,9 @@ class SlotTable:
         """What this writer has not let go of, reserved or quarantined."""
         return [self.grant_of(index) for index in sorted(self._held_by.get(writer, ()))]
 
+    def num_held(self, writer: str) -> int:
+        return len(self._held_by.get(writer, ()))
+
     def held(self, index: int, must_go: bool) -> Held:
         slot = self.slots[index]
         assert slot.checksums is not None
@@ -173,7 +177,8 @@ class SlotTable:
         reserved = {i for i, slot in enumerate(self.slots) if slot.state is SlotState.RESERVED}
         quarantined = {i for i, slot in enumerate(self.slots) if slot.state is SlotState.QUARANTINED}
         assert set(self.sealed.values()) == sealed and len(self.sealed) == len(sealed)
-        assert set(self.reserved.values()) == reserved and len(self.reserved) == len(reserved)
+        named = {i for i in reserved if self.slots[i].name is not NO_NAME}
+        assert set(self.reserved.values()) == named and len(self.reserved) == len(named)
         assert all(self.slots[index].name.key == key for key, index in (*self.sealed.items(), *self.reserved.items()))
         held = [index for slots in self._held_by.values() for index in slots]
         assert sorted(held) == sorted(reserved | quarantined) and all(self._held_by.values())

@@ -402,7 +402,7 @@ class Store:
 
     def _saw(self, key: BlockKey) -> bool:
         """Count a sight; whether that makes it worth a copy on the SSD."""
-        return self._sights.see(key) == self._rules.write_through_sights
+        return self._ssd is not None and self._sights.see(key) == self._rules.write_through_sights
 
     def _must_save(self, name: BlockName) -> bool:
         ssd = self._ssd

@@ -5,7 +5,9 @@ everybody; the store hears of it a moment later, many at a time. Only where the 
 be at that block, slots are just being taken back) the store is asked while the sender waits. A sender that dies
 half-way has landed nothing, and its slot is used for the next.
 
-Slots are only held while blocks are being put, so that an idle store has all of its memory.
+The first block wakes the store. While more come behind it, the store looks for them every few milliseconds and is woken
+only when its slots run low: to be woken for each costs more than the block does. Slots are only held while blocks are
+being put, so that an idle store has all of its memory.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from mooncake.errors import InvalidRequest
 
 AHEAD = 16  # slots: as many as four clients have connections
 RETURN_AFTER_S = 1.0  # without a put
+LOOK_S = 0.005  # an event, or a reader's note, may wait so long
 
 _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committed.OVER: Status.NO_SLOT}
 
@@ -37,22 +40,32 @@ class WirePuts:
         """``wake_fd`` is that of the store's board."""
         self._store = store
         self._server = server
+        self._wake_fd = wake_fd
         self._most = min(store.ahead.wire_slots, AHEAD, MAX_AHEAD)
         self._last_s = 0.0
-        self._wake_fd = wake_fd
+        self._num_seen = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._looking: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """From now on ``heard`` is called when there is something to hear."""
-        asyncio.get_running_loop().add_reader(self._wake_fd, self.heard)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._wake_fd, self.heard)
 
     def stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._wake_fd)
+        assert self._loop is not None
+        self._loop.remove_reader(self._wake_fd)
+        self._loop = None
+        if self._looking is not None:
+            self._looking.cancel()
 
     def heard(self) -> None:
         """Blocks have come, or one waits for a slot."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         self._go_on()
+        if self._looking is None and self._loop is not None:
+            self._look_later(self._loop)
 
     def came(self, put: Put) -> None:
         """A block has come, and may have to be refused."""
@@ -71,6 +84,19 @@ class WirePuts:
         self._last_s = time.monotonic()
         self._store.settle()
         self._store.give_ahead(WIRE, self._most)
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_seen = self._store.ahead.num_adopted
+        self._store.ahead.be_patient(True)
+        self._looking = loop.call_later(LOOK_S, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._looking = None
+        self._store.settle()
+        if self._store.ahead.num_adopted != self._num_seen:
+            self._look_later(loop)
+        else:
+            self._store.ahead.be_patient(False)
 
     def _commit(self, landed: Landed) -> Status:
         grant = Grant(landed.slot, landed.epoch)

@@ -35,7 +35,6 @@ class EventLog:
         self.incarnation = incarnation
 
     def append(self, events: Iterable[BlockEvent]) -> None:
-        before = self.next_sequence
         for event in events:
             if event.stored:
                 self._stored[event.key] = event.parent, event.tier
@@ -43,9 +42,7 @@ class EventLog:
                 self._stored.pop(event.key, None)
             self._kept.append(event)
             self.next_sequence += 1
-        if self.next_sequence != before:
             self._changed.set()
-            self._changed = asyncio.Event()
 
     def since(self, sequence: int) -> list[BlockEvent] | None:
         """Events from ``sequence`` on, or None when the log no longer reaches back that far."""
@@ -60,6 +57,7 @@ class EventLog:
     async def wait(self, sequence: int) -> None:
         """Return once there is something after ``sequence``."""
         while self.next_sequence <= sequence:
+            self._changed.clear()  # whoever waited until now has been woken already
             await self._changed.wait()
 
 
