@@ -101,18 +101,18 @@ def sweep(
     speed: Speed = 1.0,
     limit: Limit = None,
     max_output: MaxOutput = None,
+    tokens_per_block: TokensPerBlock = 512,
     plot: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a trace again and again with one thing varied."""
     from mooncake.app.sim.simulation import Run
-    from mooncake.app.simulate import choose_cluster
+    from mooncake.app.simulate import choose_cluster, load_scaled
     from mooncake.app.simulate_sweep import sweep as run_all
-    from mooncake.app.trace_tools import load_any
 
     chosen = choose_cluster(preset, cluster)
-    setting = chosen, Run(seed, speed, max_output=max_output)
-    run_all(load_any(trace, limit), trace.name, setting, vary, values.split(","), as_json, plot)
+    setting = chosen, Run(seed, speed, max_output=max_output, tokens_per_block=tokens_per_block)
+    run_all(load_scaled(trace, limit, tokens_per_block), trace.name, setting, vary, values.split(","), as_json, plot)
 
 
 @app.command()

@@ -105,6 +105,16 @@ def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
     assert plot.read_text().count("<svg") == 4
 
 
+@pytest.mark.parametrize("command", [("simulate",), ("sweep", "--vary", "load", "--values", "0.2")])
+def test_a_cluster_of_small_blocks_asks_for_a_scaled_trace(trace: Path, command: tuple[str, ...]) -> None:
+    name, *args = command
+    args = [name, str(trace), "--preset", "laptop", "--limit", "5", "--json", *args]
+    with pytest.raises(ConfigError, match=r"scale it with (--tokens-per-block 16)") as refused:
+        app(args, standalone_mode=False)
+    hint = str(refused.value).rpartition("scale it with ")[2].split()
+    assert json.loads(call(*args, *hint))["done"] == 5
+
+
 def test_an_azure_trace_is_read_by_time_and_shares_nothing(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(

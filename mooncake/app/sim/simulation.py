@@ -82,8 +82,9 @@ class Simulation:
         self._stride, rest = divmod(cluster.model.block_tokens, run.tokens_per_block)
         if rest or not self._stride:
             raise ConfigError(
-                f"the cluster's blocks have {cluster.model.block_tokens} tokens, the trace's {run.tokens_per_block}: "
-                "the first must be a multiple of the second"
+                f"the cluster's blocks have {cluster.model.block_tokens} tokens, which is no multiple of the trace's "
+                f"{run.tokens_per_block}: scale it with --tokens-per-block "
+                f"{math.gcd(cluster.model.block_tokens, TRACE_BLOCK_TOKENS)}"
             )
         self._names: Counter[str] = Counter()  # how many machines of each role there were
         self._groups: dict[str, Machines] = {}  # of each machine
