@@ -1,23 +1,11 @@
-// Names of blocks, read out of the Python objects that hold them. The caller holds the interpreter's lock. What is used of
-// Python is in its stable ABI and declared here: no headers of it are needed. A failed call leaves a Python exception.
+// Names of blocks, read out of the Python objects that hold them.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <sys/types.h>
 
-extern "C" {
-struct PyObject;
-extern PyObject *PyExc_ValueError;
-PyObject *PyBytes_FromStringAndSize(const char *data, ssize_t size);
-int PyBytes_AsStringAndSize(PyObject *bytes, char **data, ssize_t *size);
-ssize_t PySequence_Size(PyObject *sequence);
-PyObject *PySequence_GetItem(PyObject *sequence, ssize_t at);
-int PyObject_IsTrue(PyObject *object);
-void PyErr_SetString(PyObject *type, const char *message);
-void Py_DecRef(PyObject *object);
-}
+#include "../mooncake/python_module.h"
 
 constexpr int kKeyBytes = 15;
 

@@ -1,5 +1,5 @@
-"""The default policy's search in C++: the same answer as ``policies.milliseconds`` and ``predict.explain`` give, in a
-few microseconds. Built at first use; without a compiler the Python search serves, and says so once.
+"""The default policy's search in C++: the answer that ``policies.milliseconds``, ``predict.explain`` and ``describe``
+give together, in a few microseconds. Built at first use; without a compiler those serve, and say so once.
 """
 
 from __future__ import annotations
@@ -7,15 +7,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
-from conductor.predict import Breakdown, Prediction
-from conductor.view import Choice, Question, Shape, View
-from mooncake.native import BuildFailed, load_native
+from conductor.predict import Breakdown
+from conductor.registry import NodeInfo
+from conductor.view import Question, Shape, View
+from mooncake.native import BuildFailed, load_module
 
 log = logging.getLogger(__name__)
 
@@ -23,36 +24,25 @@ SOURCE = Path(__file__).with_name("placing.cpp")
 KEYS_HEADER = Path(__file__).with_name("keys.h")
 # Python adds and multiplies in steps, too: without fused operations both round alike.
 FLAGS = ("-ffp-contract=off",)
-Signatures = dict[str, tuple[type | None, tuple[type, ...]]]  # of each function: its result and its arguments
 _from_buffer: Callable[..., ctypes.c_char] = ctypes.c_char.from_buffer
-_REQUEST = struct.Struct("=QQQdddqqq")
-_RESULT = struct.Struct("=qqqqqqddddd")
 
 
 @functools.cache
-def load_search() -> ctypes.CDLL | None:
+def load_search() -> ModuleType | None:
     """The library, or None where it cannot be built."""
-    try:
-        return load_native("placing", SOURCE, flags=FLAGS)
-    except BuildFailed as error:
-        log.warning("placing in Python, several times slower: %s", error)
-        return None
+    return load_or_warn("placing", SOURCE, "placing")
 
 
-def load_with_keys(name: str, source: Path, signatures: Signatures, otherwise: str) -> ctypes.PyDLL | None:
-    """A library that reads keys out of their objects (``keys.h``), called with the interpreter's lock held. Where it
-    cannot be built None, with a warning of what is done ``otherwise``."""
+def load_or_warn(name: str, source: Path, otherwise: str) -> ModuleType | None:
+    """A library of ours. Where it cannot be built None, with a warning of what is done ``otherwise``."""
     try:
-        found = load_native(name, source, headers=[KEYS_HEADER])
+        return load_module(name, source, [KEYS_HEADER], FLAGS)
     except BuildFailed as error:
         log.warning("%s in Python, several times slower: %s", otherwise, error)
         return None
-    library = ctypes.PyDLL(found._name, handle=found._handle)
-    for function_name, (result, arguments) in signatures.items():
-        function = library[function_name]
-        function.restype, function.argtypes = result, arguments
-        setattr(library, function_name, function)
-    return library
+
+
+Found = tuple[NodeInfo, NodeInfo | None, tuple[NodeInfo, ...], int, int, int, int, bool, Breakdown, bool]
 
 
 class _View(ctypes.Structure):
@@ -85,6 +75,7 @@ class _View(ctypes.Structure):
                 "send_byte",
                 "least_send_latency",
                 "least_send_byte",
+                "scratch",
             )
         ),
         *(
@@ -97,32 +88,25 @@ class _View(ctypes.Structure):
 class NativeSearch:
     """One owner. Keeps pointers into the arrays of the view that it saw last; the fleet changes those in place."""
 
-    def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
+    def __init__(self, library: ModuleType, shape: Shape) -> None:
+        self._place: Callable[..., tuple[int, int, int, int, int, int, int, bool, tuple[float, ...], bool]]
         self._place = library.place
-        self._place.restype = None
-        self._place.argtypes = (ctypes.c_void_p,) * 4
         self._shape = shape
         self._view: View | None = None
         self._native_view = _View()
         self._view_at = ctypes.addressof(self._native_view)
-        self._request = ctypes.create_string_buffer(_REQUEST.size)
-        self._request_at = ctypes.addressof(self._request)
-        self._result = ctypes.create_string_buffer(_RESULT.size)
-        self._result_at = ctypes.addressof(self._result)
         self._scratch = np.zeros(0)
-        self._scratch_at = 0
 
-    def __call__(self, question: Question) -> tuple[Choice, Prediction]:
-        """Somebody must be allowed on each side that is needed."""
-        if question.view is not self._view:
-            self._look_at(question.view)
-        facts = question.facts
-        _REQUEST.pack_into(
-            self._request,
-            0,
-            address(question.runs),
-            0 if question.prefill_ok is None else address(question.prefill_ok),
-            0 if question.decode_ok is None else address(question.decode_ok),
+    def __call__(self, question: Question) -> Found:
+        """What a ``Placement`` consists of. Somebody must be allowed on each side that is needed."""
+        view, facts = question.view, question.facts
+        if view is not self._view:
+            self._look_at(view)
+        p, d, pool, local, fetched, new, blocks, is_known, parts, skips_pool = self._place(
+            self._view_at,
+            question.runs,
+            question.prefill_ok,
+            question.decode_ok,
             facts.num_tokens,
             facts.expected_tokens,
             question.now_ms,
@@ -130,13 +114,14 @@ class NativeSearch:
             question.last_prefill,
             question.last_decode,
         )
-        self._place(self._view_at, self._request_at, self._result_at, self._scratch_at)
-        p, d, source, local, cached, blocks, queue, fetch, prefill, handoff, step = _RESULT.unpack(self._result)
-        parts = Breakdown(queue, fetch, prefill, handoff, step)
-        return Choice(p, d, source), Prediction(parts, source, local, cached - local, blocks)
+        decode = view.decode.nodes[d] if d >= 0 else None
+        pools = (view.stores.nodes[pool],) if pool >= 0 else ()
+        breakdown = Breakdown(*parts)
+        return view.prefill.nodes[p], decode, pools, local, fetched, new, blocks, is_known, breakdown, skips_pool
 
     def _look_at(self, view: View) -> None:
         prefill, decode, stores, shape = view.prefill, view.decode, view.stores, self._shape
+        self._scratch = np.zeros(3 * len(prefill.nodes) + 2 * len(decode.nodes) + 1)
         pointers = {
             "prefill_slots": prefill.slots,
             "home": prefill.home,
@@ -160,10 +145,11 @@ class NativeSearch:
             "send_byte": view.send_byte,
             "least_send_latency": view.least_send_latency,
             "least_send_byte": view.least_send_byte,
+            "scratch": self._scratch,
         }
         for name, array in pointers.items():
             assert array.flags.c_contiguous
-            setattr(self._native_view, name, address(array))
+            setattr(self._native_view, name, _address(array))
         for name, value in {
             "num_prefill": len(prefill.nodes),
             "num_decode": len(decode.nodes),
@@ -175,11 +161,9 @@ class NativeSearch:
             "chunk_tokens": shape.chunk_tokens,
         }.items():
             setattr(self._native_view, name, value)
-        self._scratch = np.zeros(3 * len(prefill.nodes) + 2 * len(decode.nodes) + 1)
-        self._scratch_at = address(self._scratch)
         self._view = view
 
 
-def address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """Of an array that its caller keeps, and may write."""
+def _address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+    """Of an array that is kept."""
     return ctypes.addressof(_from_buffer(array)) if array.size else 0

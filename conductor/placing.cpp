@@ -1,11 +1,16 @@
 // The default policy's search over nodes, as policies/milliseconds.py and predict.py define it; built at first use.
-// Pure arithmetic over arrays that Python owns; it allocates nothing but on the stack and keeps nothing.
+// Pure arithmetic over arrays that Python owns; it keeps nothing.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "../mooncake/python_module.h"
+
 namespace {
+
+using python::Array;
+using python::method;
 
 constexpr double kInfinity = INFINITY;
 constexpr double kSessionMs = 1e-6;  // what staying with the session's nodes is worth: it breaks ties
@@ -26,6 +31,7 @@ struct View {
     const double *fetch_latency, *fetch_byte;  // [S, P]
     const double *send_latency, *send_byte;    // [P, D]
     const double *least_send_latency, *least_send_byte;
+    double *scratch;  // [3 P + 2 D]
     double ssd_byte_ms, block_tokens, block_bytes, num_layers, chunk_tokens;
 };
 
@@ -34,11 +40,6 @@ struct Request {
     const uint8_t *prefill_ok, *decode_ok;  // null: all
     double num_tokens, expected_tokens, now_ms;
     int64_t needs_decode, last_prefill, last_decode;
-};
-
-struct Result {
-    int64_t prefill, decode, source, local_tokens, cached_tokens, sent_blocks;
-    double queue_ms, fetch_ms, prefill_ms, handoff_ms, step_ms;
 };
 
 struct Way {
@@ -108,14 +109,15 @@ double handoff_ms(double sending, double computing, double layers) {
     return std::max(sending - computing, sending / layers);
 }
 
-}  // namespace
-
-// scratch: [3 P + 2 D] doubles. Somebody must be allowed on each side that is needed.
-extern "C" void place(const View *view, const Request *request, Result *result, double *scratch) {
+// What a Placement consists of. Somebody must be allowed on each side that is needed.
+PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t> prefill_ok,
+                Array<const uint8_t> decode_ok, double num_tokens, double expected_tokens, double now_ms,
+                int64_t needs_decode, int64_t last_prefill, int64_t last_decode) {
     const View &v = *view;
-    const Request &r = *request;
+    const Request r{runs.data,    prefill_ok.data, decode_ok.data, num_tokens, expected_tokens,
+                    now_ms,       needs_decode,    last_prefill,   last_decode};
     const int64_t P = v.num_prefill, D = v.num_decode;
-    double *ttft = scratch, *computing = ttft + P, *work = computing + 2 * P, *bytes = work + D;
+    double *ttft = v.scratch, *computing = ttft + P, *work = computing + 2 * P, *bytes = work + D;
     int64_t sources[kMaxSources];
     const int num_sources = find_sources(v, r, sources);
     const double usable = r.num_tokens - 1.0;
@@ -184,15 +186,26 @@ extern "C" void place(const View *view, const Request *request, Result *result, 
     }
     const double local = std::min(r.runs[v.prefill_slots[best_p]] * v.block_tokens, usable);
     const Way way = fastest_way(v, r, best_p, local, sources, num_sources);
-    *result = Result{best_p, best_d, way.source, int64_t(local), int64_t(way.cached), 0,
-                     queue_ms(best_p), way.fetch_ms, way.prefill_ms, 0.0, 0.0};
+    double blocks = 0.0, handoff = 0.0, step = 0.0;
     if (best_d >= 0) {
-        const double blocks = std::ceil(r.num_tokens / v.block_tokens) - r.runs[v.decode_slots[best_d]];
+        blocks = std::ceil(r.num_tokens / v.block_tokens) - r.runs[v.decode_slots[best_d]];
         const int64_t at = best_p * D + best_d;
-        const double sending =
-            blocks > 0.0 ? v.send_latency[at] + v.send_byte[at] * (blocks * v.block_bytes) : 0.0;
-        result->sent_blocks = int64_t(blocks);
-        result->handoff_ms = handoff_ms(sending, way.prefill_ms, v.num_layers);
-        result->step_ms = v.next_step_ms[best_d] + v.context_ms[best_d] * r.num_tokens;
+        const double sending = blocks > 0.0 ? v.send_latency[at] + v.send_byte[at] * (blocks * v.block_bytes) : 0.0;
+        handoff = handoff_ms(sending, way.prefill_ms, v.num_layers);
+        step = v.next_step_ms[best_d] + v.context_ms[best_d] * r.num_tokens;
     }
+    // The store to read from, else the one on the prefill node's host, else any.
+    const int64_t home = v.home[best_p], pool = way.source >= 0 ? way.source : home >= 0 || !v.num_stores ? home : 0;
+    // Whether it holds more of the prompt than is to be used.
+    const bool skips_pool = way.source < 0 && pool >= 0 &&
+                            std::min(r.runs[v.store_slots[pool]] * v.block_tokens, usable) > way.cached;
+    const auto whole = [](double value) { return static_cast<long long>(value); };
+    return Py_BuildValue("LLLLLLLN(ddddd)N", whole(best_p), whole(best_d), whole(pool), whole(local),
+                         whole(way.cached - local), whole(r.num_tokens - way.cached), whole(blocks),
+                         PyBool_FromLong(v.known[best_p]), queue_ms(best_p), way.fetch_ms, way.prefill_ms, handoff, step,
+                         PyBool_FromLong(skips_pool));
 }
+
+}  // namespace
+
+PYTHON_MODULE("placing", method<place>("place"))

@@ -4,33 +4,21 @@ memory. Built at first use; without a compiler the Python table serves, and says
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_int, c_int64, c_uint32, c_void_p, py_object
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
-from conductor.native import Signatures, address, load_with_keys
+from conductor.native import load_or_warn
 from conductor.prefix_table import INDEX_KEY_BYTES, PrefixTable, Slots
 from conductor.view import Floats
 from mooncake.types import BlockEvent, Tier
 
 SOURCE = Path(__file__).with_name("prefix_table.cpp")
 RECORD_BYTES = INDEX_KEY_BYTES + 1
-_SIGNATURES: Signatures = {
-    "new_table": (c_void_p, (c_int64,)),
-    "delete_table": (None, (c_void_p,)),
-    "num_blocks": (c_int64, (c_void_p,)),
-    "num_dropped": (c_int64, (c_void_p,)),
-    "apply": (c_int64, (c_void_p, py_object, c_uint32, c_uint32, c_int)),
-    "load": (c_int64, (c_void_p, py_object, c_uint32, c_uint32, c_int)),
-    "match": (c_int64, (c_void_p, py_object, c_char_p, c_int64, c_void_p, c_int64)),
-    "blocks_of": (py_object, (c_void_p, c_int, c_uint32, c_uint32)),
-    "drop": (None, (c_void_p, c_int, c_char_p, c_int64)),
-}
 
 
 def new_table(max_blocks: int, native: bool = True) -> PrefixTable | NativeTable:
@@ -40,14 +28,14 @@ def new_table(max_blocks: int, native: bool = True) -> PrefixTable | NativeTable
 
 
 @functools.cache
-def _load() -> ctypes.PyDLL | None:
-    return load_with_keys("prefix_table", SOURCE, _SIGNATURES, "matching prefixes")
+def _load() -> ModuleType | None:
+    return load_or_warn("prefix_table", SOURCE, "matching prefixes")
 
 
 class NativeTable:
     """As ``PrefixTable``. Raises ValueError or TypeError for a key that is none."""
 
-    def __init__(self, library: ctypes.PyDLL, max_blocks: int) -> None:
+    def __init__(self, library: ModuleType, max_blocks: int) -> None:
         self._library = library
         self._match: Callable[..., int] = library.match
         self._table: int = library.new_table(max_blocks)
@@ -69,9 +57,7 @@ class NativeTable:
 
     def match(self, keys: Sequence[bytes], retired: int, num_slots: int) -> tuple[Floats, int]:
         runs: Floats = np.empty(num_slots)
-        bits = _bits(retired) if retired else b""
-        longest = self._match(self._table, keys, bits, len(bits) // 8, address(runs), num_slots)
-        return runs, longest
+        return runs, self._match(self._table, keys, _bits(retired) if retired else b"", runs)
 
     def blocks_of(self, shard: int, slots: Slots) -> list[tuple[bytes, Tier]]:
         found: bytes = self._library.blocks_of(self._table, shard, *slots)
@@ -79,8 +65,7 @@ class NativeTable:
         return [(record[:-1], Tier.DRAM if record[-1] else Tier.SSD) for record in records]
 
     def drop(self, shard: int, gone: int) -> None:
-        bits = _bits(gone)
-        self._library.drop(self._table, shard, bits, len(bits) // 8)
+        self._library.drop(self._table, shard, _bits(gone))
 
 
 def _bits(slots: int) -> bytes:

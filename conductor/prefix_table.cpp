@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <sys/types.h>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -13,6 +12,9 @@
 #include "keys.h"
 
 namespace {
+
+using python::Array;
+using python::method;
 
 constexpr int kNumShards = 256;  // by a key's first byte: what grows at one time is small
 constexpr int kFewEnds = 4;      // of runs within a prompt, looked for one after the other
@@ -76,18 +78,16 @@ bool is_subset(const Set &some, const Set &all) {
 }
 
 // Slots that are given as one bit each, densely.
-struct Bits {
-    const uint64_t *words;
-    int64_t size;
-    uint64_t operator[](uint32_t at) const { return at < size ? words[at] : 0; }
-};
+using Bits = Array<const uint64_t>;
+
+uint64_t bits_at(Bits bits, uint32_t at) { return at < bits.size ? bits.data[at] : 0; }
 
 bool is_disjoint(const Set &set, Bits gone) {
-    return std::none_of(set.begin(), set.end(), [&](const Word &word) { return word.bits & gone[word.at]; });
+    return std::none_of(set.begin(), set.end(), [&](const Word &word) { return word.bits & bits_at(gone, word.at); });
 }
 
 void subtract(Set &set, Bits gone) {
-    filter(set, [&](const Word &word) { return ~gone[word.at]; });
+    filter(set, [&](const Word &word) { return ~bits_at(gone, word.at); });
 }
 
 // One copy of each set that some block needs: most blocks are held by the same nodes as their neighbours.
@@ -333,10 +333,6 @@ struct Matching {
     }
 };
 
-}  // namespace
-
-extern "C" {
-
 Table *new_table(int64_t max_blocks) { return new Table(max_blocks); }
 void delete_table(Table *table) { delete table; }
 int64_t num_blocks(const Table *table) { return table->num_blocks; }
@@ -372,12 +368,12 @@ int64_t load(Table *table, PyObject *keys, uint32_t slot, uint32_t dram_slot, in
     return gained;
 }
 
-// Leading blocks of `keys` in each slot into `runs` [num_slots]. The longest one, or -1 with an exception.
-int64_t match(Table *table, PyObject *keys, const uint64_t *retired, int64_t words, double *runs, int64_t num_slots) {
-    std::fill(runs, runs + num_slots, 0.0);
-    Matching matching{*table, keys, PySequence_Size(keys), runs};
-    if (matching.size > 0) matching.match(Bits{retired, words});
-    return matching.ok ? matching.longest : -1;
+// Leading blocks of `keys` in each slot into `runs`. The longest one.
+int64_t match(Table *table, PyObject *keys, Bits retired, Array<double> runs) {
+    std::fill_n(runs.data, runs.size, 0.0);
+    Matching matching{*table, keys, PySequence_Size(keys), runs.data};
+    if (matching.size > 0) matching.match(retired);
+    return matching.longest;
 }
 
 // A bytes object: 16 bytes for each block of a shard that stands in `slot`, its key and whether it does in `dram_slot`.
@@ -396,14 +392,13 @@ PyObject *blocks_of(const Table *table, int shard, uint32_t slot, uint32_t dram_
 }
 
 // Takes the slots of `gone` out of the sets of one shard.
-void drop(Table *table, int shard_at, const uint64_t *gone, int64_t words) {
-    const Bits slots{gone, words};
+void drop(Table *table, int shard_at, Bits gone) {
     Shard &shard = table->shards[shard_at];
     for (Shard::Entry &entry : shard.entries) {
         if (entry.set == kNobody) continue;
-        if (is_disjoint(table->sets[entry.set], slots)) continue;
+        if (is_disjoint(table->sets[entry.set], gone)) continue;
         Set set = table->sets[entry.set];
-        subtract(set, slots);
+        subtract(set, gone);
         table->sets.give_back(entry.set);
         entry.set = table->sets.take(set);
         if (entry.set == kNobody) --table->num_blocks, --shard.used;
@@ -413,4 +408,8 @@ void drop(Table *table, int shard_at, const uint64_t *gone, int64_t words) {
     shard.resize(size);
 }
 
-}  // extern "C"
+}  // namespace
+
+PYTHON_MODULE("prefix_table", method<new_table>("new_table"), method<delete_table>("delete_table"),
+              method<num_blocks>("num_blocks"), method<num_dropped>("num_dropped"), method<apply>("apply"),
+              method<load>("load"), method<match>("match"), method<blocks_of>("blocks_of"), method<drop>("drop"))

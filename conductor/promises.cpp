@@ -9,6 +9,8 @@
 
 namespace {
 
+using python::method;
+
 struct Hash {
     size_t operator()(const Key &key) const { return key.hash(); }
 };
@@ -54,14 +56,10 @@ struct Marked {
     }
 };
 
-}  // namespace
-
-extern "C" {
-
 Promises *new_promises(int64_t stride) { return new Promises(stride); }
 void delete_promises(Promises *all) { delete all; }
 
-// The promise's number, or -1 with an exception.
+// The promise's number.
 int64_t give(Promises *all, PyObject *keys, int64_t held) {
     const int64_t size = PySequence_Size(keys), stride = all->stride;
     Promise promise;
@@ -96,9 +94,9 @@ void keep(Promises *all, int64_t number) {
     all->free.push_back(number);
 }
 
-// How many leading blocks of `keys` end with the deepest mark beyond `held` blocks; 0: none; -1 with an exception. Who
-// waits with it goes into `found`, as a count and so many numbers: there is room for all.
-int64_t deepest(const Promises *all, PyObject *keys, int64_t held, uint32_t *found) {
+// How many leading blocks of `keys` end with the deepest mark beyond `held` blocks, and the numbers of those who wait with
+// it; a 0 alone: there is none.
+PyObject *deepest(const Promises *all, PyObject *keys, int64_t held) {
     const int64_t size = PySequence_Size(keys), stride = all->stride, base = held / stride;
     Marked marked{*all, keys};
     int64_t low = base;
@@ -117,10 +115,16 @@ int64_t deepest(const Promises *all, PyObject *keys, int64_t held, uint32_t *fou
         break;
     }
     const std::vector<uint32_t> *numbers = depth ? marked.at(depth) : nullptr;
-    if (!marked.ok) return -1;
-    found[0] = numbers ? numbers->size() : 0;
-    if (numbers) std::copy(numbers->begin(), numbers->end(), found + 1);
-    return depth;
+    if (!marked.ok) return nullptr;
+    PyObject *found = PyTuple_New(1 + (numbers ? numbers->size() : 0));
+    ssize_t at = 0;
+    PyTuple_SetItem(found, at++, PyLong_FromLongLong(depth));
+    if (numbers)
+        for (const uint32_t number : *numbers) PyTuple_SetItem(found, at++, PyLong_FromLongLong(number));
+    return found;
 }
 
-}  // extern "C"
+}  // namespace
+
+PYTHON_MODULE("promises", method<new_promises>("new_promises"), method<delete_promises>("delete_promises"),
+              method<give>("give"), method<keep>("keep"), method<deepest>("deepest"))

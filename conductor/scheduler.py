@@ -87,7 +87,7 @@ class Scheduler:
         """As ``place``, for a request that was asked about already."""
         _check_somebody(question)
         if self._native is not None and self.policy is milliseconds:
-            placement = describe(question, *self._native(question))
+            placement = Placement(*self._native(question))
         else:
             choice = self.policy(question, self._rng)
             placement = describe(question, choice, explain(question, choice))

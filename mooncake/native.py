@@ -18,10 +18,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from mooncake.precision import cpu_features
 
 COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+MODULE_HEADER = Path(__file__).with_name("python_module.h")
 BUILD_TIMEOUT_S = 300  # seconds of one core; a crowded machine takes a multiple
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,14 @@ def load_native(name: str, source: Path, headers: Sequence[Path] = (), flags: Se
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildFailed(f"the library built of {source.name} does not load: {error}") from None
+
+
+def load_module(name: str, source: Path, headers: Sequence[Path] = (), flags: Sequence[str] = ()) -> ModuleType:
+    """As ``load_native``, for a source that lists functions with ``PYTHON_MODULE``: they are called as Python's own."""
+    library = ctypes.PyDLL(load_native(name, source, [MODULE_HEADER, *headers], flags)._name)
+    library.python_module.restype = ctypes.py_object
+    module: ModuleType = library.python_module()
+    return module
 
 
 def _find_compiler() -> str:

@@ -6,21 +6,28 @@
 #include <tuple>
 #include <vector>
 
-// `starts`, `first_ms`, `growth_ms`: [size] of the runs. Mean of the longest tenth of the gaps of steps `begin` to `end`
-// (ms), which took `lived_ms` with the waiting before them.
-extern "C" double tail_ms(const int64_t *starts, const double *first_ms, const double *growth_ms, int64_t size,
-                          int64_t begin, int64_t end, double lived_ms) {
+#include "../../python_module.h"
+
+namespace {
+
+using python::Array;
+using python::method;
+
+// Mean of the longest tenth of the gaps of steps `begin` to `end` (ms), which took `lived_ms` with the waiting before them.
+double tail_ms(Array<const int64_t> starts, Array<const double> first_ms, Array<const double> growth_ms, int64_t begin,
+               int64_t end, double lived_ms) {
     static thread_local std::vector<std::tuple<double, double, int64_t>> parts;  // (longest, growth, steps)
     parts.clear();
     const int64_t gaps = end - begin;
-    const int64_t stop = std::lower_bound(starts, starts + size, end) - starts;
-    int64_t at = std::upper_bound(starts, starts + size, begin) - starts - 1;
-    int64_t offset = begin - starts[at];
+    const int64_t *const first_start = starts.data, *const last_start = starts.data + starts.size;
+    const int64_t stop = std::lower_bound(first_start, last_start, end) - first_start;
+    int64_t at = std::upper_bound(first_start, last_start, begin) - first_start - 1;
+    int64_t offset = begin - starts.data[at];
     double span = 0.0, first_step_ms = 0.0;
     for (bool waits = true; at < stop; ++at) {
-        const int64_t run_end = at + 1 < stop ? starts[at + 1] : end;
+        const int64_t run_end = at + 1 < stop ? starts.data[at + 1] : end;
         int64_t count = run_end - begin;
-        const double first = first_ms[at], growth = growth_ms[at];
+        const double first = first_ms.data[at], growth = growth_ms.data[at];
         const double shortest = first + growth * offset, longest = first + growth * (offset + count - 1);
         span += count * (shortest + longest) / 2;
         if (waits) {
@@ -43,3 +50,7 @@ extern "C" double tail_ms(const int64_t *starts, const double *first_ms, const d
     }
     return total / wanted;
 }
+
+}  // namespace
+
+PYTHON_MODULE("steps", method<tail_ms>("tail_ms"))

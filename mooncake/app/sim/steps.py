@@ -12,10 +12,9 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
-from mooncake.native import BuildFailed, load_native
+from mooncake.native import BuildFailed, load_module
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +55,7 @@ class StepRuns:
         other, as if steps differed more between batches than in one."""
         if self._native is None:
             return self._tail_ms(begin, end, lived_ms)
-        starts, size = self._starts.buffer_info()
-        return self._native(
-            starts, self._first_ms.buffer_info()[0], self._growth_ms.buffer_info()[0], size, begin, end, lived_ms
-        )
+        return self._native(self._starts, self._first_ms, self._growth_ms, begin, end, lived_ms)
 
     def _tail_ms(self, begin: int, end: int, lived_ms: float) -> float:
         wanted = -(-(end - begin) // 10)
@@ -94,11 +90,8 @@ class StepRuns:
 @functools.cache
 def _load() -> Callable[..., float] | None:
     try:
-        function = load_native("steps", SOURCE, flags=FLAGS).tail_ms
+        found: Callable[..., float] = load_module("steps", SOURCE, flags=FLAGS).tail_ms
     except BuildFailed as error:
         log.warning("summing up steps in Python, more slowly: %s", error)
         return None
-    function.restype = c_double
-    function.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_double)
-    found: Callable[..., float] = function
     return found
