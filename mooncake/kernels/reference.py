@@ -217,15 +217,15 @@ def paged_attention(
         key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [Hkv, context, D] each
         queries = query[first:last].float().reshape(-1, num_kv_heads, group, query.shape[2])  # [t, Hkv, G, D]
         scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
-        scores.masked_fill_(~_visible(context, last - first, window), float("-inf"))
+        scores.masked_fill_(~_visible(context, last - first, window, scores.device), float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", scores.softmax(-1), value)
         output[first:last] = mixed.flatten(1, 2).to(query.dtype)
     return output
 
 
-def _visible(context: int, num_queries: int, window: int) -> torch.Tensor:
+def _visible(context: int, num_queries: int, window: int, device: torch.device) -> torch.Tensor:
     """Bool [num_queries, context]: which context token each of the last ``num_queries`` tokens sees."""
-    query_at = torch.arange(context - num_queries, context).unsqueeze(1)
-    key_at = torch.arange(context)
+    query_at = torch.arange(context - num_queries, context, device=device).unsqueeze(1)
+    key_at = torch.arange(context, device=device)
     seen = key_at <= query_at
     return seen & (key_at > query_at - window) if window else seen
