@@ -8,115 +8,19 @@ Triton's interpreter when ``TRITON_INTERPRET=1`` was set before this module was 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 
 from mooncake.kernels import reference
-from mooncake.kernels import triton_attention as attention
 from mooncake.kernels import triton_elementwise as elementwise
-from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan, Int32s, plan_attention
+from mooncake.kernels.attention_plan import Int32s, plan_attention
+from mooncake.kernels.gpu_attention import DECODE_ROWS, SHARED_ROWS, DevicePlan, most_rows, run_plan
 from mooncake.kernels.triton_launch import INTERPRETED
 
-DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
-SHARED_ROWS = 64  # where sequences share a prefix
-PREFILL_ROWS = 128
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
 _INTERPRETED_PROCESSORS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How one attention kernel is compiled and started. ``keys`` a loop trip, ``per_processor`` programs on each."""
-
-    tile_rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-    per_processor: int
-
-
-def attention_launch(tile_rows: int, head_dim: int, wide: bool) -> Launch:
-    """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed.
-
-    The pipeline is deep because a page's address is itself loaded: of five stages two hold keys and values on their
-    way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone.
-    """
-    if wide:
-        return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
-    if tile_rows >= PREFILL_ROWS:
-        return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 3, per_processor=1)
-    return Launch(tile_rows, keys=64, num_warps=4, num_stages=5 if head_dim <= 128 else 3, per_processor=2)
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """An ``AttentionPlan`` in device memory, with room for its partial results. Reused by every layer of a step."""
-
-    tile_tokens: int
-    pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
-    num_pieces: torch.Tensor  # int32 [1]
-    merge_tokens: torch.Tensor
-    merge_starts: torch.Tensor
-    merge_rows: torch.Tensor
-    num_merged: torch.Tensor  # int32 [1]
-    partial: torch.Tensor  # float32 [slots * tile_tokens, Hq, D]
-    partial_lse: torch.Tensor  # float32 [slots * tile_tokens, Hq]
-
-    @classmethod
-    def empty(
-        cls,
-        tile_tokens: int,
-        num_pieces: int,
-        num_slots: int,
-        num_merged: int,
-        num_rows: int,
-        num_heads: int,
-        head_dim: int,
-        device: torch.device,
-    ) -> DevicePlan:
-        """Buffers for plans of up to these sizes: what a captured graph reads from."""
-
-        def int32(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        rows = max(num_slots, 1) * tile_tokens
-        return cls(
-            tile_tokens,
-            int32(max(num_pieces, 1), PIECE_FIELDS),
-            int32(1),
-            int32(max(num_merged, 1)),
-            int32(num_merged + 1),
-            int32(max(num_rows, 1)),
-            int32(1),
-            torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
-            torch.empty((rows, num_heads), dtype=torch.float32, device=device),
-        )
-
-    def fits(self, plan: AttentionPlan) -> bool:
-        return (
-            plan.tile_tokens == self.tile_tokens
-            and len(plan.pieces) <= self.pieces.shape[0]
-            and plan.num_slots * plan.tile_tokens <= self.partial.shape[0]
-            and len(plan.merge_tokens) <= self.merge_tokens.shape[0]
-            and len(plan.merge_rows) <= self.merge_rows.shape[0]
-        )
-
-    def load(self, plan: AttentionPlan) -> None:
-        """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait."""
-        assert self.fits(plan)
-        for target, source in (
-            (self.pieces, plan.pieces),
-            (self.num_pieces, np.array([len(plan.pieces)], np.int32)),
-            (self.merge_tokens, plan.merge_tokens),
-            (self.merge_starts, plan.merge_starts),
-            (self.merge_rows, plan.merge_rows),
-            (self.num_merged, np.array([len(plan.merge_tokens)], np.int32)),
-        ):
-            if len(source):
-                target[: len(source)].copy_(torch.from_numpy(source), non_blocking=True)
 
 
 class GpuKernels:
@@ -264,7 +168,7 @@ class GpuKernels:
         if wide:
             pass  # float32 tiles of more rows do not fit into registers
         elif longest * group > SHARED_ROWS:
-            rows = PREFILL_ROWS
+            rows = most_rows(head_dim)
         elif block_tables is not None:
             rows = SHARED_ROWS
         plan = plan_attention(
@@ -308,69 +212,20 @@ class GpuKernels:
         if cache_layer.dtype is torch.int8 and scales is None:
             cache_layer, scales = codes_and_scales(cache_layer)
         tokens, num_heads, head_dim = query.shape
-        _, _, num_kv_heads, block_tokens, _ = cache_layer.shape
-        output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
         if not tokens:
-            return output
+            return torch.empty_like(query)
         if plan is None:
             plan = self.plan(
                 query_starts.cpu().numpy(),
                 context_lens.cpu().numpy(),
                 num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
+                num_kv_heads=cache_layer.shape[2],
                 head_dim=head_dim,
-                block_tokens=block_tokens,
+                block_tokens=cache_layer.shape[3],
                 window=window,
                 wide=query.dtype is torch.float32,
             )
-        group = num_heads // num_kv_heads
-        group_pad = triton.next_power_of_2(group)
-        wide = INTERPRETED or query.dtype is torch.float32
-        launch = attention_launch(plan.tile_tokens * group_pad, head_dim, wide)
-        attention.attend[(self.num_processors * launch.per_processor,)](
-            query,
-            cache_layer,
-            plan.partial_lse if scales is None else scales,
-            block_tables,
-            plan.pieces,
-            plan.num_pieces,
-            output,
-            plan.partial,
-            plan.partial_lse,
-            query.stride(0),
-            *cache_layer.stride()[:4],
-            *((0, 0, 0, 0) if scales is None else scales.stride()),
-            block_tables.stride(0),
-            scale,
-            window,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            HEAD_DIM=head_dim,
-            HEAD_PAD=triton.next_power_of_2(head_dim),
-            BLOCK_TOKENS=block_tokens,
-            TILE_TOKENS=plan.tile_tokens,
-            KEYS=launch.keys,
-            WINDOWED=window > 0,
-            SCALED=scales is not None,
-            WIDE=wide,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
-        attention.merge[(self.num_processors * 4,)](
-            plan.partial,
-            plan.partial_lse,
-            plan.merge_tokens,
-            plan.merge_starts,
-            plan.merge_rows,
-            plan.num_merged,
-            output,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEAD_PAD=triton.next_power_of_2(head_dim),
-            num_warps=1,
-        )
-        return output
+        return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window)
 
 
 class Int8Linear:

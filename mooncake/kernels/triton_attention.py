@@ -101,7 +101,7 @@ def _visit(
     return accumulated * fade[:, None] + mixed, new_peak, total
 
 
-@kernel
+@kernel("table_stride")
 def attend(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 2, Hkv, block_tokens, D]
@@ -135,9 +135,11 @@ def attend(
     WINDOWED: tl.constexpr,
     SCALED: tl.constexpr,
     WIDE: tl.constexpr,
+    ROW_UNIT: tl.constexpr,  # divides row_stride, for the compiler to know how wide it may load
 ):
     """Every program takes pieces in turn, heads of one piece next to each other since they lie in the same blocks."""
     softmax_scale = softmax_scale * _LOG2_E
+    row_stride = row_stride // ROW_UNIT * ROW_UNIT
     rows = tl.arange(0, TILE_TOKENS * GROUP_PAD)
     row_token, row_head = rows // GROUP_PAD, rows % GROUP_PAD
     dims = tl.arange(0, HEAD_PAD)
@@ -193,7 +195,7 @@ def attend(
             tl.store(partial_lse + part, lse, mask=row_ok)
 
 
-@kernel
+@kernel()
 def merge(
     partial,  # float32 [rows, Hq, D]
     partial_lse,  # float32 [rows, Hq]

@@ -11,7 +11,7 @@ import triton.language as tl
 from mooncake.kernels.triton_launch import kernel
 
 
-@kernel
+@kernel()
 def add_rms_norm(
     residual,  # [T, width], written if HAS_UPDATE
     update,  # [T, width]
@@ -41,7 +41,7 @@ def add_rms_norm(
     tl.store(output + token * width + at, (weights * normed).to(kind), mask=inside)
 
 
-@kernel
+@kernel()
 def silu_mul(gate_up, output, width, stride, BLOCK: tl.constexpr):
     """``silu(gate) * up`` of ``[T, 2 * width]``; a program does ``BLOCK`` elements of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -90,7 +90,7 @@ def _store_head(
     tl.store(cache + at + HALF, high.to(kind), mask=ok)
 
 
-@kernel
+@kernel()
 def rope_write_kv(
     qkv,  # [T, (Hq + 2 Hkv) * D]: queries are rotated in place
     cos,  # float32 [P, D / 2]
@@ -173,7 +173,7 @@ def rope_write_kv(
     _store_head(cache, scales, to, scale_to, low, high, halves, stored, head_ok, HALF, SCALED, MAX_CODE)
 
 
-@kernel
+@kernel("num_pages")
 def copy_pages(
     source,  # int64 words
     target,
@@ -199,7 +199,7 @@ def copy_pages(
         tl.store(there + at, tl.load(here + at, mask=inside), mask=inside)
 
 
-@kernel
+@kernel()
 def quantise_rows(rows, codes, scales, width, stride, WIDTH_PAD: tl.constexpr):
     """int8 codes and one float32 scale a row, ``max|x| / 127``: the activations of W8A8."""
     token = tl.program_id(0).to(tl.int64)
@@ -212,7 +212,7 @@ def quantise_rows(rows, codes, scales, width, stride, WIDTH_PAD: tl.constexpr):
     tl.store(scales + token, largest / 127.0)
 
 
-@kernel
+@kernel("tokens")
 def int8_product(
     codes,  # int8 [T, inputs]
     code_scales,  # float32 [T]

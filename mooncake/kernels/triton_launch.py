@@ -31,7 +31,14 @@ class _OneAtATime:
         return launch
 
 
-def kernel(function: Callable[..., None]) -> Any:
-    """``triton.jit`` for what the host launches; what kernels call takes that itself."""
-    jitted = triton.jit(function)
-    return _OneAtATime(jitted) if INTERPRETED else jitted
+def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
+    """``triton.jit`` for what the host launches; what kernels call takes that itself.
+
+    ``varying`` are numbers that differ from step to step: Triton would compile once more for 1 and for multiples of 16.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        jitted = triton.jit(function, do_not_specialize=list(varying))
+        return _OneAtATime(jitted) if INTERPRETED else jitted
+
+    return decorate

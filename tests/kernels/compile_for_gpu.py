@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mooncake.kernels import triton_attention, triton_elementwise
-from mooncake.kernels.gpu import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, attention_launch
+from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, attention_launch, most_rows
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 
@@ -43,6 +43,7 @@ def attention_cases() -> Iterator[Case]:
         "llama8b-page16": (4, 128, 16),
         "smollm2": (3, 64, 64),
         "mqa": (16, 128, 64),
+        "gemma3": (2, 256, 64),
     }
     for shape, (group, head_dim, block_tokens) in shapes.items():
         for rows in (DECODE_ROWS, SHARED_ROWS, PREFILL_ROWS):
@@ -56,11 +57,16 @@ def attention_cases() -> Iterator[Case]:
                     continue
                 if query == "float32" and rows != DECODE_ROWS:
                     continue  # never planned
+                if rows > most_rows(head_dim):
+                    continue
                 if shape in ("mqa", "llama8b-page16") and (pages != "bfloat16" or rows == SHARED_ROWS):
                     continue
                 yield _attention(shape, group, head_dim, block_tokens, rows, query, pages, windowed=False)
-    yield _attention("mistral", 4, 128, 64, DECODE_ROWS, "bfloat16", "bfloat16", windowed=True)
-    for head_dim in (64, 128):
+    for rows in (DECODE_ROWS, PREFILL_ROWS):
+        yield _attention("mistral", 4, 128, 64, rows, "bfloat16", "bfloat16", windowed=True)
+        yield _attention("gemma3", 2, 256, 64, min(rows, most_rows(256)), "bfloat16", "bfloat16", windowed=True)
+        yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
+    for head_dim in (64, 128, 256):
         yield Case(
             f"merge-{head_dim}",
             triton_attention.merge,
@@ -75,7 +81,15 @@ def attention_cases() -> Iterator[Case]:
 
 
 def _attention(
-    shape: str, group: int, head_dim: int, block_tokens: int, rows: int, query: str, pages: str, windowed: bool
+    shape: str,
+    group: int,
+    head_dim: int,
+    block_tokens: int,
+    rows: int,
+    query: str,
+    pages: str,
+    windowed: bool,
+    row_unit: int = 16,  # 4: each row carries its scale
 ) -> Case:
     wide = query == "float32"
     group_pad = triton.next_power_of_2(group)
@@ -118,10 +132,14 @@ def _attention(
             "WINDOWED": windowed,
             "SCALED": pages in ("int8", "float8"),
             "WIDE": wide,
+            "ROW_UNIT": row_unit,
         },
         launch.num_warps,
         launch.num_stages,
-        plain=frozenset({"table_stride", "window", "scale_row_stride"}),
+        plain=frozenset(
+            {"table_stride", "window", "scale_row_stride"}
+            | ({"row_stride", "scale_head_stride"} if row_unit % 16 else set())
+        ),
     )
 
 

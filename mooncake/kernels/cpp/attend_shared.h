@@ -16,19 +16,6 @@ constexpr int SHARED_KEYS = 4;
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 constexpr int MANY_SHARED = 32;  // beyond so many rows it is faster than attend_dots; measured
 
-// The lanes' sums over t of what `put(t, v)` gives, added in the order in which attend_dots adds them: by t % W, then half
-// with half.
-template <int VECS, class Put> inline void sum_as_dots(int count, const Put& put, vf* sums) {
-    vf by_place[W][VECS] = {};
-    for (int t = 0; t < count; t += W)
-        for (int i = 0; i < W; i++)
-            for (int v = 0; v < VECS; v++) by_place[i][v] += put(t + i, v);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            for (int v = 0; v < VECS; v++) by_place[i][v] += by_place[i + half][v];
-    std::copy(by_place[0], by_place[0] + VECS, sums);
-}
-
 // All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded
 // but rows, up to VECS vectors of them.
 template <class T, int VECS>
@@ -65,7 +52,6 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
             std::copy(coded, coded + TILE, tile);
         else
             widen_rows(coded, TILE, D, wide, tile);
-        if (at + TILE < DOT_PART) prefetch(kv, at + TILE);
     };
     const auto scale = [&](int at) {
         if constexpr (IS_CODED<T>)
@@ -79,6 +65,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     std::fill(top, top + VECS, splat(NEVER));
     for (int at = 0; at < DOT_PART; at += TILE) {
         open(0, at);
+        if (at + TILE < DOT_PART) prefetch(0, at + TILE);
         for (int t = 0; t < TILE; t += SHARED_KEYS) score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
         scale(at);
         for (int t = at; t < at + TILE; t++)
@@ -86,25 +73,29 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     }
 
     prefetch(1, 0);
-    vf total[VECS];
-    const auto weigh = [&](int t, int v) {
-        float* score = scores + (t * VECS + v) * W;
-        const vf p = exp2v(load(score) - top[v]);
-        store(score, p);
-        return p;
-    };
-    sum_as_dots<VECS>(DOT_PART, weigh, total);
-    for (int v = 0; v < VECS; v++) {
-        store(most + v * W, top[v]);
-        store(sums + v * W, total[v]);
-    }
-
+    vf totals[W][VECS] = {};  // by t % W, as attend_dots has them
     std::memset(mixed, 0, sizeof(float) * lanes * D);
     const auto kept = [](vf before, int) { return before; };
     for (int at = 0; at < DOT_PART; at += TILE) {
+        if (at + TILE < DOT_PART) prefetch(1, at + TILE);
+        for (int t = at; t < at + TILE; t++)
+            for (int v = 0; v < VECS; v++) {
+                float* score = scores + (t * VECS + v) * W;
+                const vf p = exp2v(load(score) - top[v]);
+                store(score, p);
+                totals[t % W][v] += p;
+            }
         open(1, at);
         scale(at);
         for (int d = 0; d < D; d += SHARED_KEYS) mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);
+    }
+
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            for (int v = 0; v < VECS; v++) totals[i][v] += totals[i + half][v];
+    for (int v = 0; v < VECS; v++) {
+        store(most + v * W, top[v]);
+        store(sums + v * W, totals[0][v]);
     }
 
     float* out = query;  // no longer needed

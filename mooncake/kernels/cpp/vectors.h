@@ -98,7 +98,7 @@ inline vf round_whole(vf x) {  // ties to even; |x| below 2^22
     return (x + magic) - magic;
 }
 
-// 2^(whole + f) for whole an integer in [-126, 126] and |f| ≤ 1/2; relative error 2e-9 plus rounding.
+// 2^(whole + f) for whole an integer and |f| ≤ 1/2, when that is a normal number; relative error 2e-9 plus rounding.
 inline vf exp2_parts(vf whole, vf f) {
     vf p = splat(1.53458116e-4f);
     p = p * f + 1.33999312e-3f;
@@ -107,15 +107,13 @@ inline vf exp2_parts(vf whole, vf f) {
     p = p * f + 2.40226469e-1f;
     p = p * f + 6.93147206e-1f;
     p = p * f + 1.0f;
-    vi exponent = (__builtin_convertvector(whole, vi) + 127) << 23;
-    return p * (vf)exponent;
+    return (vf)((vi)p + (__builtin_convertvector(whole, vi) << 23));
 }
 
-// 2^x for x ≤ 0; exactly 1 at 0 and exactly 0 below -126.
+// 2^x for x ≤ 0; exactly 1 at 0 and exactly 0 below -125.
 inline vf exp2v(vf x) {
-    vf inside = larger(x, splat(-126.0f));
-    vf whole = round_whole(inside);
-    return x < -126.0f ? vf{} : exp2_parts(whole, inside - whole);
+    vf whole = round_whole(x);
+    return x < -125.0f ? vf{} : exp2_parts(whole, x - whole);
 }
 
 inline float exp2s(float x) { return exp2v(splat(x))[0]; }

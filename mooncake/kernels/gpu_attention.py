@@ -1,0 +1,173 @@
+"""Attention on a GPU as the host starts it: a plan in device memory, and the launches of its pieces and their merge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from mooncake.kernels import triton_attention as kernels
+from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan
+from mooncake.kernels.triton_launch import INTERPRETED
+
+DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
+SHARED_ROWS = 64  # where sequences share a prefix
+PREFILL_ROWS = 128
+MERGES_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one attention kernel is compiled and started. ``keys`` a loop trip, ``per_processor`` programs on each."""
+
+    tile_rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    per_processor: int
+
+
+def attention_launch(tile_rows: int, head_dim: int, wide: bool) -> Launch:
+    """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed.
+
+    The pipeline is deep because a page's address is itself loaded: of five stages two hold keys and values on their
+    way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone.
+    Heads beyond 128 leave room for half of everything.
+    """
+    if wide:
+        return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
+    if tile_rows >= most_rows(head_dim):
+        return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 2, per_processor=1)
+    return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, per_processor=2)
+
+
+def most_rows(head_dim: int) -> int:
+    """Of a tile, where there are queries enough."""
+    return PREFILL_ROWS if head_dim <= 128 else SHARED_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """An ``AttentionPlan`` in device memory, with room for its partial results. Reused by every layer of a step."""
+
+    tile_tokens: int
+    pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
+    num_pieces: torch.Tensor  # int32 [1]
+    merge_tokens: torch.Tensor
+    merge_starts: torch.Tensor
+    merge_rows: torch.Tensor
+    num_merged: torch.Tensor  # int32 [1]
+    partial: torch.Tensor  # float32 [slots * tile_tokens, Hq, D]
+    partial_lse: torch.Tensor  # float32 [slots * tile_tokens, Hq]
+
+    @classmethod
+    def empty(
+        cls,
+        tile_tokens: int,
+        num_pieces: int,
+        num_slots: int,
+        num_merged: int,
+        num_rows: int,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> DevicePlan:
+        """Buffers for plans of up to these sizes: what a captured graph reads from."""
+
+        def int32(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        rows = max(num_slots, 1) * tile_tokens
+        return cls(
+            tile_tokens,
+            int32(max(num_pieces, 1), PIECE_FIELDS),
+            int32(1),
+            int32(max(num_merged, 1)),
+            int32(num_merged + 1),
+            int32(max(num_rows, 1)),
+            int32(1),
+            torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
+            torch.empty((rows, num_heads), dtype=torch.float32, device=device),
+        )
+
+    def fits(self, plan: AttentionPlan) -> bool:
+        return (
+            plan.tile_tokens == self.tile_tokens
+            and len(plan.pieces) <= self.pieces.shape[0]
+            and plan.num_slots * plan.tile_tokens <= self.partial.shape[0]
+            and len(plan.merge_tokens) <= self.merge_tokens.shape[0]
+            and len(plan.merge_rows) <= self.merge_rows.shape[0]
+        )
+
+    def load(self, plan: AttentionPlan) -> None:
+        """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait."""
+        assert self.fits(plan)
+        for target, source in (
+            (self.pieces, plan.pieces),
+            (self.num_pieces, np.array([len(plan.pieces)], np.int32)),
+            (self.merge_tokens, plan.merge_tokens),
+            (self.merge_starts, plan.merge_starts),
+            (self.merge_rows, plan.merge_rows),
+            (self.num_merged, np.array([len(plan.merge_tokens)], np.int32)),
+        ):
+            if len(source):
+                target[: len(source)].copy_(torch.from_numpy(source), non_blocking=True)
+
+
+def run_plan(
+    plan: DevicePlan,
+    num_processors: int,
+    query: torch.Tensor,
+    cache_layer: torch.Tensor,
+    scales: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
+    tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_tokens = cache_layer.shape[2:4]
+    group = num_heads // num_kv_heads
+    group_pad = triton.next_power_of_2(group)
+    wide = INTERPRETED or query.dtype is torch.float32
+    launch = attention_launch(plan.tile_tokens * group_pad, head_dim, wide)
+    heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
+    output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    kernels.attend[(num_processors * launch.per_processor,)](
+        query,
+        cache_layer,
+        plan.partial_lse if scales is None else scales,
+        block_tables,
+        plan.pieces,
+        plan.num_pieces,
+        output,
+        plan.partial,
+        plan.partial_lse,
+        query.stride(0),
+        *cache_layer.stride()[:4],
+        *((0, 0, 0, 0) if scales is None else scales.stride()),
+        block_tables.stride(0),
+        scale,
+        window,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        **heads,
+        BLOCK_TOKENS=block_tokens,
+        TILE_TOKENS=plan.tile_tokens,
+        KEYS=launch.keys,
+        WINDOWED=window > 0,
+        SCALED=scales is not None,
+        WIDE=wide,
+        ROW_UNIT=math.gcd(cache_layer.stride(3), 16),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    merging = (plan.merge_tokens, plan.merge_starts, plan.merge_rows, plan.num_merged)
+    kernels.merge[(num_processors * MERGES_PER_PROCESSOR,)](
+        plan.partial, plan.partial_lse, *merging, output, NUM_HEADS=num_heads, **heads, num_warps=1
+    )
+    return output
