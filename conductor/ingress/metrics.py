@@ -16,11 +16,15 @@ from prometheus_client.registry import Collector
 from conductor.ingress.answers import Outcome
 from conductor.stats import DispatchStats
 from mooncake.rpc.cluster_pb2 import Load, StatusResponse
+from mooncake.types import Role
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE = "0"
 _VLLM_LABELS = ("model_name", "engine")
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_LEVELS = frozenset(
+    {"blocks_quarantined", "handoffs_open", "last_switch_us", "leases"}
+)  # of what nodes count: they fall
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -183,25 +187,28 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
         "mooncake_node_health", "1 for how a node is found to be", labels=("node", "role", "health")
     )
     age = GaugeMetricFamily("mooncake_node_heartbeat_age_seconds", "Since the last heartbeat", labels=("node", "role"))
-    sent = CounterMetricFamily("mooncake_node_sent_bytes", "KV bytes sent", labels=("node", "role"))
-    received = CounterMetricFamily("mooncake_node_received_bytes", "KV bytes received", labels=("node", "role"))
+    sent = CounterMetricFamily("mooncake_node_sent_bytes", "KV bytes that a store has sent", labels=("node", "role"))
+    received = CounterMetricFamily("mooncake_node_received_bytes", "KV bytes sent to a store", labels=("node", "role"))
     preempted = CounterMetricFamily("mooncake_node_preemptions", "Sequences put back", labels=("node", "role"))
     events = CounterMetricFamily("mooncake_node_events", "What a node counts", labels=("node", "role", "event"))
+    levels = GaugeMetricFamily("mooncake_node_level", "What a node has at present", labels=("node", "role", "level"))
     for node in status.nodes:
         load, who = node.load, (node.info.node_id, node.info.role)
         for state, count in _block_states(load):
             blocks.add_metric((*who, state), count)
-        sequences.add_metric((*who, "running"), load.running)
-        sequences.add_metric((*who, "waiting"), load.waiting)
         up.add_metric((*who, node.state), 1)
         health.add_metric((*who, node.health), 1)
         age.add_metric(who, node.heartbeat_age_s)
-        sent.add_metric(who, load.bytes_out)
-        received.add_metric(who, load.bytes_in)
-        preempted.add_metric(who, load.preemptions)
-        for event, count in sorted(load.counters.items()):
-            events.add_metric((*who, event), count)
-    yield from (blocks, sequences, up, health, age, sent, received, preempted, events)
+        if node.info.role == Role.STORE:
+            sent.add_metric(who, load.bytes_out)
+            received.add_metric(who, load.bytes_in)
+        else:
+            sequences.add_metric((*who, "running"), load.running)
+            sequences.add_metric((*who, "waiting"), load.waiting)
+            preempted.add_metric(who, load.preemptions)
+        for name, count in sorted(load.counters.items()):
+            (levels if name in _LEVELS else events).add_metric((*who, name), count)
+    yield from (blocks, sequences, up, health, age, sent, received, preempted, events, levels)
 
 
 def _block_states(load: Load) -> tuple[tuple[str, int], ...]:
@@ -211,7 +218,7 @@ def _block_states(load: Load) -> tuple[tuple[str, int], ...]:
 def _transports(status: StatusResponse) -> Iterator[Metric]:
     labels = ("node", "peer", "transport")
     moved = CounterMetricFamily("mooncake_transport_bytes", "KV bytes moved to or from a peer", labels=labels)
-    speed = GaugeMetricFamily("mooncake_transport_gb_per_second", "Measured speed to a peer", labels=labels)
+    speed = GaugeMetricFamily("mooncake_transport_bytes_per_second", "Measured speed to a peer", labels=labels)
     failed = CounterMetricFamily(
         "mooncake_transport_failures", "Times that another transport had to take over", labels=labels
     )
@@ -219,6 +226,6 @@ def _transports(status: StatusResponse) -> Iterator[Metric]:
         for link in node.transports:
             names = (node.info.node_id, link.peer, link.transport)
             moved.add_metric(names, link.bytes)
-            speed.add_metric(names, link.gb_per_s)
+            speed.add_metric(names, link.gb_per_s * 1e9)
             failed.add_metric(names, link.failures)
     yield from (moved, speed, failed)

@@ -161,7 +161,14 @@ def cluster_status():
         return cluster_pb2.NodeStatus(
             info=cluster_pb2.NodeInfo(node_id=f"{role}-0", role=role),
             state="live",
-            load=cluster_pb2.Load(running=1, blocks_total=10, blocks_free=5, blocks_cached=3, blocks_in_use=2),
+            load=cluster_pb2.Load(
+                running=1,
+                blocks_total=10,
+                blocks_free=5,
+                blocks_cached=3,
+                blocks_in_use=2,
+                counters={"handoffs_taken": 7, "handoffs_open": 1},
+            ),
             transports=[cluster_pb2.TransportStatus(peer="decode-0", transport="shm", bytes=10, gb_per_s=1.5)],
         )
 

@@ -276,10 +276,12 @@ async def test_metrics_count_what_happened(open_front):
     assert of("vllm:num_requests_running", **vllm) == 2
     assert of("vllm:kv_cache_usage_perc", **vllm) == pytest.approx(0.2)
     assert of("mooncake_node_blocks", node="decode-0", role="decode", state="cached") == 3
+    assert of("mooncake_node_events_total", node="decode-0", role="decode", event="handoffs_taken") == 7
+    assert of("mooncake_node_level", node="decode-0", role="decode", level="handoffs_open") == 1
     assert of("mooncake_request_errors_total", code="unavailable") == 1
     assert of("mooncake_http_responses_total", route="/v1/completions", status="200") == 1
     assert of("mooncake_http_responses_total", route="/v1/completions", status="503") == 1
-    assert of("mooncake_transport_gb_per_second", node="prefill-0", peer="decode-0", transport="shm") == 1.5
+    assert of("mooncake_transport_bytes_per_second", node="prefill-0", peer="decode-0", transport="shm") == 1.5e9
 
 
 async def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head(front):
