@@ -54,7 +54,7 @@ from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipel
 from conductor.ingress.tools import CallReader, said_calls, tool_response, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage
-from mooncake.types import SamplingParams, TokenIds
+from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -353,6 +353,12 @@ def check_chat(body: ChatRequest) -> None:
         raise InvalidRequest('only the modality "text" is supported', "modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.top_logprobs}"
+        raise InvalidRequest(what, "top_logprobs")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        what = f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}"
+        raise InvalidRequest(what, "max_completion_tokens")
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
