@@ -82,12 +82,15 @@ int arm(Flow &flow, int option, double deadline_s) {
     return 0;
 }
 
-// The parts that the next call of the kernel moves: all that is left, or a piece that is hashed while it is in cache.
+// The parts that the next call of the kernel moves: all that is left, or a piece that is hashed while it is in cache. What
+// follows a part with checksums may be these checksums: it is not sent in one call with it, before they are made.
+template <bool kSends>
 int gather(const Flow &flow, const Part *parts, uint64_t num_parts, bool in_pieces, iovec *vectors, uint64_t &bytes) {
     int count = 0;
     bytes = 0;
     uint64_t offset = flow.offset;
     for (uint64_t part = flow.part; part < num_parts && count < kMaxVectors; ++part, offset = 0) {
+        if (kSends && count > 0 && parts[part - 1].sums && !parts[part].sums) break;
         uint64_t size = parts[part].size - offset;
         if (in_pieces) size = std::min(size, kPieceBytes - bytes);
         vectors[count++] = {parts[part].data + offset, size};
@@ -114,12 +117,11 @@ int move(Flow &flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, 
         uint64_t bytes;
         msghdr message = {};
         message.msg_iov = vectors;
-        message.msg_iovlen = gather(flow, parts, num_parts, sum_bytes > 0, vectors, bytes);
-        Flow ahead = flow;
-        advance(ahead, parts, bytes);
+        message.msg_iovlen = gather<kSends>(flow, parts, num_parts, sum_bytes > 0, vectors, bytes);
         ssize_t moved;
         if (kSends) {
-            hash_until(flow, parts, sum_bytes, ahead.part, ahead.offset);
+            Flow ahead = flow;
+            advance(ahead, parts, bytes);
             moved = sendmsg(flow.fd, &message, MSG_NOSIGNAL | (ahead.part < num_parts ? MSG_MORE : 0));
         } else {
             moved = recvmsg(flow.fd, &message, MSG_WAITALL);
@@ -130,7 +132,7 @@ int move(Flow &flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, 
             return errno;
         }
         advance(flow, parts, moved);
-        if (!kSends) hash_until(flow, parts, sum_bytes, flow.part, flow.offset);
+        hash_until(flow, parts, sum_bytes, flow.part, flow.offset);  // the peer is busy with it, too
     }
     return 0;
 }
