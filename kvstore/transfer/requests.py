@@ -25,6 +25,8 @@ from kvstore.transfer.transport import Piece, Priority, Slice
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import SegmentAddress
 
+_READ, _WRITE = Operation.READ, Operation.WRITE  # an enum's members are slow to find
+
 
 class WriteRange(NamedTuple):
     """Put ``data`` (contiguous) at ``offset`` of ``block``. ``epoch`` is what the block's owner granted."""
@@ -196,18 +198,11 @@ def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice
         return [], ()
     if type(request.ranges) is PieceTable:  # isinstance would ask abc, for each request
         return _cut_table(request, request.ranges, slice_bytes), ()
-    address = request.address
-    writes = isinstance(request.ranges[0], WriteRange)
-    operation = Operation.WRITE if writes else Operation.READ
-    rows = [_write_row(item) if writes else _read_row(item) for item in request.ranges]
-    sums: list[Checksums] = []
-    nbytes = 0
-    for block, offset, local, _ in rows:
-        check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
-        nbytes += local.nbytes
-        if unit:
-            sums.append(np.empty(-(-local.nbytes // unit), np.uint64))
-    size, checksums = slice_bytes(nbytes), tuple(sums)
+    operation = _WRITE if type(request.ranges[0]) is WriteRange else _READ
+    rows = [_row(item, operation, request.address) for item in request.ranges]
+    checksums = tuple([np.empty(-(-row[2].nbytes // unit), np.uint64) for row in rows]) if unit else ()
+    nbytes = sum([row[2].nbytes for row in rows])
+    size = slice_bytes(nbytes)
     if nbytes <= size and len(rows) == 1:  # the usual small request
         [(block, offset, local, epoch)] = rows
         piece = Piece(WireRange(block, offset, nbytes, epoch), local)
@@ -226,19 +221,18 @@ def _cut_table(request: Request, table: PieceTable, slice_bytes: Callable[[int],
 _Row = tuple[int, int, memoryview, int]  # block, offset, memory, epoch
 
 
-def _write_row(item: WriteRange | ReadRange) -> _Row:
-    if not isinstance(item, WriteRange):
+def _row(item: WriteRange | ReadRange, operation: Operation, address: SegmentAddress) -> _Row:
+    if (type(item) is WriteRange) is not (operation is _WRITE):
         raise InvalidRequest("a request either reads or writes")
-    return item.block, item.offset, _bytes_of(item.data), item.epoch
-
-
-def _read_row(item: WriteRange | ReadRange) -> _Row:
-    if not isinstance(item, ReadRange):
-        raise InvalidRequest("a request either reads or writes")
-    local = _bytes_of(item.into)
-    if local.readonly:
+    block, offset, data, epoch = item if type(item) is WriteRange else (*item, 0)
+    try:
+        local = memoryview(data).cast("B")
+    except (TypeError, ValueError):
+        raise InvalidRequest("a range needs contiguous memory") from None
+    if operation is _READ and local.readonly:
         raise InvalidRequest("cannot read into read-only memory")
-    return item.block, item.offset, local, 0
+    check_range(block, offset, local.nbytes, address.block_bytes, address.num_blocks)
+    return block, offset, local, epoch
 
 
 def _cut(
@@ -277,13 +271,6 @@ def _cut(
     if pieces:
         close()
     return slices
-
-
-def _bytes_of(data: Buffer) -> memoryview:
-    try:
-        return memoryview(data).cast("B")
-    except (TypeError, ValueError):
-        raise InvalidRequest("a range needs contiguous memory") from None
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -79,7 +79,7 @@ class TcpPath:
         taken = [first] if following is None else [following, first]  # and not sent yet
         on_way: deque[tuple[int, Slice]] = deque()
         try:
-            if following is None and self._native is not None:
+            if following is None and self._native is not None and len(first.pieces) == 1:
                 self._exchange(work, self._native, first)
                 taken.clear()
             while True:
@@ -117,9 +117,9 @@ class TcpPath:
         work.give_back([*(part for _, part in on_way), *taken])
 
     def _exchange(self, work: Work, wire: native.NativeWire, part: Slice) -> None:
-        """The only slice, there and back in one call."""
+        """The only slice, and of one piece, there and back in one call."""
         frame_id, hashed = self._new_id(), native.hashes(part)
-        reply = wire.exchange(_head(frame_id, part), part, hashed)
+        reply = wire.exchange(frame_id, part, hashed)
         self._settle(work, frame_id, part, reply, hashed)
 
     def _send(self, frame_id: int, part: Slice) -> None:
