@@ -125,7 +125,7 @@ uint64_t board_arrival_size() { return sizeof(Arrival); }
 uint64_t board_max_ranges() { return kMaxRanges; }
 uint64_t board_min_range_bytes() { return xxh3::kMinBytes; }
 
-// The store's side: every call from its event loop, but for ``board_list`` and ``board_wake``
+// The store's side: every call from its event loop, but for ``board_list``, ``board_know``, ``board_wake``
 
 Book* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t incarnation, int wake_fd) {
     const size_t bytes = board_bytes(num_slots);
@@ -186,6 +186,9 @@ void board_hold(Book* book, int is_held) {
     book->is_held = is_held;
 }
 
+// So many blocks are stored, and not listed.
+void board_count_unlisted(Book* book, uint32_t count) { book->board.head->num_unlisted.store(count); }
+
 // How many blocks may come before the loop is woken: 1, unless it will look by itself.
 void board_be_patient(Book* book, uint32_t patience) {
     const std::lock_guard<std::mutex> locked(book->lock);
@@ -218,6 +221,16 @@ int board_list(void* opaque, std::atomic<uint64_t>* grant, const Arrival* arriva
     book->arrived[book->num_arrived++] = *arrival;
     if (book->num_arrived >= book->patience) book->wake();
     return kListed;
+}
+
+// From any thread: whether a block is stored. Somebody may write it, or have it where the board does not say.
+int board_know(void* opaque, const uint8_t* key, uint32_t key_bytes) {
+    auto* book = static_cast<Book*>(opaque);
+    if (key_bytes < 1 || key_bytes > kMaxKeyBytes) return kUnknown;
+    const std::lock_guard<std::mutex> locked(book->lock);
+    uint64_t epoch;
+    if (book->board.find(key, key_bytes, &epoch) >= 0) return kPresent;
+    return book->mark(key, key_bytes) ? kUnknown : kAbsent;
 }
 
 // From any thread: somebody waits for a slot.
@@ -259,6 +272,9 @@ int board_give(Lane* lane, uint64_t slot, uint64_t epoch) {
 }
 
 // A client's side: from any thread, but for ``board_receive``
+
+// Whether everything that is in slots is listed.
+int board_lists_all(const Reader* reader) { return reader->board.head->num_unlisted.load() == 0; }
 
 // Null when this is not a board as we know it, or there is no address space. Takes nothing over: close the files.
 Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {

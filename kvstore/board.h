@@ -19,7 +19,7 @@
 
 namespace board {
 
-constexpr uint64_t kMagic = 0x32647261'6f424b4d;  // the last digit is the version of this layout
+constexpr uint64_t kMagic = 0x33647261'6f424b4d;  // the last digit is the version of this layout
 constexpr uint32_t kMaxKeyBytes = 256;
 constexpr uint32_t kMaxRanges = 94;
 constexpr uint32_t kMaxTenantBytes = 128;
@@ -32,7 +32,8 @@ struct Head {
     uint64_t magic, incarnation, block_bytes;
     uint32_t num_slots, num_cells;
     std::atomic<uint32_t> is_closed;
-    uint8_t rest[4096 - 36];
+    std::atomic<uint32_t> num_unlisted;  // blocks that are stored in slots, and not on the board
+    uint8_t rest[4096 - 40];
 };
 
 struct Record {
@@ -147,6 +148,9 @@ enum Listing : int { kListed = 0, kKnown = 1, kUnsure = 2 };  // kKnown: it was 
 // What the data plane's threads may do to the store's board by themselves; ``book`` is the store's.
 using List = int (*)(void* book, std::atomic<uint64_t>* grant, const Arrival* arrival);
 using Wake = void (*)(void* book);
+
+enum Knowledge : int { kAbsent = 0, kPresent = 1, kUnknown = 2 };  // kUnknown: the store has to be asked
+using Know = int (*)(void* book, const uint8_t* key, uint32_t key_bytes);
 
 // What a record says of one block.
 struct Listed {

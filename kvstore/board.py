@@ -54,6 +54,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_hide": (None, [_ADDRESS, _U32]),
     "board_mark": (None, [_ADDRESS, ctypes.c_char_p, _U32, ctypes.c_int]),
     "board_hold": (None, [_ADDRESS, ctypes.c_int]),
+    "board_count_unlisted": (None, [_ADDRESS, _U32]),
+    "board_lists_all": (ctypes.c_int, [_ADDRESS]),
     "board_be_patient": (None, [_ADDRESS, _U32]),
     "board_take_arrived": (_U32, [_ADDRESS, _ADDRESS]),
     "board_open_lane": (_ADDRESS, [ctypes.c_int]),
@@ -145,6 +147,7 @@ class Board:
         if ranges > self._max_ranges or length < self._min_range_bytes * ranges:
             self._unlisted[slot] = key
             self.mark(key, True)
+            self._library.board_count_unlisted(self._board, len(self._unlisted))
         else:
             sums = np.ascontiguousarray(checksums, dtype=np.uint64)
             self._library.board_show(self._board, slot, epoch, key, len(key), length, sums.ctypes.data, ranges)
@@ -153,6 +156,7 @@ class Board:
         """Before its bytes may change. Harmless for what is not listed."""
         if (unlisted := self._unlisted.pop(slot, None)) is not None:
             self.mark(unlisted, False)
+            self._library.board_count_unlisted(self._board, len(self._unlisted))
         self._library.board_hide(self._board, slot)
 
     def mark(self, key: bytes, is_marked: bool) -> None:
@@ -177,11 +181,11 @@ class Board:
         count = self._library.board_take_arrived(self._board, self._arrived)
         return [self._arrived[at].landed() for at in range(count)]
 
-    def book_for_owner(self) -> tuple[int, int, int]:
-        """How the data plane's server lists what comes, and wakes us."""
-        calls = (self._library.board_list, self._library.board_wake)
-        list_at, wake = (int(ctypes.cast(call, _ADDRESS).value or 0) for call in calls)
-        return self._board, list_at, wake
+    def book_for_owner(self) -> tuple[int, int, int, int]:
+        """How the data plane's server lists what comes, wakes us, and knows what is stored."""
+        calls = (self._library.board_list, self._library.board_wake, self._library.board_know)
+        list_at, wake, know = (int(ctypes.cast(call, _ADDRESS).value or 0) for call in calls)
+        return self._board, list_at, wake, know
 
     def add_lane(self) -> tuple[int, list[int]]:
         """For one more client: the lane's number, and the files to send; the last but the lane's are ours to keep."""
@@ -277,6 +281,16 @@ class BoardReader:
             if not at:
                 return
 
+    @property
+    def lists_all(self) -> bool:
+        """Whether it lists all that the store has in DRAM: not what it has in very many or very short ranges."""
+        if not self._enter():
+            return False
+        try:
+            return bool(self._library.board_lists_all(self._reader))
+        finally:
+            self._leave()
+
     def exists(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Whether each is listed; None when the store is gone."""
         ends = np.cumsum(np.fromiter(map(len, keys), dtype=np.uint32, count=len(keys)), dtype=np.uint32)
@@ -289,7 +303,7 @@ class BoardReader:
             )
         finally:
             self._leave()
-        return None if found < 0 else list(map(bool, here.raw))
+        return None if found < 0 else [byte == 1 for byte in here.raw]
 
     def length(self, key: bytes) -> int | None:
         """Of a listed block."""

@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import cast
 
 from typing_extensions import Buffer
 
@@ -386,14 +387,17 @@ class StoreClient:
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each key is stored now. Protects nothing: it may be gone by the time of the answer."""
-        here = self._near.exists(keys)
-        missing = [] if self._near.lists_all else [index for index, is_here in enumerate(here) if not is_here]
-        if missing:
+        deadline = time.monotonic() + timeout_s
+        known = self._near.exists(keys)
+        if self._far is not None and self._near.board is None and self._far.is_open:
+            known = await self._far.exists(keys, deadline)
+        if None in known:
+            missing = [index for index, is_here in enumerate(known) if is_here is None]
             request = pb.ExistsRequest(keys=[keys[index] for index in missing])
-            response = await self._calls.call(self._calls.fast.Exists(request, timeout=timeout_s))
+            response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
             for index, is_stored in zip(missing, response.stored, strict=True):
-                here[index] = is_stored
-        return here
+                known[index] = is_stored
+        return cast(list[bool], known)
 
     async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Make blocks unreadable. Those being read keep their room until then. Returns how many there were."""

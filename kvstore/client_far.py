@@ -84,6 +84,18 @@ class FarStore:
                     lengths[index] = length if is_right else None
         return lengths
 
+    async def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool | None]:
+        """Whether each is stored. None for what only the store itself can say, or when nobody answers."""
+        known: list[bool | None] = [None] * len(keys)
+        for start in range(0, len(keys), MAX_KEYS):
+            async with self._exchange(deadline) as connection:
+                if connection is None:
+                    break
+                ask = connection.ask(keys[start : start + MAX_KEYS])
+                await self._go(connection, ask.send, deadline, is_short=True)
+                known[start : start + MAX_KEYS] = ask.known()
+        return known
+
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, deadline: float) -> bool | None:
         """True when it is stored, False when another writer is at it. None when it has to be reserved first."""
         segment = self._segment

@@ -59,18 +59,15 @@ class NearStore:
 
     # Reading
 
-    @property
-    def lists_all(self) -> bool:
-        """Whether the board lists everything that the store has."""
-        return self.board is not None and not self._has_ssd
-
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """What the board lists."""
-        here = self.board.exists(keys) if self.board is not None else None
+    def exists(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Whether each is stored; None for what the board cannot tell."""
+        board = self.board
+        lists_all = board is not None and board.lists_all and not self._has_ssd
+        here = board.exists(keys) if board is not None else None
         if here is None:  # no board, or nobody behind it
             self.close()
-            return [False] * len(keys)
-        return here
+            return [None] * len(keys)
+        return [is_here or (False if lists_all else None) for is_here in here]
 
     async def read(self, keys: Sequence[bytes], room: Callable[[int, int], memoryview]) -> list[int | None]:
         """What the board lists. None for the rest, also for what changed meanwhile."""

@@ -261,7 +261,7 @@ class Client:
 
     async def exists(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
-        wires = [self._wire_key(key) for key in keys]
+        wires = self._wire_keys(keys)
         if len(self._stores) == 1:
             [store] = self._stores.values()
             return await store.exists(wires, timeout_s=timeout_s)
@@ -315,10 +315,16 @@ class Client:
         return sorted(self._stores, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
 
     def _wire_key(self, key: Key) -> bytes:
-        raw = key.encode() if isinstance(key, str) else bytes(key)
-        if not 1 <= len(raw) <= MAX_KEY_BYTES:
-            raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {len(raw)}", "key")
-        return self._prefix + raw
+        [wire] = self._wire_keys([key])
+        return wire
+
+    def _wire_keys(self, keys: Iterable[Key]) -> list[bytes]:
+        prefix = self._prefix
+        wires = [prefix + (key.encode() if isinstance(key, str) else key) for key in keys]
+        for length in set(map(len, wires)):
+            if not 0 < length - len(prefix) <= MAX_KEY_BYTES:
+                raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length - len(prefix)}", "key")
+        return wires
 
     async def _on_replicas(
         self, keys: Sequence[Key], call: Callable[[StoreClient, list[bytes]], Awaitable[int]]
@@ -355,7 +361,7 @@ class Client:
         self, keys: Sequence[Key], room: Callable[[int, int], memoryview], timeout_s: float
     ) -> list[int | None]:
         """Read blocks into the memory that ``room(index, length)`` gives; those that a store has not, from the next."""
-        wires = [self._wire_key(key) for key in keys]
+        wires = self._wire_keys(keys)
         homes = [self._homes(wire)[: self._replicas] for wire in wires]
         lengths: list[int | None] = [None] * len(wires)
         failures: list[BaseException] = []

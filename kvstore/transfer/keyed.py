@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from kvstore.checksum import Checksums
 from kvstore.transfer import protocol
 from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES, NativeKeyed
-from kvstore.transfer.protocol import ProtocolViolation, Reply, Status
+from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
 
 MAX_KEYS = protocol.MAX_RANGES  # of one message
 
 Step = Callable[[float], None]
 """Moves something, until a deadline. After DeadlineExceeded it may be called again, and goes on; any other error, which
 is an OSError or a ProtocolViolation, is the connection's end."""
+
+
+_KNOWN = {0: False, 1: True}
 
 
 def can_put(nbytes: int, ranges: int) -> bool:
@@ -37,6 +40,10 @@ class KeyedWire:
     def fetch(self, keys: Sequence[bytes]) -> Fetch:
         """Ask for blocks, at most MAX_KEYS. Nothing has been sent yet."""
         return Fetch(self._native, keys, next(self._frame_ids))
+
+    def ask(self, keys: Sequence[bytes]) -> Ask:
+        """Ask whether blocks are stored, at most MAX_KEYS. Nothing has been sent yet."""
+        return Ask(self._native, keys, next(self._frame_ids))
 
     def put(self, key: bytes, parent: bytes, tenant: str, data: memoryview, ranges: int) -> Put:
         """Send a block that ``can_put``. Nothing has been sent yet."""
@@ -67,7 +74,7 @@ class Fetch:
     def __init__(self, native: NativeKeyed, keys: Sequence[bytes], frame_id: int) -> None:
         self._native = native
         self._frame_id = frame_id
-        self._request = protocol.pack_fetch(keys, frame_id)
+        self._request = protocol.pack_keys(Operation.FETCH, keys, frame_id)
         self._answer_bytes = protocol.REPLY_BYTES + len(keys) * protocol.FOUND_BYTES
         self.is_right: list[bool] = []
         """Of each block received, whether it is what its checksums say. If not, it may have left its slot meanwhile."""
@@ -91,6 +98,25 @@ class Fetch:
                 self.is_right.append(self._native.receive(view, ranges, deadline))
 
         return go_on
+
+
+class Ask:
+    """``send``; what is ``known`` then."""
+
+    def __init__(self, native: NativeKeyed, keys: Sequence[bytes], frame_id: int) -> None:
+        self._native, self._num_keys, self._frame_id = native, len(keys), frame_id
+        self._request = protocol.pack_keys(Operation.ASK, keys, frame_id)
+
+    def send(self, deadline: float) -> None:
+        """And take the answer."""
+        self._native.ask(self._request, protocol.REPLY_BYTES + self._num_keys, deadline)
+
+    def known(self) -> list[bool | None]:
+        """Whether each is stored; None where the store itself has to say. Raises ProtocolViolation."""
+        if _reply_of(self._native, self._frame_id, self._num_keys).status is not Status.OK:
+            raise ProtocolViolation("nobody says here what is stored")
+        answer = bytes(self._native.answer[protocol.REPLY_BYTES : protocol.REPLY_BYTES + self._num_keys])
+        return list(map(_KNOWN.get, answer))
 
 
 class Put:

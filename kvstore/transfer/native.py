@@ -12,13 +12,11 @@ import logging
 import mmap
 import os
 import socket
-import struct
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,7 +41,6 @@ MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
 MAX_AHEAD = 64
 _CLOSED, _VIOLATION = -1, -2
 _READ = Operation.READ  # an enum's members are slow to find
-_ASKED = struct.Struct(protocol.FRAME_1 + "4xQQQQd")  # from ``head`` to ``deadline_s`` in ``Sliced`` of wire.cpp
 _byte_in: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
@@ -58,7 +55,7 @@ def load() -> ctypes.CDLL | None:
     for move in (library.send_parts, library.receive_parts):
         move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double)
     size, time_s, memory = ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
-    library.exchange.argtypes = (memory,)
+    library.exchange.argtypes = (memory, ctypes.c_char_p, size, size, memory, size, size, time_s)
     library.keyed_ask.argtypes = (memory, ctypes.c_char_p, size, size, time_s)
     library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
     library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
@@ -91,20 +88,18 @@ class _Sliced(ctypes.Structure):
         ("incoming", _Flow),
         ("out", _Flow),
         ("step", ctypes.c_uint64),
-        ("asked", ctypes.c_uint8 * _ASKED.size),
         ("reply", ctypes.c_uint8 * protocol.REPLY_BYTES),
     )
 
 
 class NativeWire(Wire):
-    """A ``Wire`` that also moves whole slices, in one call each, or together with their replies."""
+    """A ``Wire`` that also moves whole slices, in one call each, or two with the reply."""
 
     def __init__(self, sock: socket.socket, library: ctypes.CDLL) -> None:
         fd = sock.fileno()
         self._state = _Sliced(incoming=_Flow(fd=fd), out=_Flow(fd=fd))
         self._flows = {socket.SO_RCVTIMEO: self._state.incoming, socket.SO_SNDTIMEO: self._state.out}
         self._at = ctypes.addressof(self._state)
-        self._asked = memoryview(self._state.asked).cast("B")
         self._reply = memoryview(self._state.reply).cast("B")
         self._send_parts, self._receive_parts = library.send_parts, library.receive_parts
         self._exchange = library.exchange
@@ -118,17 +113,14 @@ class NativeWire(Wire):
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
         self._move(self._receive_parts, self._state.incoming, head, part)
 
-    def exchange(self, frame_id: int, part: Slice, hashed: bool) -> memoryview:
-        """A slice of one piece there and back, when nothing else is on its way: the head of its reply, until the next
-        call. ``hashed``: with its checksums. Few steps of Python, which are slow ones between streams of bytes."""
-        [(wire, local)] = part.pieces
-        sums_at = _address_of(part.sums[0]) if hashed and part.sums else 0
-        ranges = (part.operation, 1, part.nbytes, frame_id, *wire)
-        _ASKED.pack_into(
-            self._asked, 0, *ranges, _address_of(local), part.nbytes, sums_at, part.checksum_bytes, part.deadline
-        )
-        while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled the signal: go on where we were
-            pass
+    def exchange(self, head: bytes, part: Slice, hashed: bool) -> memoryview:
+        """A slice there and back, when nothing else is on its way: the head of its reply, until the next call."""
+        rows = _parts(0, 0, part, hashed)
+        rows_at, length = rows.buffer_info()
+        is_read, sum_bytes = part.operation is _READ, part.checksum_bytes
+        code = errno.EINTR
+        while code == errno.EINTR:  # Python has handled the signal: go on where we were
+            code = self._exchange(self._at, head, len(head), is_read, rows_at, length // 3, sum_bytes, part.deadline)
         _check(code)
         return self._reply
 
@@ -250,7 +242,8 @@ class _Owner(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")),
-        *((name, ctypes.c_uint64) for name in ("board", "lane", "book", "list", "wake", "is_locked", "num_ahead")),
+        *((name, ctypes.c_uint64) for name in ("board", "lane", "book", "list", "wake", "know")),
+        *((name, ctypes.c_uint64) for name in ("is_locked", "num_ahead")),
         ("ahead", ctypes.c_uint64 * (2 * MAX_AHEAD)),
     )
 
@@ -270,8 +263,9 @@ class Arrival(ctypes.Structure):
 
     def landed(self) -> Landed:
         """Raises ProtocolViolation."""
-        key, parent, tenant = protocol.unpack_name(bytes(self.name[: self.name_bytes]))
-        sums = np.array(self.sums[: self.ranges], dtype=np.uint64)
+        at = ctypes.addressof(self)
+        key, parent, tenant = protocol.unpack_name(ctypes.string_at(at + Arrival.name.offset, self.name_bytes))
+        sums = np.frombuffer(ctypes.string_at(at + Arrival.sums.offset, 8 * self.ranges), dtype=np.uint64)
         return Landed(key, parent, tenant, self.slot, self.epoch, self.length, sums)
 
 
@@ -298,8 +292,7 @@ class Event(IntEnum):
 _EVENTS = {event.value: event for event in Event}
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(NamedTuple):
     """A block that came whole: what it is called, where it lies, and the checksums of its equal ranges."""
 
     key: bytes
@@ -318,8 +311,8 @@ class Listing(Protocol):
         """The board, and a lane to note in what has been read."""
         ...
 
-    def book_for_owner(self) -> tuple[int, int, int]:
-        """Addresses: of the book, and of the functions that list a block there and wake the store."""
+    def book_for_owner(self) -> tuple[int, int, int, int]:
+        """Addresses: of the book, and of the functions that list a block, wake the store, and know what it has."""
         ...
 
 
@@ -335,7 +328,7 @@ class NativeOwner:
         self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
         segment_at, grants_at, *listing_at = (memory.ctypes.data for memory in self._kept)
         board_at, lane_at = listing_at or (0, 0)
-        book, list_at, wake = listing.book_for_owner() if listing is not None and takes_puts else (0, 0, 0)
+        book, list_at, wake, know = listing.book_for_owner() if listing is not None and takes_puts else (0, 0, 0, 0)
         self._owner = _Owner(
             segment_at,
             grants_at,
@@ -346,6 +339,7 @@ class NativeOwner:
             book=book,
             list=list_at,
             wake=wake,
+            know=know,
         )
         self._owner_at = ctypes.addressof(self._owner)
 

@@ -8,9 +8,10 @@ number from the wire is bounded here before anyone allocates, loops or indexes b
     client  Frame, Range x count, payload     server  Reply              (WRITE; the payload is all ranges, in order)
     client  Frame, Range x count              server  Reply, payload     (READ; zeros when it was refused)
     client  Frame, Range, request             server  Reply, answer      (ATTACH: how another transport begins)
-    client  Frame, Range, keys                server  Reply, Found x count, checksums, blocks      (FETCH: whole blocks)
+    client  Frame, Range, lengths, keys       server  Reply, Found x count, checksums, blocks      (FETCH: whole blocks)
     client  Frame, Range, name, block, sums   server  Reply              (PUT: a whole block, named and sealed at once)
     client  Frame, Range, name, sums          server  Reply              (COMMIT: one that is in its slot already)
+    client  Frame, Range, lengths, keys       server  Reply, byte x count    (ASK: is it stored? 0 no, 1 yes, 2 perhaps)
 
 A read is answered with as many bytes as it asked for, whatever becomes of it, so that one call of the kernel can take
 reply and payload. A frame has at least one range, so that one call can take it, too.
@@ -45,9 +46,7 @@ _HELLO = struct.Struct("<8sHHQQ")  # magic, version, length of the peer id, segm
 _WELCOME = struct.Struct("<8sHHII16s")  # magic, version, status, block bytes, number of blocks, challenge
 _FRAME = struct.Struct("<HHIQ")  # operation, number of ranges, payload bytes, frame id
 _RANGE = struct.Struct("<IIIQ")  # block, offset, length, epoch
-FRAME_1 = "<HHIQIIIQ"  # a frame with its only range
-_FRAME_1 = struct.Struct(FRAME_1)
-_KEY = struct.Struct("<H")  # bytes of a key that is fetched
+_FRAME_1 = struct.Struct("<HHIQIIIQ")  # a frame with its only range
 _FOUND = struct.Struct("<IHH")  # length of a block, 0: it is not here; number of its ranges; padding
 _NAME = struct.Struct("<HHH")  # bytes of key, parent and tenant
 _REPLY = struct.Struct("<HHIQI")  # status, index of the refused range, payload bytes, frame id, credit bytes
@@ -79,6 +78,7 @@ class Operation(IntEnum):
     FETCH = 4
     PUT = 5
     COMMIT = 6
+    ASK = 7
 
 
 class Status(IntEnum):
@@ -195,10 +195,10 @@ def unpack_attach(payload: bytes | bytearray) -> tuple[str, bytes]:
     return name.decode(), request
 
 
-def pack_fetch(keys: Sequence[bytes], frame_id: int) -> bytes:
-    """At most MAX_RANGES keys of at most MAX_KEY_BYTES."""
-    listed = b"".join([_KEY.pack(len(key)) + key for key in keys])
-    return _FRAME_1.pack(Operation.FETCH, len(keys), len(listed), frame_id, 0, 0, len(listed), 0) + listed
+def pack_keys(operation: Operation, keys: Sequence[bytes], frame_id: int) -> bytes:
+    """FETCH or ASK, for at most MAX_RANGES keys of at most MAX_KEY_BYTES."""
+    listed = struct.pack(f"<{len(keys)}H", *map(len, keys)) + b"".join(keys)
+    return _FRAME_1.pack(operation, len(keys), len(listed), frame_id, 0, 0, len(listed), 0) + listed
 
 
 def unpack_found(

@@ -40,7 +40,8 @@ HELLO_TIMEOUT_S = 5.0
 CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all connections
 FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
 _NOWHERE: frozenset[int] = frozenset()
-_BY_KEY = (Operation.FETCH, Operation.PUT, Operation.COMMIT)
+_BY_KEY = (Operation.FETCH, Operation.PUT, Operation.COMMIT, Operation.ASK)
+_FOUND_BYTES = {Operation.FETCH: protocol.FOUND_BYTES, Operation.ASK: 1}  # of the answer about a key
 _ZEROS = memoryview(bytes(1 << 16))
 _LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
@@ -393,7 +394,7 @@ class SegmentServer:
         deadline = time.monotonic() + FRAME_TIMEOUT_S
         if frame.operation in _BY_KEY:  # what native code would have answered, if it could
             _discard(wire, frame.payload_bytes, deadline)
-            found = bytes(frame.num_ranges * protocol.FOUND_BYTES) if frame.operation is Operation.FETCH else b""
+            found = bytes(frame.num_ranges * _FOUND_BYTES.get(frame.operation, 0))
             reply = self._reply(Status.NOT_OFFERED, 0, len(found), frame.frame_id)
             wire.send([reply + found], deadline)
             return

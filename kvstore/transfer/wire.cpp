@@ -21,7 +21,7 @@ namespace {
 
 // What kvstore/transfer/protocol.py packs: little-endian, without gaps.
 
-constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5, kCommit = 6;
+constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5, kCommit = 6, kAsk = 7;
 constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2, kNoSlot = 8, kCorrupt = 9, kHere = 11;
 constexpr int kLanded = -3;  // what `serve` tells Python of a block that the store has to decide about
 constexpr uint32_t kMaxRanges = 512, kMaxFrameBytes = 4 << 20;
@@ -66,6 +66,7 @@ struct Owner {
     void *book;                          // of the store, or null: then nothing can be put
     board::List list;
     board::Wake wake;
+    board::Know know;
     std::atomic<uint64_t> is_locked;  // for what follows
     uint64_t num_ahead;               // slots for blocks that will be put
     Slot ahead[kMaxAhead];
@@ -196,31 +197,46 @@ int send_reply(const Owner &owner, const Connection &connection, Flow &out, uint
     return move_all<true>(out, &part, 1, deadline_s);
 }
 
+// What a frame asks for: the length of each key, then all of them.
+struct Keys {
+    std::vector<uint8_t> bytes;
+    uint64_t num, key_bytes, start, end;  // of the key at hand
+
+    int receive(Flow &in, const Head &head, double deadline_s) {
+        num = 0, end = head.num_ranges * sizeof(uint16_t);
+        bytes.resize(head.payload_bytes);
+        const Part part = {bytes.data(), bytes.size(), nullptr};
+        return bytes.size() < end ? kViolation : move_all<false>(in, &part, 1, deadline_s);
+    }
+    const uint8_t *key() const { return bytes.data() + start; }
+    bool next() {
+        key_bytes = bytes[2 * num] | bytes[2 * num + 1] << 8;
+        ++num, start = end, end += key_bytes;
+        return end <= bytes.size();
+    }
+    bool are_all() const { return end == bytes.size(); }
+};
+
 // Blocks by key: a Found for each, then each one's checksums and bytes.
 int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
     const Head head = connection.head;
-    std::vector<uint8_t> keys(head.payload_bytes);
-    const Part asked = {keys.data(), keys.size(), nullptr};
-    if (int error = move_all<false>(in, &asked, 1, deadline_s)) return error;
+    Keys keys;
+    if (int error = keys.receive(in, head, deadline_s)) return error;
 
     const board::Board board(owner.board);
     std::vector<board::Listed> listed(head.num_ranges);
     Found found[kMaxRanges] = {};
-    uint64_t bytes = 0, at = 0;
+    uint64_t bytes = 0;
     for (uint16_t i = 0; i < head.num_ranges; ++i) {
         board::Listed &block = listed[i];
-        if (at + 2 > keys.size()) return kViolation;
-        const uint64_t key_bytes = keys[at] | keys[at + 1] << 8;
-        at += 2;
-        if (key_bytes > keys.size() - at) return kViolation;
-        const bool is_sure = board::look_up(board, keys.data() + at, key_bytes, block);
-        at += key_bytes;
+        if (!keys.next()) return kViolation;
+        const bool is_sure = board::look_up(board, keys.key(), keys.key_bytes, block);
         if (!is_sure || (block.slot >= 0 && bytes + block.length > kMaxAnswerBytes)) block.slot = -1;
         if (block.slot < 0) continue;
         found[i] = {(uint32_t)block.length, (uint16_t)block.ranges, 0};
         bytes += block.length;
     }
-    if (at != keys.size()) return kViolation;
+    if (!keys.are_all()) return kViolation;
 
     Reply reply = {kOk, 0, (uint32_t)(head.num_ranges * sizeof(Found)), head.frame_id,
                    (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
@@ -236,6 +252,23 @@ int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out,
     for (const board::Listed &block : listed)
         if (block.slot >= 0) owner.lane->note(block.slot, block.epoch);
     return 0;
+}
+
+// Whether blocks are stored: a byte for each, a `Knowledge`.
+int serve_ask(const Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
+    const Head head = connection.head;
+    Keys keys;
+    if (int error = keys.receive(in, head, deadline_s)) return error;
+
+    uint8_t known[kMaxRanges];
+    for (uint16_t i = 0; i < head.num_ranges; ++i) {
+        if (!keys.next()) return kViolation;
+        known[i] = owner.know(owner.book, keys.key(), keys.key_bytes);
+    }
+    if (!keys.are_all()) return kViolation;
+    Reply reply = {kOk, 0, head.num_ranges, head.frame_id, (uint32_t)owner.credit_bytes.load(std::memory_order_relaxed)};
+    const Part parts[] = {{reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr}, {known, head.num_ranges, nullptr}};
+    return move_all<true>(out, parts, 2, deadline_s);
 }
 
 // A slot of ours to land in, in `connection.arrival`. Those that have been revoked meanwhile are the store's again.
@@ -329,14 +362,8 @@ struct Exchange {
     uint64_t step;  // of the call that is under way
 };
 
-// The client's end of a connection for slices, when only one is on its way, and that of one piece,
+// The client's end of a connection for slices, when only one is on its way,
 struct Sliced : Exchange {
-    Head head;
-    Range range;
-    uint32_t padding;
-    Part piece;
-    uint64_t sum_bytes;
-    double deadline_s;
     Reply reply;
 };
 
@@ -372,13 +399,14 @@ int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t su
     return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
 }
 
-// A slice and its reply.
-int exchange(Sliced *at) {
-    const bool is_read = at->head.operation == kRead;
-    const Part out[] = {{reinterpret_cast<uint8_t *>(&at->head), sizeof(Head) + sizeof(Range), nullptr}, at->piece};
-    const Part back[] = {{reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr}, at->piece};
-    if (int error = go_on<true>(*at, 1, out, is_read ? 1 : 2, at->sum_bytes, at->deadline_s)) return error;
-    if (int error = go_on<false>(*at, 3, back, is_read ? 2 : 1, at->sum_bytes, at->deadline_s)) return error;
+// A slice and its reply. The first row is for the head or the reply, whichever goes before the pieces.
+int exchange(Sliced *at, uint8_t *head, uint64_t head_bytes, uint64_t is_read, Part *rows, uint64_t num_rows,
+             uint64_t sum_bytes, double deadline_s) {
+    const Part asked = {head, head_bytes, nullptr}, reply = {reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr};
+    rows[0] = is_read ? reply : asked;
+    const Part *out = is_read ? &asked : rows, *back = is_read ? rows : &reply;
+    if (int error = go_on<true>(*at, 1, out, is_read ? 1 : num_rows, sum_bytes, deadline_s)) return error;
+    if (int error = go_on<false>(*at, 3, back, is_read ? num_rows : 1, sum_bytes, deadline_s)) return error;
     return at->step = 0;
 }
 
@@ -428,6 +456,8 @@ int serve(Owner *owner, Connection *connection) {
             return 0;
         } else if (head.operation == kCommit && owner->book) {
             result = serve_commit(*owner, *connection, in, out, deadline_s);
+        } else if (head.operation == kAsk && owner->book) {
+            result = serve_ask(*owner, *connection, in, out, deadline_s);
         } else if (head.operation == kWrite || head.operation == kRead) {
             result = serve_frame(*owner, *connection, in, out, deadline_s);
         } else if (head.operation == kFetch && owner->board) {

@@ -78,7 +78,10 @@ async def test_blocks_of_any_length_come_back_checked_range_by_range(desk):
 async def test_what_one_pass_cannot_check_is_not_listed(desk):
     desk.put(0, 1, b"short", b"x" * 240)
     desk.put(1, 2, b"many ranges", b"x" * 256 * 100, ranges=100)
-    assert desk.reader.exists([b"short", b"many ranges"]) == [False, False]
+    assert desk.reader.exists([b"short", b"many ranges"]) == [False, False] and not desk.reader.lists_all
+    desk.board.hide(0)
+    desk.board.hide(1)
+    assert desk.reader.lists_all
     desk.board.hide(0)  # never shown: harmless
 
 
@@ -256,6 +259,7 @@ async def test_blocks_written_in_place_are_like_any_others(keep):
             [slot] = await writing.reserve([(far._wire_key("busy"), b"")], SLOT_BYTES, 1)
             assert slot is not None and not await near.put("busy", data)
             await writing.abort([slot])
+            assert await near.put("short", b"not listed") and await near.exists(["no", "short"]) == [False, True]
             assert await near.put("busy", data)
         counts = (await far.stats())[address]
         assert counts.reserved == counts.quarantined == counts.leases == 0

@@ -61,7 +61,7 @@ async def test_a_block_is_fetched_while_the_store_itself_is_busy(keep):
         assert await pool.put("whole", whole) and await pool.put("parts", parts, ranges=94)
         assert await pool.put("odd", odd, parent="parts") and await pool.put("short", b"too short to be listed")
         actor.ask("hang")
-        assert await pool.get("whole") == whole
+        assert await pool.get("whole") == whole and await pool.exists(["nothing", "whole"]) == [False, True]
         into = [bytearray(len(block)) for block in (odd, whole, parts)]
         assert await pool.get_batch_into(["odd", "whole", "parts"], into) == [777, SLOT_BYTES, 94 * 500]
         assert into == [odd, whole, parts]
@@ -69,6 +69,8 @@ async def test_a_block_is_fetched_while_the_store_itself_is_busy(keep):
         [stats] = (await pool.stats()).values()
         assert stats.leases == 0
         assert await pool.get_batch(["nothing", "odd", "short"]) == [None, odd, b"too short to be listed"]
+        keys = ["nothing", "short", *["odd"] * 600, "parts"]  # more than one message holds
+        assert await pool.exists(keys) == [False, *[True] * 602]
         with pytest.raises(InvalidRequest, match="there is room for 776"):
             await pool.get_into("odd", bytearray(776))
         assert await pool.get("odd") == odd
@@ -91,6 +93,7 @@ async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
         [writing] = near._stores.values()
         [slot] = await writing.reserve([(near._wire_key("busy"), b"")], SLOT_BYTES, 1)
         assert slot is not None and not await far.put("busy", data(0))
+        assert await far.exists(["busy", "7"]) == [False, True]
         await writing.abort([slot])
         assert await far.put("busy", data(0))
         assert actor.ask("counts")["reserved"] >= 1  # slots ahead,
@@ -232,6 +235,10 @@ def test_an_owner_that_knows_no_keys_says_so(owner):
     fetch.ask(soon())
     with pytest.raises(ProtocolViolation, match="cannot be fetched by key"):
         fetch.found()
+    ask = wire.ask([b"key", b"other"])
+    ask.send(soon())
+    with pytest.raises(ProtocolViolation, match="what is stored"):
+        ask.known()
     put = wire.put(b"key", b"", "", memoryview(data(1)), 4)
     put.send(soon())
     assert put.status() is Status.NOT_OFFERED
