@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import socket
+import struct
 from array import array
 from collections.abc import Callable
 from enum import IntEnum
@@ -41,6 +42,7 @@ MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
 MAX_AHEAD = 64
 _CLOSED, _VIOLATION = -1, -2
 _READ = Operation.READ  # an enum's members are slow to find
+_ASKED = struct.Struct(protocol.FRAME_1 + "4xQQQQd")  # from ``head`` to ``deadline_s`` in ``Sliced`` of wire.cpp
 _byte_in: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
@@ -55,7 +57,7 @@ def load() -> ctypes.CDLL | None:
     for move in (library.send_parts, library.receive_parts):
         move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double)
     size, time_s, memory = ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
-    library.exchange.argtypes = (memory, ctypes.c_char_p, size, size, memory, size, size, time_s)
+    library.exchange.argtypes = (memory,)
     library.keyed_ask.argtypes = (memory, ctypes.c_char_p, size, size, time_s)
     library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
     library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
@@ -88,18 +90,20 @@ class _Sliced(ctypes.Structure):
         ("incoming", _Flow),
         ("out", _Flow),
         ("step", ctypes.c_uint64),
+        ("asked", ctypes.c_uint8 * _ASKED.size),
         ("reply", ctypes.c_uint8 * protocol.REPLY_BYTES),
     )
 
 
 class NativeWire(Wire):
-    """A ``Wire`` that also moves whole slices, in one call each, or two with the reply."""
+    """A ``Wire`` that also moves whole slices, in one call each, or together with their replies."""
 
     def __init__(self, sock: socket.socket, library: ctypes.CDLL) -> None:
         fd = sock.fileno()
         self._state = _Sliced(incoming=_Flow(fd=fd), out=_Flow(fd=fd))
         self._flows = {socket.SO_RCVTIMEO: self._state.incoming, socket.SO_SNDTIMEO: self._state.out}
         self._at = ctypes.addressof(self._state)
+        self._asked = memoryview(self._state.asked).cast("B")
         self._reply = memoryview(self._state.reply).cast("B")
         self._send_parts, self._receive_parts = library.send_parts, library.receive_parts
         self._exchange = library.exchange
@@ -113,14 +117,17 @@ class NativeWire(Wire):
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
         self._move(self._receive_parts, self._state.incoming, head, part)
 
-    def exchange(self, head: bytes, part: Slice, hashed: bool) -> memoryview:
-        """A slice there and back, when nothing else is on its way: the head of its reply, until the next call."""
-        rows = _parts(0, 0, part, hashed)
-        rows_at, length = rows.buffer_info()
-        is_read, sum_bytes = part.operation is _READ, part.checksum_bytes
-        code = errno.EINTR
-        while code == errno.EINTR:  # Python has handled the signal: go on where we were
-            code = self._exchange(self._at, head, len(head), is_read, rows_at, length // 3, sum_bytes, part.deadline)
+    def exchange(self, frame_id: int, part: Slice, hashed: bool) -> memoryview:
+        """A slice of one piece there and back, when nothing else is on its way: the head of its reply, until the next
+        call. ``hashed``: with its checksums. Few steps of Python, which are slow ones between streams of bytes."""
+        [(wire, local)] = part.pieces
+        sums_at = _address_of(part.sums[0]) if hashed and part.sums else 0
+        ranges = (part.operation, 1, part.nbytes, frame_id, *wire)
+        _ASKED.pack_into(
+            self._asked, 0, *ranges, _address_of(local), part.nbytes, sums_at, part.checksum_bytes, part.deadline
+        )
+        while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled the signal: go on where we were
+            pass
         _check(code)
         return self._reply
 

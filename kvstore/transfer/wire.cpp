@@ -362,8 +362,14 @@ struct Exchange {
     uint64_t step;  // of the call that is under way
 };
 
-// The client's end of a connection for slices, when only one is on its way,
+// The client's end of a connection for slices, when only one is on its way, and that of one piece,
 struct Sliced : Exchange {
+    Head head;
+    Range range;
+    uint32_t padding;
+    Part piece;
+    uint64_t sum_bytes;
+    double deadline_s;
     Reply reply;
 };
 
@@ -399,14 +405,13 @@ int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t su
     return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
 }
 
-// A slice and its reply. The first row is for the head or the reply, whichever goes before the pieces.
-int exchange(Sliced *at, uint8_t *head, uint64_t head_bytes, uint64_t is_read, Part *rows, uint64_t num_rows,
-             uint64_t sum_bytes, double deadline_s) {
-    const Part asked = {head, head_bytes, nullptr}, reply = {reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr};
-    rows[0] = is_read ? reply : asked;
-    const Part *out = is_read ? &asked : rows, *back = is_read ? rows : &reply;
-    if (int error = go_on<true>(*at, 1, out, is_read ? 1 : num_rows, sum_bytes, deadline_s)) return error;
-    if (int error = go_on<false>(*at, 3, back, is_read ? num_rows : 1, sum_bytes, deadline_s)) return error;
+// A slice and its reply.
+int exchange(Sliced *at) {
+    const bool is_read = at->head.operation == kRead;
+    const Part out[] = {{reinterpret_cast<uint8_t *>(&at->head), sizeof(Head) + sizeof(Range), nullptr}, at->piece};
+    const Part back[] = {{reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr}, at->piece};
+    if (int error = go_on<true>(*at, 1, out, is_read ? 1 : 2, at->sum_bytes, at->deadline_s)) return error;
+    if (int error = go_on<false>(*at, 3, back, is_read ? 2 : 1, at->sum_bytes, at->deadline_s)) return error;
     return at->step = 0;
 }
 
