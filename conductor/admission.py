@@ -25,12 +25,13 @@ from conductor.fleet import Ticket
 from conductor.lengths import Kind, OutputLengths, sample_beyond
 from conductor.scheduler import Placement
 from conductor.view import NONE, Bools, Floats, Question
+from conductor.waits import MAX_RETRY_S, RecentRoom
 
 NUM_SAMPLES = 16  # futures looked at
 CONFIDENCE = 0.9  # share of the futures in which it must fit
 TBT_ROOM = 0.85  # of the limit, for a step when a request joins: its longest gaps come later, or before its first step
 COMFORT = 0.7  # below this share of the limits, for certain, no future is sampled
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
+MIN_RETRY_S = 0.05
 MAX_REFUSED = 1024  # refusals that are looked at again
 DECODE_TIME_RATE = 0.02  # of the running mean of decode times
 FIRST_DECODE_S = 10.0  # before any was seen
@@ -83,6 +84,11 @@ class Coming(NamedTuple):
     now: float
     joins_at: float
 
+    @property
+    def prefill_wait_ms(self) -> float:
+        """Before its prompt is computed."""
+        return self.placement.breakdown.queue_ms + self.placement.breakdown.fetch_ms
+
 
 class Admission:
     """One owner. ``decide`` changes nothing but counts; the methods below it follow a request that was let in."""
@@ -100,6 +106,7 @@ class Admission:
         self.mode = mode
         self.lengths = lengths if lengths is not None else OutputLengths()
         self.flights = Flights()
+        self.recent_room = RecentRoom()
         self.stats = AdmissionStats()
         self.rng = rng if rng is not None else np.random.default_rng(0)
         self.decode_s = FIRST_DECODE_S  # mean time that a request decodes
@@ -110,32 +117,31 @@ class Admission:
     ) -> Verdict:
         """Whether the request fits where it would be placed."""
         self._look_back(question, now)
-        verdict, joins_at = self._judge(question, placement, now, kind, max_tokens)
+        coming = self._coming(question, placement, now, kind, max_tokens)
+        verdict = self._judge(coming)
+        self.recent_room.found(coming.prefill_wait_ms, verdict.decode_load, now)
         if verdict.is_admitted:
             self.stats.admitted += 1
             return verdict
         self.stats.refused += 1
         if verdict.decode_load > 1.0 and placement.decode is not None:
-            self._refused.append((joins_at, verdict.decode_load, placement.decode.node_id))
-        return verdict._replace(is_admitted=self.mode is Mode.OFF)
+            self._refused.append((coming.joins_at, verdict.decode_load, placement.decode.node_id))
+        return verdict._replace(is_admitted=self.mode is Mode.OFF, retry_after_s=self._retry_s(coming, verdict))
 
     def fits(self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int) -> bool:
         """As ``decide``, for somebody who only wants to know: nothing is counted."""
-        return self._judge(question, placement, now, kind, max_tokens)[0].is_admitted
+        return self._judge(self._coming(question, placement, now, kind, max_tokens)).is_admitted
 
-    def _judge(
-        self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int
-    ) -> tuple[Verdict, float]:
-        """What the rule says, and when the request would begin to decode (s)."""
-        view = question.view
-        decode = view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
+    def _coming(self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int) -> Coming:
+        decode = question.view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
         joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
-        coming = Coming(question, placement, decode, kind, max_tokens, now, joins_at)
-        prefill_load = placement.predicted_ttft_ms / self.limits.ttft_ms
-        decode_load = 0.0 if decode == NONE else self.rule(self, coming)
-        if self.rule is no_rule or max(prefill_load, decode_load) <= 1.0:
-            return Verdict(True, prefill_load, decode_load), joins_at
-        return Verdict(False, prefill_load, decode_load, self._retry_s(coming, prefill_load, decode_load)), joins_at
+        return Coming(question, placement, decode, kind, max_tokens, now, joins_at)
+
+    def _judge(self, coming: Coming) -> Verdict:
+        prefill_load = coming.placement.predicted_ttft_ms / self.limits.ttft_ms
+        decode_load = 0.0 if coming.decode == NONE else self.rule(self, coming)
+        fits = self.rule is no_rule or max(prefill_load, decode_load) <= 1.0
+        return Verdict(fits, prefill_load, decode_load)
 
     def admitted(self, ticket: Ticket, coming_kind: Kind, max_tokens: int, placement: Placement, now: float) -> None:
         """It was placed and booked."""
@@ -168,11 +174,14 @@ class Admission:
             if joined_at <= now:
                 self.decode_s += DECODE_TIME_RATE * (now - joined_at - self.decode_s)
 
-    def _retry_s(self, coming: Coming, prefill_load: float, decode_load: float) -> float:
-        """When the later of both has room: the queue in front shrinks by a ms a ms; decoding by what ends."""
-        wait_s = max(prefill_load - 1.0, 0.0) * self.limits.ttft_ms / 1e3 if prefill_load > 1.0 else 0.0
-        if decode_load > 1.0 and coming.placement.decode is not None:
-            wait_s = max(wait_s, self._until_room_s(coming, decode_load))
+    def _retry_s(self, coming: Coming, verdict: Verdict) -> float:
+        """What it took lately; before anything is known, until the later of both has room if nobody else comes: the
+        queue in front shrinks by a ms a ms, and sequences end."""
+        wait_s: float = self.recent_room.typical_wait_s(self.limits.ttft_ms - coming.placement.breakdown.prefill_ms)
+        if not wait_s:
+            wait_s = (coming.placement.predicted_ttft_ms - self.limits.ttft_ms) / 1e3
+            if verdict.decode_load > 1.0 and coming.placement.decode is not None:
+                wait_s = max(wait_s, self._until_room_s(coming, verdict.decode_load))
         return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
 
     def _until_room_s(self, coming: Coming, decode_load: float) -> float:

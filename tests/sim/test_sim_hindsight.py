@@ -43,7 +43,7 @@ def test_who_would_have_come_too_late_or_made_others_late_was_refused_rightly() 
 
 
 def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never() -> None:
-    burst, later = prompts(12, every_ms=50.0), TraceRequest(30_000.0, 600, 2, (10**6,))
+    burst, later = prompts(12, every_ms=50.0), TraceRequest(90_000.0, 600, 2, (10**6,))
     simulation = Simulation(cluster(), [*burst, later], Run(jitter_s=0.0))
     probe = RetryProbe(simulation)
     results = simulation.run()

@@ -9,14 +9,14 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from conductor.waits import MAX_RETRY_S
 from mooncake.app.sim.requests import Fate, Flight
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
 
 AFTER_S = 90.0  # of arrivals that a refused request could disturb: more than a queue and an answer take
 EVENTS_A_LOOK = 1000
-PROBE_S = 1.0
-MAX_WAITING = 16  # refused requests asked about at a time
+NEWS_S = 0.5  # how often it is seen who was refused; less than a second
 
 Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
@@ -121,38 +121,44 @@ class _Branches:
 
 
 class RetryProbe:
-    """Asks for refused requests again, every second, until they would be let in; they are not.
+    """Asks for some refused requests again, every whole second after the refusal as ``Retry-After`` counts, until they
+    would be let in; they are not.
 
-    ``waits_s``: by request, how long that took; what was not let in while requests arrived is not in it.
+    ``waits_s``: by request, how long that took; ``inf`` when it was longer than the longest time that is told. Who was
+    refused so late that requests stopped coming meanwhile is not in it.
     """
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, share: float = 1.0) -> None:
         self.waits_s: dict[int, float] = {}
         self._simulation = simulation
-        self._seen: npt.NDArray[np.bool_] = np.zeros(simulation.results.size, dtype=bool)
-        self._waiting: list[Flight] = []
-        self._until_s = float(simulation.results.arrival_s.max())
-        simulation.agenda.after(PROBE_S, self._ask)
+        self._seen: Mask = np.zeros(simulation.results.size, dtype=bool)
+        self._is_wanted: Mask = np.random.default_rng(simulation.options.seed).random(simulation.results.size) < share
+        self._until_s = float(simulation.results.arrival_s.max()) - MAX_RETRY_S
+        simulation.agenda.after(NEWS_S, self._look)
 
     def errors(self) -> npt.NDArray[np.float64]:
-        """|told / true - 1| of every retry time whose truth is known."""
-        told = self._simulation.results.retry_after_s
-        return np.array([abs(told[at] / wait_s - 1.0) for at, wait_s in self.waits_s.items()])
+        """|told / true - 1| of each, both in whole seconds and none longer than the longest that is told."""
+        told = np.ceil(self._simulation.results.retry_after_s[list(self.waits_s)])
+        errors: npt.NDArray[np.float64] = np.abs(told / np.minimum(list(self.waits_s.values()), MAX_RETRY_S) - 1.0)
+        return errors
 
-    def _ask(self) -> None:
-        simulation = self._simulation
-        now, results = simulation.agenda.now, simulation.results
-        left = []
-        for flight in self._waiting:
-            if simulation.brain.would_admit(flight, now):
-                self.waits_s[flight.index] = now - float(results.arrival_s[flight.index])
-            else:
-                left.append(flight)
-        self._waiting = left
+    def _look(self) -> None:
+        """For who was refused since the last time."""
+        simulation, results = self._simulation, self._simulation.results
         fresh = np.flatnonzero((results.fate == Fate.REJECTED) & ~self._seen)
         self._seen[fresh] = True
-        for at in fresh[: MAX_WAITING - len(self._waiting)]:
-            keys = simulation.block_keys(simulation.trace[int(at)])
-            self._waiting.append(Flight(int(at), int(results.input_tokens[at]), int(results.output_tokens[at]), keys))
-        if now < self._until_s:
-            simulation.agenda.after(PROBE_S, self._ask)
+        for at in fresh[self._is_wanted[fresh] & (results.end_s[fresh] <= self._until_s)].tolist():
+            keys = simulation.block_keys(simulation.trace[at])
+            flight = Flight(at, results.input_tokens.item(at), results.output_tokens.item(at), keys)
+            simulation.agenda.at(results.end_s.item(at) + 1.0, self._ask, flight, 1.0)
+        if simulation.agenda.now <= self._until_s + NEWS_S:
+            simulation.agenda.after(NEWS_S, self._look)
+
+    def _ask(self, flight: Flight, waited_s: float) -> None:
+        simulation = self._simulation
+        if simulation.brain.would_admit(flight, simulation.agenda.now):
+            self.waits_s[flight.index] = waited_s
+        elif waited_s >= MAX_RETRY_S:
+            self.waits_s[flight.index] = np.inf
+        else:
+            simulation.agenda.after(1.0, self._ask, flight, waited_s + 1.0)

@@ -1,0 +1,53 @@
+"""What a refused request is told to wait, from what room others found lately."""
+
+from conductor.waits import MAX_RETRY_S, WINDOW_S, RecentRoom
+
+LIMIT_MS = 1000.0
+FULL, FREE = LIMIT_MS + 500.0, 0.0
+
+
+def seen(*spans: tuple[float, float], repeats: int = 1, every_s: float = 0.1, decode_load: float = 0.5) -> RecentRoom:
+    """Requests found a queue of so many ms for so many seconds, one span after the other."""
+    room, now = RecentRoom(), 50.0
+    for wait_ms, lasts_s in spans * repeats:
+        for _ in range(round(lasts_s / every_s)):
+            room.found(wait_ms, decode_load, now)
+            now += every_s
+    return room
+
+
+def test_nothing_is_told_before_anything_is_known() -> None:
+    assert seen((FULL, 0.1)).typical_wait_s(LIMIT_MS) == 0
+    assert seen((FREE, 30.0)).typical_wait_s(LIMIT_MS) == 0
+
+
+def test_a_wait_is_as_long_as_it_was_lately() -> None:
+    """Room for two seconds in every ten: who is refused waits up to eight."""
+    room = seen((FULL, 8.0), (FREE, 2.0), repeats=12)
+    assert 4 <= room.typical_wait_s(LIMIT_MS) <= 8
+    assert seen((FULL, 0.8), (FREE, 2.2), repeats=30).typical_wait_s(LIMIT_MS) == 1
+
+
+def test_who_needs_less_waits_less() -> None:
+    """Half of the time the queue is too long for both; short prompts find room in a second, long ones in twenty."""
+    room = seen((FULL, 0.5), (LIMIT_MS, 0.5), (FULL, 0.5), (LIMIT_MS, 18.5), (FREE, 2.0), (FULL, 0.5), repeats=6)
+    assert room.typical_wait_s(LIMIT_MS) == 1
+    assert room.typical_wait_s(LIMIT_MS / 2) >= 8
+
+
+def test_room_to_decode_is_needed_as_well() -> None:
+    room = seen((FREE, 40.0), decode_load=1.5)
+    assert room.typical_wait_s(LIMIT_MS) >= 30, "there was none in all that time"
+
+
+def test_while_it_lasts_it_is_expected_to_last_as_long_again() -> None:
+    assert 9 <= seen((FREE, 5.0), (FULL, 10.0)).typical_wait_s(LIMIT_MS) <= 10
+    assert seen((FULL, 1000.0)).typical_wait_s(LIMIT_MS) == MAX_RETRY_S
+
+
+def test_what_was_long_ago_is_forgotten_though_nobody_asked_meanwhile() -> None:
+    room = seen((FULL, 30.0), (FREE, 5.0))
+    room.found(FULL, 0.5, now=85.0 + WINDOW_S + 10.0)
+    assert room.typical_wait_s(LIMIT_MS) == 0
+    room.found(FULL, 0.5, now=85.0 + WINDOW_S + 40.0)
+    assert 28 <= room.typical_wait_s(LIMIT_MS) <= 30, "what was found last holds until the next one asks"
