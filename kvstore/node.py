@@ -14,11 +14,12 @@ from kvstore.board_door import BoardDoor
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.lane import LaneServer
 from kvstore.replicas import ReplicaServicer
+from kvstore.saving import TierRules
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
 from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
-from kvstore.store import Store, TierRules
+from kvstore.store import Store
 from kvstore.transfer.server import Put, SegmentServer
 from kvstore.wire_puts import WirePuts
 from mooncake.config import Config, transfer_secret
@@ -75,7 +76,20 @@ class StoreNode:
             raise
 
     async def _start(self) -> None:
-        config, cleanup = self.config, self._cleanup
+        self._make_segment()
+        board = self._make_board()
+        events = EventLog(self._segment.incarnation)
+        await self._start_store(board, events)
+        await self._serve(board, events)
+        sweeping = asyncio.create_task(self._sweep(), name="sweep")
+        self._cleanup.push_async_callback(_end, sweeping)
+        log.info("%s: %d blocks of %d bytes", self.node_id, self._segment.num_blocks, self._block_bytes)
+        if self._join_cluster:
+            await self._join()
+
+    def _make_segment(self) -> None:
+        """Raises ConfigError."""
+        config = self.config
         if config.store.ssd_path and self._block_bytes >= MIN_PADDED_BYTES:
             self._block_bytes = padded(self._block_bytes)  # the disk then reads and writes slots in place
         num_blocks = int(config.store.dram_gb * 1e9) // self._block_bytes
@@ -84,10 +98,12 @@ class StoreNode:
                 f"store.dram_gb = {config.store.dram_gb} holds no block: one has {self._block_bytes / 1e9:.3f} GB"
             )
         self._segment = Segment.create(self.node_id, self._block_bytes, num_blocks)
-        cleanup.callback(self._segment.close)
+        self._cleanup.callback(self._segment.close)
         self._populate_in_background()
+
+    async def _start_store(self, board: Board | None, events: EventLog) -> None:
+        config, cleanup, num_blocks = self.config, self._cleanup, self._segment.num_blocks
         loop = asyncio.get_running_loop()
-        board = self._make_board()
         lane_slots = 0 if config.store.tenant_dram_gb else int(num_blocks * LANE_SHARE)  # they could not be counted
         self._segment_server = SegmentServer(
             self._segment,
@@ -100,7 +116,6 @@ class StoreNode:
             on_put=(lambda put: loop.call_soon_threadsafe(self._came, put)) if lane_slots else None,
         )
         cleanup.callback(self._segment_server.stop)
-        events = EventLog(self._segment.incarnation)
         self._store = Store(
             self._segment,
             self._segment_server,
@@ -120,9 +135,11 @@ class StoreNode:
             cleanup.callback(self._puts.stop)
         cleanup.push_async_callback(self._store.close)
         self._segment_server.start()
-        address = self._segment_server.address
+
+    async def _serve(self, board: Board | None, events: EventLog) -> None:
+        config, cleanup = self.config, self._cleanup
         server = RpcServer()
-        servicer = StoreServicer(self._store, address)
+        servicer = StoreServicer(self._store, self._segment_server.address)
         if board is not None and "shm" in config.transfer.transports:
             servicer.board_path = self._open_door(board)
         server.add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")
@@ -139,21 +156,19 @@ class StoreNode:
         servicer.lane_port = await lane.start(config.node.host)
         host = config.node.host
         self.control_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        sweeping = asyncio.create_task(self._sweep(), name="sweep")
-        cleanup.push_async_callback(_end, sweeping)
-        log.info("%s: %d blocks of %d bytes", self.node_id, num_blocks, self._block_bytes)
-        if self._join_cluster:
-            info = cluster_pb2.NodeInfo(
-                node_id=self.node_id,
-                role=Role.STORE,
-                incarnation=self._segment.incarnation,
-                control_address=self.control_address,
-                segment=segment_to_wire(address),
-                block_tokens=config.block.tokens,
-            )
-            membership = Membership(config, info, self._report)
-            cleanup.push_async_callback(membership.stop)
-            await membership.start()
+
+    async def _join(self) -> None:
+        info = cluster_pb2.NodeInfo(
+            node_id=self.node_id,
+            role=Role.STORE,
+            incarnation=self._segment.incarnation,
+            control_address=self.control_address,
+            segment=segment_to_wire(self._segment_server.address),
+            block_tokens=self.config.block.tokens,
+        )
+        membership = Membership(self.config, info, self._report)
+        self._cleanup.push_async_callback(membership.stop)
+        await membership.start()
 
     async def stop(self) -> None:
         await self._cleanup.aclose()

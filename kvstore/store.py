@@ -17,10 +17,10 @@ from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Counts, Grant, Held, Lease, Offer, Reserved
+from kvstore.index_types import BlockName, Counts, Grant, Lease, Offer, Reserved
+from kvstore.saving import Saving, TierRules, Worth
 from kvstore.segment import Segment
-from kvstore.sights import Sights
-from kvstore.ssd_record import PAGE, BlockHeader, padded
+from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest, KVLoadFailed, OutOfBlocks
@@ -47,15 +47,6 @@ class Sealed:
 
     is_sealed: bool
     is_durable: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TierRules:
-    """What goes to the SSD: a block that is seen for the ``write_through_sights``-th time, at once; and one that has to
-    leave DRAM, when it was seen ``demote_sights`` times by then. 0 is never."""
-
-    write_through_sights: int = 2
-    demote_sights: int = 1
 
 
 class Store:
@@ -85,12 +76,8 @@ class Store:
         self._server = server
         self._events = events
         self._ssd = ssd
-        self._rules = rules
-        self._sights = Sights(max(65536, 4 * segment.num_blocks))
-        self._ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE)) if ssd else 0
+        self._worth = Worth(ssd, rules, max(65536, 4 * segment.num_blocks))
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
-        self._work: set[asyncio.Task[None]] = set()
-        self._num_saves = 0  # blocks that are on their way to the SSD, and cannot go before they are there
         self._room = asyncio.Event()  # set whenever a slot may have come free
         self._index = StoreIndex(
             segment.num_blocks,
@@ -99,12 +86,14 @@ class Store:
             first_id=segment.incarnation >> 1,  # 62 random bits: room to count, and nobody else's range
             policy=policy,
             tenant_bytes=tenant_bytes,
-            must_save=self._must_save,
-            is_elsewhere=self._is_on_ssd,
+            must_save=self._worth.must_save,
+            is_elsewhere=self._worth.is_saved,
             listing=board,
         )
+        num_ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE))
+        self._saving = Saving(ssd, self._worth, self._index, self._pages, num_ahead, self._on_saved)
         self.ahead = SlotsAhead(
-            self._index, server, board, segment.block_bytes, lane_slots, self._is_on_ssd, self._on_stored
+            self._index, server, board, segment.block_bytes, lane_slots, self._worth.is_saved, self._on_stored
         )
         if ssd is not None:
             ssd.index.is_built_on = self._index.is_built_on
@@ -127,9 +116,9 @@ class Store:
             raise InvalidRequest(f"{length} bytes do not divide into {ranges} equal ranges", "ranges")
         self._hear_readers()
         for name in names:
-            self._saw(name.key)
+            self._worth.saw(name.key)
         deadline = time.monotonic() + wait_s
-        offers = [Offer(is_stored=self._is_on_ssd(name)) for name in names]
+        offers = [Offer(is_stored=self._worth.is_saved(name)) for name in names]
         try:
             while True:
                 self._room.clear()
@@ -160,9 +149,8 @@ class Store:
         else:
             verdicts = await asyncio.to_thread(self._verify, jobs)
         sealed = [self._finish(sealing, verdict) for sealing, verdict in zip(sealings, verdicts, strict=True)]
-        saves = [self._write_through(name, durable) if name else None for name in sealed]
-        self._prepare()
-        self._publish()
+        saves = [self._saving.write_through(name, durable) if name else None for name in sealed]
+        self._make_room()
         if not durable:
             return [Sealed(name is not None) for name in sealed]
         safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
@@ -171,7 +159,7 @@ class Store:
     def give_ahead(self, lane: str, count: int = NEAR_AHEAD) -> None:
         """Fill this lane up; others may leave for that."""
         self.ahead.fill_up(lane, count)
-        self._save_leaving()
+        self._saving.save_leaving()
         self._publish()
 
     def settle(self) -> None:
@@ -179,9 +167,8 @@ class Store:
         self.ahead.catch_up()
         self._hear_readers()
         self.ahead.fill_short()
-        self._save_leaving()
-        self._prepare()
-        self._publish()
+        self._saving.save_leaving()
+        self._make_room()
 
     def lane_gone(self, lane: str) -> None:
         self.ahead.close(lane)
@@ -202,7 +189,7 @@ class Store:
         does (``recompute_ms`` each; 0: it cannot be done)."""
         self.ahead.catch_up()
         self._hear_readers()
-        self._count_sights(keys)
+        self._saving.count_sights(keys)
         if self._ssd is None:
             return self._index.acquire(keys, time.monotonic(), scattered)
         self._ssd.touch(reversed(keys))
@@ -215,8 +202,7 @@ class Store:
                 if (block := self._index.hold(key)) is not None:  # so that the next ones do not push it out
                     held.callback(self._index.let_go, block)
             lease = self._index.acquire(keys, time.monotonic(), scattered)
-        self._prepare()
-        self._publish()
+        self._make_room()
         return lease
 
     def release(self, lease_ids: Iterable[int], corrupt_keys: Iterable[BlockKey] = ()) -> None:
@@ -275,8 +261,7 @@ class Store:
                     self._index.abort(reserved.grant)
         self._hear_readers()
         self._room.set()
-        self._prepare()
-        self._publish()
+        self._make_room()
 
     def _maps_memory(self, writer: str) -> bool:
         return writer in self.ahead or self._server.maps_memory(writer)
@@ -291,11 +276,7 @@ class Store:
         self.ahead.catch_up()
         if self._ssd is None:
             return
-        if self._rules.demote_sights:
-            for key in self._index.stored_keys():
-                if self._must_save(BlockName(key)) and (save := self._save_copy(key)) is not None:
-                    self._keep(save)
-        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._saving.finish()
         await self._ssd.close()
 
     # Accounts
@@ -341,7 +322,7 @@ class Store:
         except OutOfBlocks as error:
             return error
         finally:
-            self._save_leaving()
+            self._saving.save_leaving()
             self._publish()
         for index, offer in zip(waiting, answers, strict=True):
             offers[index] = offer
@@ -352,7 +333,7 @@ class Store:
     async def _wait_for_room(self, deadline: float) -> bool:
         """Whether it is worth asking again: something that was being saved has left, or may leave now."""
         left = deadline - time.monotonic()
-        if left <= 0 or not (self._index.num_saving or self._num_saves):
+        if left <= 0 or not self._saving.is_busy:
             return False
         try:
             await asyncio.wait_for(self._room.wait(), left)
@@ -379,93 +360,35 @@ class Store:
             self._index.counters["checksum_mismatches"] += 1
         return None
 
-    # To the SSD
+    # What others learn of
 
     def _on_stored(self, name: BlockName, is_new: bool) -> None:
         """Somebody has put this block into a slot given ahead."""
-        self._saw(name.key)
-        if is_new and (save := self._write_through(name, False)) is not None:
-            self._keep(save)
+        self._worth.saw(name.key)
+        if is_new:
+            self._saving.copy_if_due(name)
+
+    def _on_saved(self) -> None:
+        self._room.set()
+        self._publish()
 
     def _hear_readers(self) -> None:
         """Of the board: what they have read has been used, for eviction and for the SSD."""
         if self._board is not None and (slots := self._board.take_notes()):
             keys = self._index.was_read(slots, time.monotonic())
             if self._ssd is not None:
-                self._count_sights(keys)
+                self._saving.count_sights(keys)
                 self._ssd.touch(reversed(keys))
 
-    def _count_sights(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
-            if self._saw(key) and (save := self._write_through(BlockName(key), False)) is not None:
-                self._keep(save)
-
-    def _saw(self, key: BlockKey) -> bool:
-        """Count a sight; whether that makes it worth a copy on the SSD."""
-        return self._ssd is not None and self._sights.see(key) == self._rules.write_through_sights
-
-    def _must_save(self, name: BlockName) -> bool:
-        ssd = self._ssd
-        return (
-            ssd is not None
-            and name.key not in ssd
-            and ssd.is_writable
-            and 0 < self._rules.demote_sights <= self._sights.count(name.key)
-        )
-
-    def _is_on_ssd(self, name: BlockName) -> bool:
-        return self._ssd is not None and name.key in self._ssd
-
-    def _write_through(self, name: BlockName, durable: bool) -> asyncio.Task[bool] | None:
-        """Start copying a block to the SSD when it is asked for, or has been seen often enough."""
-        if self._ssd is None:
-            return None
-        is_due = self._sights.count(name.key) >= self._rules.write_through_sights > 0 and name.key not in self._ssd
-        return self._save_copy(name.key) if durable or is_due else None
-
-    def _save_copy(self, key: BlockKey) -> asyncio.Task[bool] | None:
-        held = self._index.hold(key)
-        return None if held is None else self._start_saving(held)
-
-    def _save_leaving(self) -> None:
-        for held in self._index.take_leaving():
-            self._keep(self._start_saving(held))
-
-    def _start_saving(self, held: Held) -> asyncio.Task[bool]:
-        """The index holds the slot meanwhile. Handed over at once, so that a removal from now on finds it there."""
-        assert self._ssd is not None
-        self._num_saves += 1
-        header = BlockHeader(held.name.key, held.name.parent, held.tenant, held.length, held.checksums)
-        saving = self._ssd.save(header, self._pages(held.grant.slot, held.length))
-        return asyncio.get_running_loop().create_task(self._end_saving(held, saving))
-
-    async def _end_saving(self, held: Held, saving: asyncio.Future[bool]) -> bool:
-        try:
-            return await asyncio.shield(saving)
-        finally:
-            self._num_saves -= 1
-            self._index.let_go(held)
-            self._room.set()
-            self._publish()
-
-    def _keep(self, task: asyncio.Task[bool]) -> None:
-        async def run() -> None:
-            await task
-
-        keeper = asyncio.get_running_loop().create_task(run())
-        self._work.add(keeper)
-        keeper.add_done_callback(self._work.discard)
+    def _make_room(self) -> None:
+        """Ahead of those who will want it; and tell what changed."""
+        self._saving.prepare(time.monotonic())
+        self._publish()
 
     def _pages(self, slot: int, length: int) -> memoryview:
         """A block's bytes, up to a whole page where the slot has it: the disk can then take or fill them in place."""
         room = padded(length)
         return self._segment.range(slot, 0, room if self.block_bytes % PAGE == 0 else length)
-
-    def _prepare(self) -> None:
-        """Save ahead what will have to go next."""
-        if self._ahead and self._ssd is not None and self._ssd.is_writable:
-            self._index.prepare(self._ahead, time.monotonic())
-            self._save_leaving()
 
     # From the SSD
 
@@ -519,10 +442,10 @@ class Store:
                     return offer.is_stored
                 grant = offer.grant
             except OutOfBlocks:
-                self._save_leaving()
+                self._saving.save_leaving()
                 if not await self._wait_for_room(deadline):
                     return False
-        self._save_leaving()
+        self._saving.save_leaving()
         try:
             await self._ssd.load(key, self._pages(grant.slot, header.length))
         except KVLoadFailed:
