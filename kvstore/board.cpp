@@ -95,13 +95,15 @@ struct Book {
 
 enum Outcome : int8_t { kRead = 0, kMissing = 1, kChanged = 2, kCorrupt = 3 };
 
-Outcome read_block(const Reader& reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into,
-                   uint64_t expected) {
+// A block of ``least`` to ``most`` bytes; ``length`` is how many it has.
+Outcome read_block(const Reader& reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into, uint64_t least,
+                   uint64_t most, uint64_t& length) {
     const Board& board = reader.board;
     Listed listed;
     if (!look_up(board, key, key_bytes, listed)) return kChanged;
     if (listed.slot < 0) return kMissing;
-    if (listed.length != expected) return kChanged;
+    length = listed.length;
+    if (length < least || length > most) return kChanged;
     const uint64_t part = listed.length / listed.ranges;
     const uint8_t* from = reader.segment + static_cast<uint64_t>(listed.slot) * board.head->block_bytes;
     bool is_right = true;
@@ -359,8 +361,16 @@ int64_t board_length(const Reader* reader, const uint8_t* key, uint32_t key_byte
 // Copies one block of ``expected`` bytes and checks the copy. An ``Outcome``; -1 when the store is gone.
 int32_t board_read(const Reader* reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into,
                    uint64_t expected) {
-    const Outcome outcome = read_block(*reader, key, key_bytes, into, expected);
+    uint64_t length;
+    const Outcome outcome = read_block(*reader, key, key_bytes, into, expected, expected, length);
     return reader->is_alone() ? -1 : outcome;
+}
+
+// Copies one block of at most ``room`` bytes and checks the copy. Its length; -1 when that cannot be.
+int64_t board_get(const Reader* reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into, uint64_t room) {
+    uint64_t length;
+    const Outcome outcome = read_block(*reader, key, key_bytes, into, 1, room, length);
+    return outcome == kRead && !reader->is_alone() ? static_cast<int64_t>(length) : -1;
 }
 
 }  // extern "C"

@@ -69,6 +69,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_exists": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _ADDRESS, _U32, ctypes.c_char_p]),
     "board_length": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32]),
     "board_block_bytes": (_U64, [_ADDRESS]),
+    "board_get": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
     "board_write": (None, [_ADDRESS, _U32, _ADDRESS, _U64, _U32, _ADDRESS]),
     "board_read": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
 }
@@ -322,6 +323,18 @@ class BoardReader:
         try:
             address = ctypes.addressof(ctypes.c_char.from_buffer(into))
             return _OUTCOMES[self._library.board_read(self._reader, key, len(key), address, into.nbytes)]
+        finally:
+            self._leave()
+
+    def get(self, key: bytes, into: memoryview, most_bytes: int) -> int | None:
+        """Copy a block of at most so many bytes, and check the copy. Its length; None when it cannot be had so."""
+        if not self._enter():
+            return None
+        try:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+            room = min(into.nbytes, most_bytes)
+            length = int(self._library.board_get(self._reader, key, len(key), address, room))
+            return length if length >= 0 else None
         finally:
             self._leave()
 

@@ -237,6 +237,10 @@ class StoreClient:
             return await self._far.put(name, view, ranges, time.monotonic() + timeout_s)
         return None
 
+    def get_here(self, key: bytes, into: memoryview) -> int | None:
+        """``get_into`` for what can be had at once. None when ``get_all`` has to find out."""
+        return self._near.get(key, into)
+
     async def get_all(
         self,
         keys: Sequence[bytes],
@@ -324,7 +328,7 @@ class StoreClient:
         with self._calls.owing([slot for slot, _ in sealings]):
             response = await self._calls.call(self._calls.fast.Seal(request, timeout=timeout_s))
         if durable and any(sealed and not safe for sealed, safe in zip(response.sealed, response.durable, strict=True)):
-            raise OutOfBlocks("stored, but not durable: the store's SSD did not take the block")
+            raise OutOfBlocks("stored, but not durable: the store has no SSD, or it did not take the block")
         return list(response.sealed)
 
     async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

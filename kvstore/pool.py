@@ -163,7 +163,10 @@ class Client:
         Returns the block's length in bytes, or None. After None or an error ``into`` may hold anything. Raises
         InvalidRequest when the block is longer.
         """
-        [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
+        wire, view = self._wire_key(key), writable(into)
+        length = self._stores[self._homes(wire)[0]].get_here(wire, view) if view.nbytes else None
+        if length is None:
+            [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
         return length
 
     async def get_range(
