@@ -26,7 +26,7 @@ from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, Registry
 from conductor.scheduler import Scheduler
 from conductor.view import RequestFacts, Shape
-from mooncake.app.bench_report import Figure, Report, Value, progress, tell
+from mooncake.app.bench_report import Figure, Report, Value, tell
 from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 from mooncake.hashing import chain_seed, extend_chain
@@ -70,7 +70,7 @@ def main(args: list[str]) -> None:
         "targets": {**{f"decisions_per_s_{nodes}": rate for nodes, rate in TARGETS.items()}, "hashing": HASHING_TARGET},
     }
     report = Report("conductor", config, options.seed)
-    with progress("deciding") as shown:
+    with report.measuring("deciding") as shown:
         measure(options, report, shown)
     report.notes.append(
         "N nodes are N/2 prefill and N/2 decode nodes; each prefill host has a store beside. A ratio is the figure "

@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench_kernels import decode_attention_s, gemm_s, read_s, shared_prefix_s, weight_bytes
-from mooncake.app.bench_report import Figure, Report, Value, progress, tell
+from mooncake.app.bench_report import Figure, Report, Value, tell
 from mooncake.app.extras import require
 from mooncake.app.outputs import output_file
 from mooncake.app.peers.engine import PeerEngine
@@ -31,7 +31,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
 from mooncake.engine.kv_cache import TORCH_DTYPES
-from mooncake.errors import Cancelled, ConfigError
+from mooncake.errors import ConfigError
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 
 OURS = "mooncake"
@@ -89,17 +89,10 @@ def main(args: list[str]) -> None:
     measured is reported first)."""
     options = parse(args)
     report = Report("engine", _config(options), options.seed)
-    complete = True
-    try:
-        with progress("measuring") as shown:
-            measure(options, report, shown)
-    except KeyboardInterrupt:
-        complete = False
-        report.notes.append("stopped before the end")
+    with report.measuring("measuring") as shown:
+        measure(options, report, shown)
     compare(report, options)
     report.finish(options.json)
-    if not complete:
-        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:

@@ -23,7 +23,7 @@ from kvstore.layout_reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.server import SegmentServer
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 from mooncake.types import KVLayout, SegmentAddress
@@ -75,7 +75,7 @@ class Options:
 def main(arguments: Sequence[str]) -> None:
     options = _options(arguments)
     report = Report("layout", {"mb": options.mb, "reps": options.reps, "block_tokens": 64}, options.seed)
-    with progress("layout") as shown:
+    with report.measuring("layout") as shown:
         for transport in options.transports:
             for case in _cases():
                 if not options.cases or case.name in options.cases:

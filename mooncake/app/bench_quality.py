@@ -25,11 +25,11 @@ from rich.progress import Progress
 import mooncake.kernels as kernels
 import mooncake.model as models
 from mooncake.app.bench_kernels import weight_bytes
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.kv_cache import KVCache
-from mooncake.errors import Cancelled, ConfigError
+from mooncake.errors import ConfigError
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.precision import Precision, resolve_precision
 from mooncake.types import KVLayout
@@ -71,17 +71,10 @@ def main(args: list[str]) -> None:
     torch.set_num_threads(options.threads)
     config = {"model": Path(options.model).name, "tokens": options.tokens, "window": options.window}
     report = Report("quality", {**config, "text": "pydoc_data.topics of the Python in use"}, seed=0)
-    complete = True
-    try:
-        with progress("computing") as shown:
-            measure(options, report, shown)
-    except KeyboardInterrupt:
-        complete = False
-        report.notes.append("stopped before the end")
+    with report.measuring("computing") as shown:
+        measure(options, report, shown)
     compare(report, options)
     report.finish(options.json)
-    if not complete:
-        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:

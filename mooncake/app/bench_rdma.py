@@ -28,7 +28,7 @@ from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_verbs import Device
 from kvstore.transfer.server import SegmentServer
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 from mooncake.types import SegmentAddress
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
     report = Report("rdma", {"kib": options.kib, "mb": options.mb, "reps": options.reps}, options.seed)
     gid_index, name = device.gid_index, device.name
     device.close()
-    with progress("rdma") as shown:
+    with report.measuring("rdma") as shown:
         for kib in options.kib:
             tell(shown, f"{kib} KiB")
             _measure(kib << 10, name, gid_index, options, report)

@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mooncake.app.console import err, out, plain_table, print_json
+from mooncake.errors import Cancelled
 
 TABLE_WIDTH = 160  # at least, also where it does not fit: a table that is cut is of no use
 Value = str | int | float | bool
@@ -75,6 +76,17 @@ class Report:
     ratios: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+    is_complete: bool = True
+
+    @contextmanager
+    def measuring(self, title: str) -> Iterator[Progress]:
+        """Say what is being measured. Ctrl-C ends that alone: what is measured by then can still be reported."""
+        try:
+            with progress(title) as shown:
+                yield shown
+        except (Cancelled, KeyboardInterrupt):
+            self.is_complete = False
+            self.notes.append("stopped before the end")
 
     def add(self, *figures: Figure) -> None:
         self.figures += figures
@@ -91,7 +103,10 @@ class Report:
             self.ratios[ratio] = ours.best / theirs.best
 
     def finish(self, file: Path | None) -> None:
-        """Print the table and the JSON line; write the line to ``file`` too. The line is the last one on stdout."""
+        """Print the table and the JSON line; write the line to ``file`` too. The line is the last one on stdout.
+
+        Raises Cancelled when not everything was measured.
+        """
         out.print(figure_table(self.figures), width=max(out.width, TABLE_WIDTH), crop=False)
         if self.ratios:
             table = plain_table("ratio, best over best", "")
@@ -106,6 +121,8 @@ class Report:
         if file is not None:
             file.write_bytes(msgspec.json.encode(line) + b"\n")
         print_json(line)
+        if not self.is_complete:
+            raise Cancelled("stopped before the end of the benchmark")
 
     def to_json(self) -> dict[str, object]:
         return {

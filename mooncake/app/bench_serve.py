@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from rich.progress import Progress
 
-from mooncake.app.bench_report import Figure, Report, Value, progress, tell
+from mooncake.app.bench_report import Figure, Report, Value, tell
 from mooncake.app.bench_traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
 from mooncake.app.latency import percentile
 from mooncake.app.local import LocalCluster
@@ -30,7 +30,7 @@ from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config, EngineSection, load_config
 from mooncake.engine.engine import EngineConfig
-from mooncake.errors import Cancelled, ConfigError
+from mooncake.errors import ConfigError
 from mooncake.types import PrefillReport
 
 COUPLED = ServedByEngine.name
@@ -64,18 +64,11 @@ def main(args: list[str]) -> None:
     """
     options = parse(args)
     report = Report("serve", _config(options), options.seed)
-    complete = True
-    try:
-        with progress("measuring") as shown:
-            run_async(unless_stopped(measure(options, report, shown)))
-            measure_vllm(options, report, shown)
-    except (Cancelled, KeyboardInterrupt):
-        complete = False
-        report.notes.append("stopped before the end")
+    with report.measuring("measuring") as shown:
+        run_async(unless_stopped(measure(options, report, shown)))
+        measure_vllm(options, report, shown)
     compare(report, options)
     report.finish(options.json)
-    if not complete:
-        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:

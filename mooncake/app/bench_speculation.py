@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
-from mooncake.errors import Cancelled, ConfigError, InternalError
+from mooncake.errors import ConfigError, InternalError
 from mooncake.llm import LLM
 from mooncake.types import SamplingParams
 
@@ -50,23 +50,19 @@ def main(args: list[str]) -> None:
     options = parse(args)
     config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
     report = Report("speculation", config, options.seed, notes=list(NOTES))
-    complete = True
-    try:
-        with progress("speculation") as shown:
-            tell(shown, "loading")
-            engines = {
-                "plain": _engine(options, 0),
-                "guesses": _engine(options, options.guesses),
-            }
-            greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
-            drawn = replace(greedy, temperature=1.0, seed=options.seed + 1)
-            for batch in (1, 4):
-                _measure(report, engines, "copying", [COPYING] * batch, greedy, options, shown_as=batch)
-                free = [FREE[i % len(FREE)] for i in range(batch)]
-                _measure(report, engines, "free", free, drawn, options, shown_as=batch)
-                tell(shown, f"batch {batch} is done")
-    except KeyboardInterrupt:
-        complete = False
+    with report.measuring("speculation") as shown:
+        tell(shown, "loading")
+        engines = {
+            "plain": _engine(options, 0),
+            "guesses": _engine(options, options.guesses),
+        }
+        greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+        drawn = replace(greedy, temperature=1.0, seed=options.seed + 1)
+        for batch in (1, 4):
+            _measure(report, engines, "copying", [COPYING] * batch, greedy, options, shown_as=batch)
+            free = [FREE[i % len(FREE)] for i in range(batch)]
+            _measure(report, engines, "free", free, drawn, options, shown_as=batch)
+            tell(shown, f"batch {batch} is done")
     for batch in (1, 4):
         for task in ("copying", "free"):
             report.compare(
@@ -75,8 +71,6 @@ def main(args: list[str]) -> None:
                 report.find("plain", task, batch=batch),
             )
     report.finish(options.json)
-    if not complete:
-        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:

@@ -25,9 +25,9 @@ from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.ssd_record import BlockHeader
 from kvstore.ssd_tier import READ_THREADS, SsdTier
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
-from mooncake.errors import Cancelled, ConfigError, InternalError
+from mooncake.errors import ConfigError, InternalError
 from mooncake.types import BlockKey
 
 OURS, FIO, LOOP = "ours", "fio", "loop"
@@ -67,29 +67,24 @@ def main(args: list[str]) -> None:
         turns = {FIO: _fio, **turns}
     report = Report("ssd", {"megabytes": options.megabytes, "reps": options.reps}, options.seed)
     report.notes.extend(NOTES)
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-", dir=options.path) as place,
-            progress("ssd") as shown,
-        ):
-            for kib in SIZES_KIB:
-                rows: dict[tuple[str, str], list[float]] = {}
-                for rep in range(options.reps):
-                    tell(shown, f"{kib} KiB, {rep + 1}/{options.reps}")
-                    for who, turn in turns.items():
-                        write, read = turn(options, Path(place), kib << 10)
-                        rows.setdefault((who, "write"), []).append(write)
-                        rows.setdefault((who, "read"), []).append(read)
-                for (who, what), rates in rows.items():
-                    report.add(Figure(who, what, "GB/s", tuple(rates), more_is_better=True, params={"KiB": kib}))
-                for what in ("read", "write"):
-                    for peer in [who for who in turns if who != OURS]:
-                        ours, theirs = report.find(OURS, what, KiB=kib), report.find(peer, what, KiB=kib)
-                        report.compare(f"{what}_{kib}KiB_vs_{peer}", ours, theirs)
-    except KeyboardInterrupt:
-        report.notes.append("stopped before the end")
-        report.finish(options.json)
-        raise Cancelled("stopped before the end of the benchmark") from None
+    with (
+        report.measuring("ssd") as shown,
+        tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-", dir=options.path) as place,
+    ):
+        for kib in SIZES_KIB:
+            rows: dict[tuple[str, str], list[float]] = {}
+            for rep in range(options.reps):
+                tell(shown, f"{kib} KiB, {rep + 1}/{options.reps}")
+                for who, turn in turns.items():
+                    write, read = turn(options, Path(place), kib << 10)
+                    rows.setdefault((who, "write"), []).append(write)
+                    rows.setdefault((who, "read"), []).append(read)
+            for (who, what), rates in rows.items():
+                report.add(Figure(who, what, "GB/s", tuple(rates), more_is_better=True, params={"KiB": kib}))
+            for what in ("read", "write"):
+                for peer in [who for who in turns if who != OURS]:
+                    ours, theirs = report.find(OURS, what, KiB=kib), report.find(peer, what, KiB=kib)
+                    report.compare(f"{what}_{kib}KiB_vs_{peer}", ours, theirs)
     for what in ("read", "write"):
         if (ratio := report.ratios.get(f"{what}_1024KiB_vs_{FIO}")) is not None:
             report.ratios[f"{what}_vs_{FIO}"] = ratio

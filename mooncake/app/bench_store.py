@@ -27,11 +27,11 @@ from rich.progress import Progress
 
 import kvstore
 from kvstore.node import StoreNode
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.app.peers.process import PeerProcess
 from mooncake.config import load_config
-from mooncake.errors import Cancelled, ConfigError, InternalError, NodeUnavailable
+from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 
 SLOT_BYTES = 16 << 20
 NUM_SLOTS = 96
@@ -86,17 +86,10 @@ def main(args: list[str]) -> None:
     }
     report = Report("store", config, options.seed)
     report.notes.extend(NOTES)
-    complete = True
-    try:
-        with progress("store") as shown:
-            measure(options, report, shown)
-    except KeyboardInterrupt:
-        complete = False
-        report.notes.append("stopped before the end")
+    with report.measuring("store") as shown:
+        measure(options, report, shown)
     compare(report)
     report.finish(options.json)
-    if not complete:
-        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:

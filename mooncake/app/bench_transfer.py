@@ -27,11 +27,11 @@ from rich.progress import Progress
 from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
-from mooncake.app.bench_report import Figure, Report, progress, tell
+from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.rails import Rails
-from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
+from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
@@ -90,19 +90,12 @@ def main(args: list[str]) -> None:
     options = parse(args)
     report = Report("transfer", _config(options), options.seed)
     report.notes.extend(NOTES)
-    complete = True
-    try:
-        with progress("transfer") as shown:
-            measure(options, report, shown)
-            if options.rails:
-                measure_rails(report, shown)
-    except KeyboardInterrupt:
-        complete = False
-        report.notes.append("stopped before the end")
+    with report.measuring("transfer") as shown:
+        measure(options, report, shown)
+        if options.rails:
+            measure_rails(report, shown)
     compare(report)
     report.finish(options.json)
-    if not complete:
-        raise Cancelled("stopped before the end of the benchmark")
 
 
 def parse(args: list[str]) -> Options:

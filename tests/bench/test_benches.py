@@ -17,7 +17,7 @@ from tiny_model import write_tiny_model
 from mooncake.app import bench_engine, bench_quality, bench_serve
 from mooncake.app.bench_report import Figure, Report
 from mooncake.app.peers.engine import PeerEngine
-from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 RESULTS = Path(__file__).parent / "results"
@@ -166,6 +166,18 @@ def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str
 def test_a_wrong_option_is_one_sentence(main: Callable[[list[str]], None], arguments: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         main(arguments)
+
+
+def test_what_was_measured_before_ctrl_c_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("half", {}, seed=0)
+    with report.measuring("half"):
+        report.add(Figure("ours", "speed", "GB/s", (2.0,), more_is_better=True))
+        raise KeyboardInterrupt
+    with pytest.raises(Cancelled):
+        report.finish(tmp_path / "half.json")
+    line = json.loads((tmp_path / "half.json").read_text())
+    assert line == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["results"][0]["best"], line["notes"]) == (2.0, ["stopped before the end"])
 
 
 def test_a_ratio_compares_the_best_of_each_and_needs_both() -> None:
