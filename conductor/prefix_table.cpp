@@ -203,11 +203,11 @@ struct Table {
     Shard shards[kNumShards];
     Sets sets;
     Set alive;                                           // of the prompt that is being matched
-    std::vector<std::pair<int64_t, const Set *>> ahead;  // likewise
+    std::vector<std::pair<int64_t, uint32_t>> ahead;  // likewise
 
     explicit Table(int64_t max_blocks) : max_blocks(max_blocks) {}
 
-    const Set &holders(const Key &key) const { return sets[shards[key.shard()].find(key)]; }
+    uint32_t holders(const Key &key) const { return shards[key.shard()].find(key); }
 };
 
 // What happens to one block of one node: the set after it for the set before. The last answer is kept, with its sets.
@@ -275,12 +275,20 @@ struct Matching {
     int64_t size;
     double *runs;
     int64_t longest = 0;
+    uint32_t superset = kNobody;  // of those that are alive
     bool ok = true;
 
-    const Set &holders(int64_t at) {
+    uint32_t holders(int64_t at) {
         Key key;
         ok = ok && read_key(keys, at, &key);
-        return ok ? table.holders(key) : table.sets[kNobody];
+        return ok ? table.holders(key) : kNobody;
+    }
+    // Whether all that are alive are in the set. Neighbours often have the same one.
+    bool has_all(uint32_t set) {
+        if (set == superset) return true;
+        if (!is_subset(table.alive, table.sets[set])) return false;
+        superset = set;
+        return true;
     }
     void assign(int64_t run) {
         longest = run;
@@ -290,14 +298,15 @@ struct Matching {
     }
     void match(Bits retired) {
         Set &alive = table.alive;  // who holds every block up to `low`
-        alive = holders(0);
+        superset = holders(0);
+        alive = table.sets[superset];
         if (retired.size) subtract(alive, retired);
         int64_t low = 1;
         for (int ends = 0; ends < kFewEnds; ++ends) {
             if (alive.empty() || !ok) return;
             for (int64_t high = size; low < high;) {  // the first block that one of them lacks
                 const int64_t middle = (low + high) >> 1;
-                if (is_subset(alive, holders(middle))) {
+                if (has_all(holders(middle))) {
                     low = middle + 1;
                 } else {
                     high = middle;
@@ -305,7 +314,7 @@ struct Matching {
             }
             assign(low);  // those that go on are assigned again
             if (low == size) return;
-            intersect(alive, holders(low++));
+            intersect(alive, table.sets[holders(low++)]);
         }
         find_ends(low - 1);
     }
@@ -313,18 +322,18 @@ struct Matching {
     void find_ends(int64_t low) {
         Set &alive = table.alive;
         auto &ahead = table.ahead;  // positions looked at already, the nearest last
-        ahead.assign(1, {size - 1, &holders(size - 1)});
+        ahead.assign(1, {size - 1, holders(size - 1)});
         while (!ahead.empty() && !alive.empty() && ok) {
             const auto [high, nodes] = ahead.back();
-            const bool all_hold = is_subset(alive, *nodes);
+            const bool all_hold = has_all(nodes);
             if (!all_hold && high - low > 1) {  // somebody has dropped out between
                 const int64_t middle = (low + high) >> 1;
-                ahead.emplace_back(middle, &holders(middle));
+                ahead.emplace_back(middle, holders(middle));
                 continue;
             }
             if (!all_hold && high > low) {
                 assign(high);
-                intersect(alive, *nodes);
+                intersect(alive, table.sets[nodes]);
             }
             low = high;
             ahead.pop_back();
