@@ -163,7 +163,10 @@ def _listening_inodes(port: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Gigabytes that a cluster on this machine will hold when its caches are full."""
+    """Gigabytes of host memory that a cluster on this machine will hold when its caches are full.
+
+    Weights that a GPU computes with are not in it; a GPU's cache has a mirror of the same size here.
+    """
 
     weights_gb: float
     kv_gb: float
@@ -178,10 +181,12 @@ class MemoryNeed:
 def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
     cluster = config.cluster
     engines = cluster.num_prefill + cluster.num_decode
+    on_cpus = cluster.num_prefill * (config.prefill.device == "cpu")
+    on_cpus += cluster.num_decode * (config.decode.device == "cpu")
     precision = config.model.precision()
     weights_gb = parameter_count(model) * (1 if precision.coding else 4 if precision.dtype == "float32" else 2) / GB
     return MemoryNeed(
-        weights_gb=engines * weights_gb,
+        weights_gb=on_cpus * weights_gb,
         kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)
         + cluster.num_decode * (config.decode.kv_gb + config.decode.swap_gb),
         store_gb=cluster.store * config.store.dram_gb,

@@ -97,6 +97,13 @@ def test_memory_is_counted_for_every_node() -> None:
         check_memory(config, model, available_gb=8)
 
 
+def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
+    config = load_config(None, ["prefill.device='cuda'"])
+    on_both, on_one = (memory_need(one, open_checkpoint("smollm2").config) for one in (load_config(None, []), config))
+    assert on_one.weights_gb == on_both.weights_gb / 2
+    assert on_one.kv_gb == on_both.kv_gb  # its mirror
+
+
 def test_this_machine_tells_its_memory() -> None:
     available_gb = available_memory_gb()
     assert available_gb is not None
