@@ -152,7 +152,8 @@ class LLM:
             keep_events=False,
         )
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
-        size = CacheSize(layout, num_blocks, self.max_model_len, int(swap_gb * 1e9) // layout.block_bytes)
+        num_places = int(swap_gb * 1e9) // layout.block_bytes
+        size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
         if tensor_parallel > 1:
             if device != "cpu" or self._adapters:
                 raise InvalidRequest("tensor_parallel goes neither with a device nor with adapters", "tensor_parallel")

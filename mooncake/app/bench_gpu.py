@@ -22,7 +22,8 @@ from mooncake.app.bench_gpu_handoff import hand_off
 from mooncake.app.bench_report import Figure, Report, progress, tell
 from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.errors import ConfigError, InternalError
-from mooncake.kernels.gpu import DevicePlan, GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.gpu import GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.gpu_attention import DevicePlan
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.gpu_model import GpuModel, PlannedKernels

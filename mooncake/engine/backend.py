@@ -6,7 +6,7 @@ The one place that knows which of them go together. It must not know requests or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,8 @@ from mooncake.engine.engine import Cache, CausalModel
 from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache, Mirror
 from mooncake.errors import ConfigError, ModelError
 from mooncake.model import load_model
+from mooncake.model.decoder import Decoder
+from mooncake.model.llama import CausalLM
 from mooncake.precision import Precision, resolve_precision
 from mooncake.types import KVLayout
 
@@ -27,6 +29,7 @@ class CacheSize:
     num_blocks: int
     max_model_len: int  # tokens
     num_places: int = 0  # for blocks of preempted sequences
+    max_sequences: int = 64  # in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: in
     precision = resolve_precision(dtype)
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     num_blocks = size.num_blocks + -(-max_tokens // layout.block_tokens)
-    its_size = CacheSize(layout, num_blocks, size.max_model_len + max_tokens)
+    max_model_len = size.max_model_len + max_tokens
+    its_size = replace(size, layout=layout, num_blocks=num_blocks, max_model_len=max_model_len, num_places=0)
     if device == "cpu":
         backend = on_cpu(checkpoint, precision, its_size)
     else:
@@ -94,35 +98,33 @@ def on_cpu(
 def on_gpu(
     checkpoint: Checkpoint, precision: Precision, size: CacheSize, device: str, adapters: Sequence[Adapter] = ()
 ) -> Backend:
-    """Decode steps are replayed as CUDA graphs. In Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on
-    the CPU, step by step. Raises ConfigError without this GPU, ModelError for what its kernels do not take."""
+    """Decode steps are replayed as CUDA graphs, which are captured here. In Triton's interpreter (TRITON_INTERPRET=1)
+    the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
     try:
         from mooncake.engine.device_cache import DeviceCache
         from mooncake.kernels.triton_launch import INTERPRETED
         from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
-        from mooncake.model.llama import CausalLM
     except ImportError as error:
         raise ConfigError(f"device {device!r} needs Triton: {error}") from None
     if not INTERPRETED and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
-    if size.layout.dtype == "int8":
-        raise ModelError("int8 pages are for CPUs")
 
-    def build(kernels: PlannedKernels) -> CausalLM:
-        model = load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, kernels, adapters)
-        if not isinstance(model, CausalLM):
-            raise ModelError(f"{checkpoint.config.architecture} does not run on GPUs; the Llama family does")
-        return model
+    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
+        return load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, kernels, adapters)
 
+    # Which experts a step needs is known on the host only: such a step is no graph.
+    buckets = () if INTERPRETED or checkpoint.config.num_experts else BUCKETS
     try:
         gpu = GpuModel(
             build,
             max_blocks=-(-size.max_model_len // size.layout.block_tokens),
             dtype=TORCH_DTYPES[precision.dtype],
             device=None if INTERPRETED else device,
-            buckets=() if INTERPRETED else BUCKETS,
+            buckets=buckets,
         )
-        return Backend(gpu, DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places))
+        cache = DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places)
+        gpu.warm_up(cache.tensor, size.max_sequences)
+        return Backend(gpu, cache)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 

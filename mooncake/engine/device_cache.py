@@ -26,8 +26,9 @@ class DeviceCache:
     """``engine.Cache`` on a GPU. Blocks of preempted sequences are kept in pinned host memory."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, num_places: int = 0) -> None:
-        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
+        row = layout.row_bytes // dtype.itemsize
+        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, row)
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_places = num_places

@@ -158,7 +158,7 @@ class EngineHost:
         started_s = time.monotonic()
         plan = self.plan
         num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
-        size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places)
+        size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
         backend = await asyncio.to_thread(
             on_device, self.device, self._checkpoint, self._precision, size, self._adapters.adapters, buffer
         )

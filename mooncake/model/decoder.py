@@ -112,6 +112,11 @@ class Decoder(ABC):
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.kernels.linear(torch.cat([self.weight(f"{name}.weight") for name in names]), bias)
 
+    def tables(self, made: Tables) -> Tables:
+        """Where the kernels run."""
+        cos, sin = (table.to(getattr(self.kernels, "device", table.device)) for table in made)
+        return cos, sin
+
     def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Layer normalisation with its own weight and bias (Ba et al. 2016)."""
         scale, shift, eps = self.vector(f"{name}.weight"), self.vector(f"{name}.bias"), self.config.rms_eps

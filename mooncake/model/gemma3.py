@@ -41,8 +41,10 @@ class Gemma3(Decoder):
         # As published: the factor is rounded to the weights' own type.
         self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.weight("model.norm.weight").dtype)
         self._final_norm = self._norm("model.norm")
-        self._global_tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None)
-        self._local_tables = rope_tables(config.head_dim, self.max_model_len, config.local_rope_theta, None)
+        self._global_tables, self._local_tables = (
+            self.tables(rope_tables(config.head_dim, self.max_model_len, theta, None))
+            for theta in (config.rope_theta, config.local_rope_theta)
+        )
         self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
 
     def _norm(self, name: str) -> torch.Tensor:

@@ -51,7 +51,7 @@ class _Gpt(Decoder):
         if not self.config.tie_embeddings:
             self._head = self.linear(head)
         self._final_norm = self.layer_norm(final_norm)
-        self._tables = no_rotation(self.max_model_len, self.config.head_dim)
+        self._tables = self.tables(no_rotation(self.max_model_len, self.config.head_dim))
 
 
 class Gpt2(_Gpt):
@@ -111,7 +111,7 @@ class GptNeoX(_Gpt):
     def _build(self) -> None:
         top = "gpt_neox."
         self._finish(top + "embed_in", top + "final_layer_norm", head="embed_out")
-        self._tables = self._partial_rotation()
+        self._tables = self.tables(self._partial_rotation())
         self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
 
     def _take(self, prefix: str) -> _Layer:

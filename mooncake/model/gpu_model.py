@@ -1,25 +1,28 @@
 """A model on a GPU behind the same ``forward`` as on a CPU: plans attention, moves the batch, replays decode steps.
 
 A decode step of a small model is hundreds of short kernels, and launching them one by one takes longer than running
-them. So decode-only batches are captured once a bucket of batch sizes as a CUDA graph and replayed with new contents in
-the same buffers; all graphs share one memory pool. Everything else runs kernel by kernel.
+them. So decode-only batches are captured once a bucket of batch sizes as a CUDA graph, before the first request, and
+replayed with new contents in the same buffers; all graphs share one memory pool. Everything else runs kernel by kernel.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mooncake.checkpoint import ModelConfig
 from mooncake.kernels.attention_plan import PIECES_PER_PROCESSOR
-from mooncake.kernels.gpu import DECODE_ROWS, DevicePlan, GpuKernels
+from mooncake.kernels.gpu import GpuKernels
+from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
+from mooncake.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +30,18 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Decode batch sizes that get a graph; a batch is padded to the next one, by at most a half."""
 
 NO_SLOT = -1  # where a padding token's keys and values go: nowhere
+WARM_UP_TOKENS = (128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones
+
+Plans = Mapping[int, DevicePlan]
+"""A step's plan for each sliding window that layers have, 0 for none."""
 
 
 class PlannedKernels(GpuKernels):
-    """Kernels whose attention follows the plan of the step that is running."""
+    """Kernels whose attention follows the plans of the step that is running."""
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device)
-        self.step_plan: DevicePlan | None = None
+        self.step_plans: Plans = {}
 
     def paged_attention(
         self,
@@ -56,7 +63,7 @@ class PlannedKernels(GpuKernels):
             context_lens,
             scale,
             window,
-            plan or self.step_plan,
+            plan or self.step_plans.get(window),
             scales,
         )
 
@@ -73,7 +80,7 @@ class GpuModel:
 
     def __init__(
         self,
-        build: Callable[[PlannedKernels], CausalLM],
+        build: Callable[[PlannedKernels], CausalLM | Decoder],
         max_blocks: int,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
@@ -94,12 +101,33 @@ class GpuModel:
         self._host_logits = host_logits
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory that graphs share
-        self._decode_plan: DevicePlan | None = None  # of every graph
+        self._windows = sorted({self.config.window_of(layer) for layer in range(self.config.num_layers)})
+        self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
 
     @property
     def config(self) -> ModelConfig:
         return self._model.config
+
+    @torch.inference_mode()
+    def warm_up(self, cache: torch.Tensor, max_sequences: int) -> None:
+        """Compile what steps over ``cache`` need and capture their graphs, before anybody waits for it.
+
+        The cache is left as it is: nothing of these steps has a slot in it.
+        """
+        if not self._buckets:
+            return
+        started = time.monotonic()
+        with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
+            for tokens in WARM_UP_TOKENS:
+                self._forward(self._empty_chunk(min(tokens, self._max_blocks * cache.shape[4])), cache, NoHook())
+            last = min(bisect.bisect_left(self._buckets, max_sequences), len(self._buckets) - 1)
+            self._use(cache)
+            for bucket in reversed(self._buckets[: last + 1]):  # the largest first: others fit into its memory
+                self._graphs[bucket] = self._capture(bucket, cache)
+            torch.cuda.synchronize()
+        took_s = time.monotonic() - started
+        log.info("captured decode steps of up to %d sequences in %.1f s", self._buckets[last], took_s)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
@@ -117,25 +145,28 @@ class GpuModel:
         if is_plain and not hook.wants_layers and self._buckets and size <= self._buckets[-1]:
             logits = self._replay(batch, cache)
         else:
-            self.kernels.step_plan = self._plan(batch, cache)
+            self.kernels.step_plans = self._plan(batch, cache)
             logits = self._model.forward(self._on_device(batch), cache, hook)
         return logits.cpu() if self._host_logits else logits
 
-    def _plan(self, batch: ForwardBatch, cache: torch.Tensor, buffers: DevicePlan | None = None) -> DevicePlan:
+    def _plan(self, batch: ForwardBatch, cache: torch.Tensor, buffers: Plans | None = None) -> Plans:
         config = self.config
-        return self.kernels.plan(
-            batch.query_starts.numpy(),
-            batch.context_lens.numpy(),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_tokens=cache.shape[4],
-            window=config.sliding_window or 0,
-            # A captured plan is one pass: its buffers have the smallest tiles, and a cascade has wider ones.
-            block_tables=None if buffers is not None else batch.block_tables.numpy(),
-            wide=self._dtype is torch.float32,
-            buffers=buffers,
-        )
+        return {
+            window: self.kernels.plan(
+                batch.query_starts.numpy(),
+                batch.context_lens.numpy(),
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                block_tokens=cache.shape[4],
+                window=window,
+                # A captured plan is one pass: its buffers have the smallest tiles, and a cascade has wider ones.
+                block_tables=None if buffers is not None else batch.block_tables.numpy(),
+                wide=self._dtype is torch.float32,
+                buffers=None if buffers is None else buffers[window],
+            )
+            for window in self._windows
+        }
 
     def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
         given = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
@@ -145,16 +176,14 @@ class GpuModel:
     # Graphs
 
     def _replay(self, batch: ForwardBatch, cache: torch.Tensor) -> torch.Tensor:
-        if self._cache is not None and self._cache.data_ptr() != cache.data_ptr():
-            self._graphs.clear()
-        self._cache = cache
+        self._use(cache)
         size = batch.num_sequences
         bucket = self._buckets[bisect.bisect_left(self._buckets, size)]
         captured = self._graphs.get(bucket)
         if captured is None:
             captured = self._graphs[bucket] = self._capture(bucket, cache)
-        if self._plan(batch, cache, self._decode_plan) is not self._decode_plan:
-            raise AssertionError("a decode plan outgrew its buffers")
+        plans = self._plan(batch, cache, self._decode_plans)
+        assert all(plans[window] is plan for window, plan in self._decode_plans.items()), "a plan outgrew its buffers"
         buffers, blocks = captured.batch, batch.block_tables.shape[1]
         buffers.tokens[:size].copy_(batch.tokens, non_blocking=True)
         buffers.positions[:size].copy_(batch.positions, non_blocking=True)
@@ -164,13 +193,20 @@ class GpuModel:
         captured.graph.replay()
         return captured.logits[:size]
 
+    def _use(self, cache: torch.Tensor) -> None:
+        """Graphs hold addresses: those over another cache are of no use."""
+        if self._cache is not None and self._cache.data_ptr() != cache.data_ptr():
+            self._graphs.clear()
+        self._cache = cache
+
     def _capture(self, bucket: int, cache: torch.Tensor) -> _Captured:
         """Run the step once as it is, for what is initialised lazily, and record it the second time."""
         buffers = self._empty_batch(bucket)
-        self._decode_plan = self._decode_plan or self._largest_decode_plan()
-        self._decode_plan.num_pieces.zero_()  # the recorded run computes nothing and writes nowhere
-        self._decode_plan.num_merged.zero_()
-        self.kernels.step_plan = self._decode_plan
+        self._decode_plans = self._decode_plans or {window: self._largest_decode_plan() for window in self._windows}
+        for plan in self._decode_plans.values():  # the recorded run computes nothing and writes nowhere
+            plan.num_pieces.zero_()
+            plan.num_merged.zero_()
+        self.kernels.step_plans = self._decode_plans
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -196,6 +232,18 @@ class GpuModel:
             block_tables=zeros(bucket, self._max_blocks, dtype=torch.int32),
             slots=zeros(bucket) + NO_SLOT,
             logit_rows=torch.arange(bucket, device=self._device),
+        )
+
+    def _empty_chunk(self, length: int) -> ForwardBatch:
+        """A prompt of which nothing is kept; on the host, as the engine's batches are."""
+        return ForwardBatch(
+            tokens=torch.zeros(length, dtype=torch.int64),
+            positions=torch.zeros(length, dtype=torch.int64),
+            query_starts=torch.tensor([0, length], dtype=torch.int32),
+            context_lens=torch.tensor([length], dtype=torch.int32),
+            block_tables=torch.zeros(1, self._max_blocks, dtype=torch.int32),
+            slots=torch.full((length,), NO_SLOT),
+            logit_rows=torch.tensor([length - 1]),
         )
 
     def _largest_decode_plan(self) -> DevicePlan:

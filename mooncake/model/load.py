@@ -18,7 +18,7 @@ from mooncake.model.qwen3_moe import Qwen3Moe
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")
-_OTHER_FAMILIES: dict[str, type[Decoder]] = {
+OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gpt2": Gpt2,
     "opt": Opt,
     "gpt_neox": GptNeoX,
@@ -43,7 +43,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = checkpoint.config
-    family = _OTHER_FAMILIES.get(config.architecture)
+    family = OTHER_FAMILIES.get(config.architecture)
     if family is None:
         layers = [load_adapter(adapter, config) for adapter in adapters]
         return CausalLM(config, load_weights(checkpoint, dtype), max_model_len, kernels, coding, adapters=layers)

@@ -16,8 +16,10 @@ from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.model.decoder import Decoder
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
 from mooncake.model.llama import CausalLM
+from mooncake.model.load import OTHER_FAMILIES
 from mooncake.types import KVLayout, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -40,14 +42,22 @@ SHAPE: dict[str, Any] = {
     "bos_id": 0,
     "eos_ids": (1,),
 }
+LLAMA = {"tie_embeddings": False, "qkv_bias": False, "qk_norm": False, "sliding_window": None}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_embeddings": False, "qkv_bias": False, "qk_norm": False, "sliding_window": None},
-    "qwen3-window": {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "sliding_window": 24},
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "sliding_window": 24},
+    "gemma3_text": LLAMA
+    | {"tie_embeddings": True, "qk_norm": True, "activation": "gelu_tanh"}
+    | {"layer_windows": (24, 0), "local_rope_theta": 1000.0},
+    "gpt_neox": LLAMA
+    | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
+    "qwen3_moe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True},
 }
 
 
 def tokens_of(model: Any, prompts: list[np.ndarray]) -> dict[str, list[int]]:
-    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=BLOCK_TOKENS, dtype="float32")
+    kv_heads = model.config.num_kv_heads
+    layout = KVLayout(num_layers=2, num_kv_heads=kv_heads, head_dim=16, block_tokens=BLOCK_TOKENS, dtype="float32")
     config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
     engine = Engine(model, KVCache(layout, 40), config)
     for index, prompt in enumerate(prompts):
@@ -60,16 +70,19 @@ def tokens_of(model: Any, prompts: list[np.ndarray]) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: str) -> None:
-    config = ModelConfig(architecture="llama", **SHAPE, **FAMILIES[family])
+    config = ModelConfig(architecture=family, **(SHAPE | FAMILIES[family]))
+    made = OTHER_FAMILIES.get(family, CausalLM)
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
     random = np.random.default_rng(2)
     prompts = [random.integers(0, 101, length, dtype=np.uint32) for length in (35, 3)]
 
-    def build(kernels: PlannedKernels) -> CausalLM:
-        return CausalLM(config, weights, kernels=kernels)
+    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
+        return made(config, weights, kernels=kernels)
 
-    expected = tokens_of(CausalLM(config, weights, kernels=reference), prompts)
+    expected = tokens_of(made(config, weights, kernels=reference), prompts)
     assert tokens_of(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts) == expected
