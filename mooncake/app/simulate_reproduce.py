@@ -29,7 +29,9 @@ shape when its file is not there.
 
 
 def reproduce(folder: Path, target: Path, only: list[str]) -> None:
-    """Raises ConfigError for an experiment that is not known."""
+    """Raises ConfigError for an experiment that is not known, or a folder that is not there."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; it is to hold the published traces")
     for name in only:
         if name not in ALL:
             raise ConfigError(f"no experiment is called {name!r}; there are: {', '.join(ALL)}")

@@ -55,6 +55,11 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         ),
         (["simulate", "/none.jsonl", "--requests", "/none/x"], 2, "cannot write /none/x: No such file or directory"),
         (["sweep", "t", "--vary", "load", "--values", "1", "--plot", "/"], 2, "cannot write /: Is a directory"),
+        (
+            ["reproduce", "/none", "--out", "/none/out"],
+            2,
+            "there is no folder /none; it is to hold the published traces",
+        ),
         (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: chunked, conductor, engine, gpu,"),
         (
             ["status", "--address", "127.0.0.1:9"],
