@@ -326,14 +326,13 @@ class BoardReader:
         finally:
             self._leave()
 
-    def get(self, key: bytes, into: memoryview, most_bytes: int) -> int | None:
-        """Copy a block of at most so many bytes, and check the copy. Its length; None when it cannot be had so."""
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        """Copy a block that fits, and check the copy. Its length; None when it cannot be had so."""
         if not self._enter():
             return None
         try:
             address = ctypes.addressof(ctypes.c_char.from_buffer(into))
-            room = min(into.nbytes, most_bytes)
-            length = int(self._library.board_get(self._reader, key, len(key), address, room))
+            length = int(self._library.board_get(self._reader, key, len(key), address, into.nbytes))
             return length if length >= 0 else None
         finally:
             self._leave()

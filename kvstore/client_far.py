@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvstore.checksum import Checksums
 from kvstore.client_calls import left_s
-from kvstore.client_types import Reservation
+from kvstore.client_types import Reservation, room_in
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import MAX_KEYS, KeyedWire, Step, can_put
 from kvstore.transfer.protocol import MAX_NAME_BYTES, ProtocolViolation, Status
@@ -64,6 +64,16 @@ class FarStore:
     @property
     def is_open(self) -> bool:
         return self._segment is not None and time.monotonic() >= self._not_before_s
+
+    async def get(self, key: bytes, into: memoryview, deadline: float) -> int | None:
+        """``read`` for one block. ``into`` has at most INLINE_BYTES; raises InvalidRequest when it is too short."""
+        async with self._exchange(deadline) as connection:
+            if connection is not None:
+                get = connection.get(key, into)
+                await self._go(connection, get.go, deadline, is_short=True)
+                room_in(into, get.length)
+                return get.length if get.length and get.is_right else None
+        return None
 
     async def read(
         self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float

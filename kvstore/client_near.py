@@ -70,8 +70,8 @@ class NearStore:
         return [is_here or (False if lists_all else None) for is_here in here]
 
     def get(self, key: bytes, into: memoryview) -> int | None:
-        """A short block, here and now. None when ``read`` has to find out."""
-        return self.board.get(key, into, INLINE_BYTES) if self.board is not None else None
+        """A block that fits ``into``, here and now. None when ``read`` has to find out."""
+        return self.board.get(key, into) if self.board is not None else None
 
     async def read(self, keys: Sequence[bytes], room: Callable[[int, int], memoryview]) -> list[int | None]:
         """What the board lists. None for the rest, also for what changed meanwhile."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstore.checksum import Checksums, checksums_from_wire
+from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.types import SegmentAddress
@@ -58,6 +59,13 @@ class StoreStats:
     ssd_capacity_bytes: int = 0
     pins: int = 0
     tenant_bytes: Mapping[str, int] = field(default_factory=dict)  # in DRAM
+
+
+def room_in(into: memoryview, length: int) -> memoryview:
+    """The part of some memory that a block is read into. Raises InvalidRequest when the block is longer."""
+    if length > into.nbytes:
+        raise InvalidRequest(f"the block has {length} bytes, there is room for {into.nbytes}", "into")
+    return into[:length]
 
 
 def slot_to_wire(slot: Reservation) -> pb.Slot:

@@ -26,7 +26,7 @@ import xxhash
 from kvstore.checksum import checksum, range_checksums
 from kvstore.client import StoreClient, ways
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
-from kvstore.client_types import StoredBlock, StoreStats
+from kvstore.client_types import StoredBlock, StoreStats, room_in
 from kvstore.memory import Memory, readable, writable
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import (
@@ -163,10 +163,10 @@ class Client:
         Returns the block's length in bytes, or None. After None or an error ``into`` may hold anything. Raises
         InvalidRequest when the block is longer.
         """
-        wire, view = self._wire_key(key), writable(into)
-        length = self._stores[self._homes(wire)[0]].get_here(wire, view) if view.nbytes else None
-        if length is None:
-            [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
+        if self._replicas == 1:
+            wire = self._wire_key(key)
+            return await self._stores[self._homes(wire)[0]].get_one(wire, writable(into), timeout_s=timeout_s)
+        [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
         return length
 
     async def get_range(
@@ -256,9 +256,7 @@ class Client:
         views = [writable(memory) for memory in into]
 
         def room(index: int, length: int) -> memoryview:
-            if views[index].nbytes < length:
-                raise InvalidRequest(f"the block has {length} bytes, there is room for {views[index].nbytes}", "into")
-            return views[index][:length]
+            return room_in(views[index], length)
 
         return await self._get(keys, room, timeout_s)
 

@@ -41,6 +41,10 @@ class KeyedWire:
         """Ask for blocks, at most MAX_KEYS. Nothing has been sent yet."""
         return Fetch(self._native, keys, next(self._frame_ids))
 
+    def get(self, key: bytes, into: memoryview) -> Get:
+        """Ask for one block, and receive it. Nothing has been sent yet."""
+        return Get(self._native, protocol.pack_keys(Operation.FETCH, [key], next(self._frame_ids)), into)
+
     def ask(self, keys: Sequence[bytes]) -> Ask:
         """Ask whether blocks are stored, at most MAX_KEYS. Nothing has been sent yet."""
         return Ask(self._native, keys, next(self._frame_ids))
@@ -98,6 +102,18 @@ class Fetch:
                 self.is_right.append(self._native.receive(view, ranges, deadline))
 
         return go_on
+
+
+class Get:
+    """``go``; then see which ``length`` it has, 0 when it is not there, and whether it ``is_right``. When it is longer
+    than the memory it is for, the connection is of no use any more."""
+
+    def __init__(self, native: NativeKeyed, request: bytes, into: memoryview) -> None:
+        self._native, self._request, self._into = native, request, into
+        self.length, self.is_right = 0, False
+
+    def go(self, deadline: float) -> None:
+        self.length, self.is_right = self._native.get(self._request, self._into, deadline)
 
 
 class Ask:

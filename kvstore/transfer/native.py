@@ -59,6 +59,7 @@ def load() -> ctypes.CDLL | None:
     size, time_s, memory = ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
     library.exchange.argtypes = (memory,)
     library.keyed_ask.argtypes = (memory, ctypes.c_char_p, size, size, time_s)
+    library.keyed_get.argtypes = (memory, ctypes.c_char_p, size, memory, size, memory, time_s)
     library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
     library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
     library.serve.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -178,6 +179,16 @@ class NativeKeyed:
         while code == errno.EINTR:
             code = self._library.keyed_ask(self._at, request, len(request), answer_bytes, deadline)
         _check(code)
+
+    def get(self, request: bytes, into: memoryview, deadline: float) -> tuple[int, bool]:
+        """One block, which the request asks for: its length, 0 when it is not there, and whether it is what its
+        checksums say. When it is longer than ``into``, nothing has been received, and the connection is of no use."""
+        address, length, code = _address_of(into), ctypes.c_uint64(), errno.EINTR
+        length_at, room = ctypes.addressof(length), into.nbytes
+        while code == errno.EINTR:
+            code = self._library.keyed_get(self._at, request, len(request), address, room, length_at, deadline)
+        _check(code)
+        return length.value, bool(self._state.is_right)
 
     def receive(self, into: memoryview, ranges: int, deadline: float) -> bool:
         """The next block of the answer. Whether it is what its checksums say."""

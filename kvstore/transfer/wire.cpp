@@ -432,6 +432,32 @@ int keyed_receive(Keyed *keyed, uint8_t *into, uint64_t length, uint64_t ranges,
     return keyed->step = 0;
 }
 
+// One block, asked for and received when it has at most `room` bytes. `length`: how many it has, 0 when it is not here.
+int keyed_get(Keyed *keyed, uint8_t *request, uint64_t request_bytes, uint8_t *into, uint64_t room, uint64_t *length,
+              double deadline_s) {
+    struct __attribute__((packed)) Answer {
+        Reply reply;
+        Found found;
+    };
+    const Part out = {request, request_bytes, nullptr}, back = {keyed->answer, sizeof(Answer), nullptr};
+    if (int error = go_on<true>(*keyed, 1, &out, 1, 0, deadline_s)) return error;
+    if (int error = go_on<false>(*keyed, 3, &back, 1, 0, deadline_s)) return error;
+    const auto &[reply, found] = *reinterpret_cast<const Answer *>(keyed->answer);
+    const uint64_t frame_id = reinterpret_cast<const Head *>(request)->frame_id;
+    if (reply.status != kOk || reply.frame_id != frame_id || reply.payload_bytes != sizeof(Found)) return kViolation;
+    *length = found.length;
+    if (found.length > 0 && found.length <= room) {
+        const uint64_t ranges = found.ranges, sums_bytes = ranges * sizeof(uint64_t);
+        if (ranges < 1 || ranges > board::kMaxRanges || found.length % ranges) return kViolation;
+        if (found.length / ranges < xxh3::kMinBytes) return kViolation;
+        const Part parts[] = {{reinterpret_cast<uint8_t *>(keyed->listed), sums_bytes, nullptr},
+                              {into, found.length, keyed->made}};
+        if (int error = go_on<false>(*keyed, 5, parts, 2, found.length / ranges, deadline_s)) return error;
+        keyed->is_right = !memcmp(keyed->listed, keyed->made, sums_bytes);
+    }
+    return keyed->step = 0;
+}
+
 // A block with its head before it and its checksums behind it, and the answer.
 int keyed_put(Keyed *keyed, uint8_t *head, uint64_t head_bytes, uint8_t *data, uint64_t length, uint64_t ranges,
               double deadline_s) {
