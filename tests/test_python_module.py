@@ -1,0 +1,60 @@
+"""C++ that is called as Python's own functions: what goes in and out, and what is refused instead of being misread."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from mooncake.native import MODULE_HEADER, BuildFailed, load_module
+
+SOURCE = """
+#include "python_module.h"
+
+namespace {
+
+double mean(python::Array<const double> values, int64_t first) {
+    double sum = 0.0;
+    for (int64_t at = first; at < values.size; ++at) sum += values.data[at];
+    return values.size > first ? sum / (values.size - first) : -1.0;
+}
+
+void fill(python::Array<double> values, double with) {
+    for (int64_t at = 0; at < values.size; ++at) values.data[at] = with;
+}
+
+}  // namespace
+
+PYTHON_MODULE("sums", python::method<mean>("mean"), python::method<fill>("fill"))
+"""
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    source = tmp_path_factory.mktemp("native") / "sums.cpp"
+    source.write_text(SOURCE)
+    try:
+        return load_module("sums", source, flags=(f"-I{Path(MODULE_HEADER).parent}", "-O0"))
+    except BuildFailed as error:
+        pytest.skip(str(error))
+
+
+def test_numbers_and_arrays_go_in_and_out(sums: ModuleType) -> None:
+    values = np.arange(5.0)
+    assert sums.mean(values, 1) == 2.5
+    assert sums.mean(None, 0) == -1.0, "None has no elements"
+    assert sums.fill(values, 7) is None
+    assert values.tolist() == [7.0] * 5
+
+
+def test_what_does_not_fit_is_refused(sums: ModuleType) -> None:
+    values = np.zeros(4)
+    with pytest.raises(TypeError, match="arguments"):
+        sums.mean(values)
+    with pytest.raises(TypeError):
+        sums.mean(values, "first")
+    with pytest.raises(TypeError):
+        sums.mean(3, 0)
+    values.flags.writeable = False
+    with pytest.raises((BufferError, ValueError), match=r"writ|read-only"):
+        sums.fill(values, 1.0)
