@@ -40,7 +40,7 @@ MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which wire.cpp does not
 HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
 MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
 MAX_AHEAD = 64
-_CLOSED, _VIOLATION = -1, -2
+_CLOSED, _VIOLATION, _OTHER = -1, -2, -4
 _READ = Operation.READ  # an enum's members are slow to find
 _ASKED = struct.Struct(protocol.FRAME_1 + "4xQQQQd")  # from ``head`` to ``deadline_s`` in ``Sliced`` of wire.cpp
 _byte_in: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
@@ -84,6 +84,13 @@ class _Flow(ctypes.Structure):
     )
 
 
+class _Reply(ctypes.LittleEndianStructure):
+    """As ``protocol.pack_reply`` makes it."""
+
+    _pack_ = 1
+    _fields_ = (("beginning", ctypes.c_uint8 * (protocol.REPLY_BYTES - 4)), ("credit_bytes", ctypes.c_uint32))
+
+
 class _Sliced(ctypes.Structure):
     """``Sliced`` of wire.cpp."""
 
@@ -92,7 +99,7 @@ class _Sliced(ctypes.Structure):
         ("out", _Flow),
         ("step", ctypes.c_uint64),
         ("asked", ctypes.c_uint8 * _ASKED.size),
-        ("reply", ctypes.c_uint8 * protocol.REPLY_BYTES),
+        ("reply", _Reply),
     )
 
 
@@ -105,7 +112,7 @@ class NativeWire(Wire):
         self._flows = {socket.SO_RCVTIMEO: self._state.incoming, socket.SO_SNDTIMEO: self._state.out}
         self._at = ctypes.addressof(self._state)
         self._asked = memoryview(self._state.asked).cast("B")
-        self._reply = memoryview(self._state.reply).cast("B")
+        self._reply = self._state.reply
         self._send_parts, self._receive_parts = library.send_parts, library.receive_parts
         self._exchange = library.exchange
         super().__init__(sock)
@@ -118,9 +125,10 @@ class NativeWire(Wire):
         """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
         self._move(self._receive_parts, self._state.incoming, head, part)
 
-    def exchange(self, frame_id: int, part: Slice, hashed: bool) -> memoryview:
-        """A slice of one piece there and back, when nothing else is on its way: the head of its reply, until the next
-        call. ``hashed``: with its checksums. Few steps of Python, which are slow ones between streams of bytes."""
+    def exchange(self, frame_id: int, part: Slice, hashed: bool) -> int:
+        """A slice of one piece there and back, when nothing else is on its way. The credit that is given now; or 0
+        when it did not go well: see ``reply``. ``hashed``: with its checksums. Few steps of Python, which are slow
+        ones between streams of bytes."""
         [(wire, local)] = part.pieces
         sums_at = _address_of(part.sums[0]) if hashed and part.sums else 0
         ranges = (part.operation, 1, part.nbytes, frame_id, *wire)
@@ -129,8 +137,15 @@ class NativeWire(Wire):
         )
         while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled the signal: go on where we were
             pass
+        if code == _OTHER:
+            return 0
         _check(code)
-        return self._reply
+        return int(self._reply.credit_bytes)
+
+    @property
+    def reply(self) -> bytes:
+        """To the last ``exchange``."""
+        return bytes(self._reply)
 
     def _move(self, move: _Move, flow: _Flow, head: bytes | bytearray, part: Slice) -> None:
         rows = _parts(_address_of(head), len(head), part, True)
@@ -210,6 +225,8 @@ def hashes(part: Slice) -> bool:
     size = part.checksum_bytes
     if size == 0:
         return True
+    if len(part.pieces) == 1:
+        return size >= MIN_SUM_BYTES and not 0 < part.nbytes % size < MIN_SUM_BYTES
     return size >= MIN_SUM_BYTES and not any(0 < piece.local.nbytes % size < MIN_SUM_BYTES for piece in part.pieces)
 
 

@@ -119,8 +119,11 @@ class TcpPath:
     def _exchange(self, work: Work, wire: native.NativeWire, part: Slice) -> None:
         """The only slice, and of one piece, there and back in one call."""
         frame_id, hashed = self._new_id(), native.hashes(part)
-        reply = wire.exchange(frame_id, part, hashed)
-        self._settle(work, frame_id, part, reply, hashed)
+        if credit_bytes := wire.exchange(frame_id, part, hashed):
+            self.window_bytes = min(credit_bytes, WINDOW_BYTES)
+            work.done(part, hashed)
+        else:
+            self._settle(work, frame_id, part, wire.reply, hashed)
 
     def _send(self, frame_id: int, part: Slice) -> None:
         head = _head(frame_id, part)
@@ -144,7 +147,7 @@ class TcpPath:
             self._wire.receive_into([memoryview(head), *(piece.local for piece in part.pieces)], part.deadline)
         self._settle(work, frame_id, part, head, hashed)
 
-    def _settle(self, work: Work, frame_id: int, part: Slice, head: bytearray | memoryview, hashed: bool) -> None:
+    def _settle(self, work: Work, frame_id: int, part: Slice, head: bytes | bytearray, hashed: bool) -> None:
         """A refusal is the slice's, not the connection's: the stream of frames stays in step."""
         reply = protocol.unpack_reply(head)
         expected_bytes = part.nbytes if part.operation is _READ else 0

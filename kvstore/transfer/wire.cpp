@@ -23,7 +23,8 @@ namespace {
 
 constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5, kCommit = 6, kAsk = 7;
 constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2, kNoSlot = 8, kCorrupt = 9, kHere = 11;
-constexpr int kLanded = -3;  // what `serve` tells Python of a block that the store has to decide about
+constexpr int kLanded = -3;  // what `serve` tells Python of a block that the store has to decide about,
+constexpr int kOther = -4;   // and `exchange` of a reply
 constexpr uint32_t kMaxRanges = 512, kMaxFrameBytes = 4 << 20;
 constexpr uint64_t kMaxAnswerBytes = 256 << 20;  // of the blocks that one frame may fetch
 constexpr uint32_t kMaxAhead = 64;
@@ -405,14 +406,18 @@ int receive_parts(Flow *flow, const Part *parts, uint64_t num_parts, uint64_t su
     return move<false>(*flow, parts, num_parts, sum_bytes, deadline_s);
 }
 
-// A slice and its reply.
+// A slice and its reply. `kOther`: it is not that all went well.
 int exchange(Sliced *at) {
     const bool is_read = at->head.operation == kRead;
     const Part out[] = {{reinterpret_cast<uint8_t *>(&at->head), sizeof(Head) + sizeof(Range), nullptr}, at->piece};
     const Part back[] = {{reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr}, at->piece};
     if (int error = go_on<true>(*at, 1, out, is_read ? 1 : 2, at->sum_bytes, at->deadline_s)) return error;
     if (int error = go_on<false>(*at, 3, back, is_read ? 2 : 1, at->sum_bytes, at->deadline_s)) return error;
-    return at->step = 0;
+    at->step = 0;
+    const Reply &reply = at->reply;
+    const bool is_well = reply.status == kOk && reply.frame_id == at->head.frame_id &&
+                         reply.payload_bytes == (is_read ? at->head.payload_bytes : 0);
+    return is_well ? 0 : kOther;
 }
 
 // A request, and the answer to it.
