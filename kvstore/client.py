@@ -141,12 +141,9 @@ class StoreClient:
         store's SSD did not take it (there is none, it is full, it fails). Raises OutOfBlocks when there is no room.
         """
         view = memoryview(data).cast("B")
-        deadline = time.monotonic() + timeout_s
-        [slot], [stored] = await self._reserve([(key, parent)], view.nbytes, 1, deadline)
-        if slot is None:
-            return stored
-        sums = checksums_of([view])
-        return await self._write_and_seal([slot], [view], [sums], deadline, durable) == [True]
+        name, sums = (key, parent), checksums_of([view])
+        [stored] = await self.put_all([name], [view], [sums], durable=durable, timeout_s=timeout_s)
+        return stored
 
     async def put_blocks(
         self,
@@ -168,15 +165,8 @@ class StoreClient:
         deadline = time.monotonic() + timeout_s
         if len({view.nbytes for view in views}) != 1 or len({len(sums) for sums in checksums}) != 1:
             raise InvalidRequest("put_blocks needs blocks of one length and one number of ranges")
-        slots, _ = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
-        mine = [index for index, slot in enumerate(slots) if slot is not None]
-        sealed = await self._write_and_seal(
-            [slot for slot in slots if slot is not None],
-            [views[index] for index in mine],
-            [checksums[index] for index in mine],
-            deadline,
-        )
-        return sum(sealed)
+        _, sealed = await self._put(names, views, checksums, deadline)
+        return sum(sealed.values())
 
     async def get(self, key: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes | None:
         """The bytes stored under ``key``, or None. Raises KVLoadFailed: LeaseExpired, or ChecksumMismatch (the block
@@ -209,15 +199,8 @@ class StoreClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[bool]:
         """``put`` for several blocks of one length. Says for each whether it is stored afterwards."""
-        deadline = time.monotonic() + timeout_s
-        slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
-        mine = [index for index, slot in enumerate(slots) if slot is not None]
-        held = [slot for slot in slots if slot is not None]
-        mine_views, mine_sums = [views[index] for index in mine], [checksums[index] for index in mine]
-        sealed = await self._write_and_seal(held, mine_views, mine_sums, deadline, durable)
-        for index, is_sealed in zip(mine, sealed, strict=True):
-            stored[index] = is_sealed
-        return stored
+        stored, sealed = await self._put(names, views, checksums, time.monotonic() + timeout_s, durable)
+        return [sealed.get(index, is_stored) for index, is_stored in enumerate(stored)]
 
     async def put_in_place(
         self, name: tuple[bytes, bytes], view: memoryview, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -471,25 +454,30 @@ class StoreClient:
         response = await self._calls.call(self._calls.fast.Reserve(request, timeout=left_s(deadline)))
         return reservations_from_wire(response), [slot.stored for slot in response.slots]
 
-    async def _write_and_seal(
+    async def _put(
         self,
-        slots: list[Reservation],
-        views: list[memoryview],
-        checksums: list[Checksums],
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
         deadline: float,
         durable: bool = False,
-    ) -> list[bool]:
-        """Says of each whether it was sealed. On any error the reservations are given up."""
-        if not slots:
-            return []
-        ranges = [WriteRange(slot.index, 0, view, slot.epoch) for slot, view in zip(slots, views, strict=True)]
+    ) -> tuple[list[bool], dict[int, bool]]:
+        """Whether each was stored before; and by its number, of each that was reserved, whether it was sealed. On any
+        error the reservations are given up."""
+        slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
+        mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
+        if not mine:
+            return stored, {}
+        ranges = [WriteRange(slot.index, 0, views[index], slot.epoch) for index, slot in mine.items()]
         try:
-            await self._write(slots[0].segment, ranges, deadline)
+            await self._write(next(iter(mine.values())).segment, ranges, deadline)
             seal_s = left_s(deadline)
         except BaseException:
-            self._calls.later(self._calls.abort(slots))  # the transfer has ended: nothing is written any more
+            self._calls.later(self._calls.abort(mine.values()))  # the transfer has ended: nothing is written any more
             raise
-        return await self.seal(list(zip(slots, checksums, strict=True)), durable=durable, timeout_s=seal_s)
+        sealings = [(slot, checksums[index]) for index, slot in mine.items()]
+        sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)
+        return stored, dict(zip(mine, sealed, strict=True))
 
     async def _get(self, key: bytes, room: Callable[[int], memoryview], timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
