@@ -34,7 +34,10 @@ from mooncake.native import BuildFailed, load_native
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("wire.cpp")
-HEADERS = [SOURCE.with_name("flow.h"), *(SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h"))]
+HEADERS = [
+    *(SOURCE.with_name(name) for name in ("flow.h", "frames.h")),
+    *(SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h")),
+]
 WORTH_BYTES = 16 << 10  # pieces smaller than this go out sooner from Python
 MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which wire.cpp does not know
 HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES

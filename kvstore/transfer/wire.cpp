@@ -16,42 +16,17 @@
 
 #include "../board.h"
 #include "flow.h"
+#include "frames.h"
 
 namespace {
 
-// What kvstore/transfer/protocol.py packs: little-endian, without gaps.
-
-constexpr uint16_t kWrite = 1, kRead = 2, kFetch = 4, kPut = 5, kCommit = 6, kAsk = 7;
-constexpr uint16_t kOk = 0, kStaleEpoch = 1, kBadRange = 2, kNoSlot = 8, kCorrupt = 9, kHere = 11;
 constexpr int kLanded = -3;  // what `serve` tells Python of a block that the store has to decide about,
 constexpr int kOther = -4;   // and `exchange` of a reply
-constexpr uint32_t kMaxRanges = 512, kMaxFrameBytes = 4 << 20;
 constexpr uint64_t kMaxAnswerBytes = 256 << 20;  // of the blocks that one frame may fetch
 constexpr uint32_t kMaxAhead = 64;
 constexpr double kFrameTimeoutS = 30;
 constexpr double kSlotPatienceS = 0.01;  // how long a block waits for a slot, which the store has been asked for
 constexpr timespec kSlotPoll = {0, 50000};
-
-struct __attribute__((packed)) Head {
-    uint16_t operation, num_ranges;
-    uint32_t payload_bytes;
-    uint64_t frame_id;
-};
-struct __attribute__((packed)) Range {
-    uint32_t block, offset, length;
-    uint64_t epoch;
-};
-struct __attribute__((packed)) Reply {
-    uint16_t status, refused;
-    uint32_t payload_bytes;
-    uint64_t frame_id;
-    uint32_t credit_bytes;
-};
-
-struct __attribute__((packed)) Found {  // of a block that was asked for
-    uint32_t length;                    // 0: it is not here
-    uint16_t ranges, padding;
-};
 
 struct Slot {
     uint64_t block, epoch;
@@ -197,26 +172,6 @@ int send_reply(const Owner &owner, const Connection &connection, Flow &out, uint
     const Part part = {reinterpret_cast<uint8_t *>(&reply), sizeof reply, nullptr};
     return move_all<true>(out, &part, 1, deadline_s);
 }
-
-// What a frame asks for: the length of each key, then all of them.
-struct Keys {
-    std::vector<uint8_t> bytes;
-    uint64_t num, key_bytes, start, end;  // of the key at hand
-
-    int receive(Flow &in, const Head &head, double deadline_s) {
-        num = 0, end = head.num_ranges * sizeof(uint16_t);
-        bytes.resize(head.payload_bytes);
-        const Part part = {bytes.data(), bytes.size(), nullptr};
-        return bytes.size() < end ? kViolation : move_all<false>(in, &part, 1, deadline_s);
-    }
-    const uint8_t *key() const { return bytes.data() + start; }
-    bool next() {
-        key_bytes = bytes[2 * num] | bytes[2 * num + 1] << 8;
-        ++num, start = end, end += key_bytes;
-        return end <= bytes.size();
-    }
-    bool are_all() const { return end == bytes.size(); }
-};
 
 // Blocks by key: a Found for each, then each one's checksums and bytes.
 int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out, double deadline_s) {
