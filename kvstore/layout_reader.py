@@ -209,7 +209,8 @@ def _table(jobs: Sequence[_Job], memories: Sequence[memoryview]) -> PieceTable:
     rows[0] = np.repeat([job.slot for job in jobs], counts)
     rows[3] = np.repeat(np.arange(len(jobs)), counts)
     rows[[1, 2, 4]] = np.concatenate([job.box.moves for job in jobs], axis=1)
-    return PieceTable.reading(rows[:, np.lexsort(rows[1::-1])], memories)  # as they lie at the source: fewer runs there
+    as_at_source = np.argsort(rows[0] << 32 | rows[1], kind="stable")  # fewer runs there; one key sorts quickly
+    return PieceTable.reading(rows[:, as_at_source], memories)
 
 
 def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
