@@ -452,13 +452,13 @@ class Dispatcher:
         journey.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
             self.on_corrupt(attempt.nodes)
-        if attempt.lost_nodes:
-            journey.dead |= {info.incarnation for info in attempt.lost_nodes}
-        else:
-            journey.avoid |= {info.incarnation for info in attempt.nodes}
-        if not failure.is_retryable or journey.retries >= self._limits.retries:
+        lost = {info.incarnation for info in attempt.lost_nodes}
+        was_told = bool(lost & journey.avoid)  # the failure before was this loss, as the other node had seen it
+        journey.dead |= lost
+        journey.avoid = journey.avoid - lost if lost else journey.avoid | {info.incarnation for info in attempt.nodes}
+        if not failure.is_retryable or (journey.retries >= self._limits.retries and not was_told):
             raise failure.error from None
-        journey.retries += 1
+        journey.retries += not was_told
         self.stats.retries += 1
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
 

@@ -76,6 +76,7 @@ class Script:
     report_error: MooncakeError | None = None  # after the commit
     silent_report: bool = False
     answer_eos_at: int = -1  # index of a token that ends the answer early
+    dies_at_call: int = 0  # as ``FakeNode.die``, before it says anything (decode)
 
 
 @dataclass
@@ -215,6 +216,8 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
         try:
             if script.hang:
                 await asyncio.Event().wait()
+            if self.calls == script.dies_at_call:
+                await self.die()
             if script.error is not None and not script.tokens_first:
                 raise script.error
             first = await self.commit_of(request.handoff_id)

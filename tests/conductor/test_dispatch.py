@@ -227,6 +227,21 @@ async def test_an_answer_goes_on_when_its_only_node_comes_back(start_cluster: An
     await cluster.is_quiet()
 
 
+async def test_a_loss_that_the_other_node_saw_first_is_one_failure_not_two(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    victim = cluster.decode[0]
+    victim.script.error = HandoffFailed("the other one went away")
+    victim.script.dies_at_call = 2  # the try after it finds out which node it was
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await cluster.eventually(lambda: cluster.core.waiting_for() == ["decode"])
+    await cluster.restart_decode(0)
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.retries == 1
+    assert cluster.core.dispatcher.stats.failed_attempts == {"handoff_failed": 1, "unavailable": 1}
+    await cluster.is_quiet()
+
+
 async def test_a_node_whose_connection_broke_is_used_again_once_it_is_heard(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     node = cluster.decode[0]
