@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
 
-.PHONY: help setup demo test test-all check bench gpu proto clean
+.PHONY: help setup demo test test-all check bench gpu gpu-site proto clean
 
 help:
 	@echo 'make demo      a cluster on this machine: a streamed answer, a second turn that reuses the first, a replay'
@@ -52,12 +52,21 @@ bench: setup
 	$(BIN)/mooncake bench serve
 
 # GPU_PYTHON: an interpreter with a CUDA build of torch; the environment of `make setup TORCH=cuda` has one.
+# GPU_FLAGS: `--only cascade`, `--minutes 9`; a second `make gpu` goes on where the first one ended.
 GPU_PYTHON ?= $(BIN)/python
+GPU_OUT ?= gpu.json
 gpu:
-	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/kernels/test_attention_plan.py \
-	    tests/kernels/test_gpu_kernels.py tests/kernels/test_device_cache.py
-	$(GPU_PYTHON) -m mooncake.app.bench_gpu --out gpu.json
-	$(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/e2e/test_gpu_nodes.py
+	PYTHONPATH=build/gpu-site $(GPU_PYTHON) -m mooncake.app.bench_gpu --resume --out $(GPU_OUT) $(GPU_FLAGS)
+
+# For a machine that has torch, Triton and transformers and can fetch nothing: the rest, for its Python (GPU_VERSION),
+# into a folder to take there.
+GPU_VERSION ?= 3.12
+GPU_NEEDS ?= msgspec grpcio grpcio-health-checking grpcio-reflection googleapis-common-protos protobuf llguidance gguf \
+    starlette uvicorn httptools pytest-asyncio requests
+gpu-site:
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --no-compile --upgrade --target build/gpu-site \
+	    --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp \
+	    $(foreach glibc,17 24 27 28 31 34,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64 $(GPU_NEEDS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

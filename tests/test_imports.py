@@ -36,6 +36,8 @@ BENCHES = {
         "mooncake.app.bench_chunked",
         "mooncake.app.bench_engine",
         "mooncake.app.bench_gpu",
+        "mooncake.app.bench_gpu_kernels",
+        "mooncake.app.bench_gpu_model",
         "mooncake.app.bench_kernels",
         "mooncake.app.bench_quality",
         "mooncake.app.peers",

@@ -1,0 +1,130 @@
+"""The parts of ``mooncake bench gpu`` that run a whole model: steps against their roofline, and a hand-off."""
+
+from __future__ import annotations
+
+import torch
+
+from mooncake.app.bench_gpu_kernels import HEAD_DIM, HEADS, KV_HEADS, Gpu, rate
+from mooncake.app.bench_report import Report
+from mooncake.checkpoint import weight_shapes
+from mooncake.model.batch import ForwardBatch, NoHook
+from mooncake.model.gpu_model import GpuModel, PlannedKernels
+from mooncake.model.llama import CausalLM
+from mooncake.model_config import ModelConfig
+
+BLOCK = 64
+
+
+def model_of_8b(gpu: Gpu) -> ModelConfig:
+    size = gpu.scale.size
+    return ModelConfig(
+        architecture="llama",
+        num_layers=size(32, 1),
+        hidden_size=size(4096, 64),
+        intermediate_size=size(14_336, 96),
+        num_heads=size(HEADS, 4),
+        num_kv_heads=size(KV_HEADS, 2),
+        head_dim=size(HEAD_DIM, 16),
+        vocab_size=size(128_256, 101),
+        max_model_len=size(131_072, 256),
+        rope_theta=500_000.0,
+        rope_scaling=None,
+        rms_eps=1e-5,
+        tie_embeddings=False,
+        qkv_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        bos_id=None,
+        eos_ids=(),
+    )
+
+
+def build_model(gpu: Gpu) -> tuple[GpuModel, int]:
+    """With random weights, and the bytes of them that a decode step reads."""
+    config = model_of_8b(gpu)
+    weights = {
+        name: torch.randn(shape, device=gpu.device, dtype=gpu.dtype) * 0.02
+        for name, shape in weight_shapes(config).items()
+    }
+    step_bytes = sum(tensor.nbytes for name, tensor in weights.items() if "embed_tokens" not in name)
+    graphs = gpu.device.type == "cuda"
+
+    def build(kernels: PlannedKernels) -> CausalLM:
+        return CausalLM(config, weights, kernels=kernels)
+
+    model = GpuModel(
+        build, config.max_model_len // BLOCK, gpu.dtype, buckets=(1, 64) if graphs else (), host_logits=False
+    )
+    weights.clear()
+    gpu.free()
+    return model, step_bytes
+
+
+def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
+    """Decode steps and a prefill of random weights of an 8B model's shape: speed only."""
+    model, step_bytes = build_model(gpu)
+    config, graphs = model.config, gpu.device.type == "cuda"
+    token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * gpu.dtype.itemsize
+    for batch, context in ((1, 1024), (64, 8192)):
+        batch, context = gpu.scale.size(batch, min(batch, 2)), gpu.scale.size(context, 40)
+        per_sequence = -(-context // BLOCK)
+        cache = torch.zeros(
+            (batch * per_sequence, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim),
+            dtype=gpu.dtype,
+            device=gpu.device,
+        ).normal_()
+        step = _decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
+        seconds = gpu.timed_s(lambda _, s=step, c=cache: model.forward(s, c, NoHook()))  # type: ignore[misc]
+        report.add(rate("ours", "8B decode", "tokens/s", batch, seconds, batch=batch, context=context))
+        roofline_s = (step_bytes + batch * context * token_bytes) / stream
+        report.ratios[f"model_decode_{batch if batch == 1 else '64x8k'}_vs_roofline"] = roofline_s / min(seconds)
+        if batch == 1 and graphs:
+            eager = GpuModel(
+                lambda _: model._model, config.max_model_len // BLOCK, gpu.dtype, buckets=(), host_logits=False
+            )
+            eager.kernels = model.kernels
+            eager_s = gpu.timed_s(lambda _, e=eager, s=step, c=cache: e.forward(s, c, NoHook()))  # type: ignore[misc]
+            report.ratios["graph_vs_eager_batch_1"] = min(eager_s) / min(seconds)
+        del cache
+        gpu.free()
+    _prefill(gpu, report, model)
+
+
+def handed_off(gpu: Gpu, report: Report, _: float) -> None:
+    from mooncake.app.bench_gpu_handoff import hand_off  # it needs what nodes need
+
+    hand_off(gpu, report, build_model(gpu)[0], BLOCK if gpu.device.type == "cuda" else 16)
+
+
+def _prefill(gpu: Gpu, report: Report, model: GpuModel) -> None:
+    config = model.config
+    length = gpu.scale.size(8192, 40)
+    blocks = -(-length // BLOCK)
+    cache = torch.zeros(
+        (blocks, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim), dtype=gpu.dtype, device=gpu.device
+    )
+    batch = ForwardBatch(
+        tokens=torch.randint(0, config.vocab_size, (length,)),
+        positions=torch.arange(length),
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        context_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        slots=torch.arange(length),
+        logit_rows=torch.tensor([length - 1]),
+    )
+    seconds = gpu.timed_s(lambda _: model.forward(batch, cache, NoHook()))
+    report.add(rate("ours", "8B prefill", "tokens/s", length, seconds, tokens=length))
+
+
+def _decode_batch(batch: int, context: int, per_sequence: int, block: int, vocab: int) -> ForwardBatch:
+    tables = torch.randperm(batch * per_sequence).int().view(batch, per_sequence)
+    last = context - 1
+    return ForwardBatch(
+        tokens=torch.randint(0, vocab, (batch,)),
+        positions=torch.full((batch,), last),
+        query_starts=torch.arange(batch + 1, dtype=torch.int32),
+        context_lens=torch.full((batch,), context, dtype=torch.int32),
+        block_tables=tables,
+        slots=tables[:, last // block].long() * block + last % block,
+        logit_rows=torch.arange(batch),
+    )
