@@ -11,12 +11,8 @@ blocks hold or why they are granted. RDMA is fenced by its own hardware: see ``E
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import os
-import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -25,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
+from kvstore.transfer.greeting import Door
 from kvstore.transfer.native import HEAD_BYTES, Event, Landed, Listing, NativeConnection, NativeOwner, load
-from kvstore.transfer.protocol import Frame, Hello, Operation, ProtocolViolation, Status, WireRange
+from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
 from kvstore.transfer.sockets import Wire, tune
-from kvstore.transfer.transport import Attachment, Caller, Exporter, PathFailed
+from kvstore.transfer.transport import Attachment, Exporter, PathFailed
 from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
 from mooncake.rpc.server import join_address
 from mooncake.types import SegmentAddress
@@ -139,11 +136,11 @@ class SegmentServer:
         block."""
         self.on_peer_gone = on_peer_gone
         self._on_put = on_put
-        self._secret = secret.encode()
         self._credit_bytes = credit_bytes
         self._credit_each = 0  # of each connection
         self._segment = segment
         self._node_id = node_id
+        self._door = Door(segment, node_id, secret.encode())
         self._transports = transports
         self._host = host
         self._grants = Grants(segment.num_blocks)
@@ -318,7 +315,7 @@ class SegmentServer:
                     self._share_credit()
             if full or self._stopping:
                 with contextlib.suppress(OSError):
-                    sock.send(self._welcome(Status.BUSY))
+                    sock.send(self._door.welcome(Status.BUSY))
                 sock.close()
                 continue
             self._spawn(lambda connection=connection: self._serve(connection), "peer")  # type: ignore[misc]
@@ -345,37 +342,15 @@ class SegmentServer:
     def _greet(self, connection: _Connection) -> None:
         deadline = time.monotonic() + HELLO_TIMEOUT_S
         wire = connection.wire
-        greeting = wire.receive(protocol.HELLO_BYTES, deadline)
-        hello = protocol.unpack_hello(greeting)
-        name = wire.receive(hello.peer_id_bytes, deadline)
-        peer_id = protocol.unpack_peer_id(name)
-        status = self._judge(connection, hello, bytes(greeting + name), deadline)
+        status, writer_id = self._door.judge(wire, connection.is_local, deadline)
         if status is not Status.OK:
-            wire.send([self._welcome(status)], deadline)
+            connection.counts.refused += status is Status.FORBIDDEN
+            wire.send([self._door.welcome(status)], deadline)
             return
         with self._changed:
-            connection.peer = Caller(peer_id, hello.peer_incarnation).writer_id
+            connection.peer = writer_id
         files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
-        socket.send_fds(wire.sock, [self._welcome(Status.OK)], files)
-
-    def _judge(self, connection: _Connection, hello: Hello, greeting: bytes, deadline: float) -> Status:
-        if hello.segment_incarnation != self._segment.incarnation:
-            return Status.WRONG_SEGMENT
-        if connection.is_local:
-            return Status.OK if _peer_user(connection.wire.sock) in (os.geteuid(), 0) else Status.FORBIDDEN
-        if not self._secret:
-            return Status.OK
-        challenge = secrets.token_bytes(protocol.CHALLENGE_BYTES)
-        connection.wire.send([self._welcome(Status.PROVE, challenge)], deadline)
-        answer = connection.wire.receive(protocol.PROOF_BYTES, deadline)
-        if hmac.compare_digest(answer, protocol.proof(self._secret, challenge, greeting)):
-            return Status.OK
-        connection.counts.refused += 1
-        log.warning("segment of %s: a peer does not know what our transfer.secret_file holds", self._node_id)
-        return Status.FORBIDDEN
-
-    def _welcome(self, status: Status, challenge: bytes = bytes(protocol.CHALLENGE_BYTES)) -> bytes:
-        return protocol.pack_welcome(status, self._segment.block_bytes, self._segment.num_blocks, challenge)
+        socket.send_fds(wire.sock, [self._door.welcome(Status.OK)], files)
 
     def _serve_frame(self, connection: _Connection) -> None:
         wire, head = connection.wire, connection.head
@@ -522,12 +497,6 @@ def _tcp_listener(host: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"node.host: cannot listen on {host!r} for transfers: {error.strerror}") from None
     return listener
-
-
-def _peer_user(sock: socket.socket) -> int:
-    """User id of the process at the other end of a unix socket."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
 
 
 def _discard(wire: Wire, size: int, deadline: float) -> None:
