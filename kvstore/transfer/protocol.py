@@ -30,7 +30,7 @@ from typing import NamedTuple
 from mooncake.errors import MooncakeError
 
 MAGIC = b"mooncake"
-VERSION = 2
+VERSION = 3
 MAX_PEER_ID_BYTES = 255
 MAX_RANGES = 512  # in a frame; a scatter of the kernel takes 1024 buffers at most
 MAX_FRAME_BYTES = 4 << 20  # of payload
