@@ -114,6 +114,7 @@ private:
 
     void multiply(const PackedLinear& layer, const float* from, int64_t rows, const float* norm, const Target& target) {
         if (!rows) return;
+        if (rows <= STRIP) prefetch_start(layer, threads_);  // with more rows the weights are not what it waits for
         const Activations x = prepare(layer, from, layer.inputs, rows, norm, model_.eps, turned_, threads_);
         multiply_by(layer, x, target, threads_);
     }

@@ -44,7 +44,8 @@ constexpr int PANEL_VECS = 2;
 constexpr int PANEL = W * PANEL_VECS;         // outputs whose weights lie interleaved
 constexpr int STRIP = W == 16 ? 12 : 6;       // rows multiplied at once: STRIP * PANEL_VECS accumulators
 constexpr int DEEP = 192;                     // inputs at a time, so that a panel's part stays in L1 for all strips
-constexpr int AHEAD = 3072;                   // bytes to prefetch ahead: the hardware's own stops at every 4 KiB
+constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware's own stops at every 4 KiB
+constexpr int START = 3072;                   // bytes to prefetch before a product begins, a thread
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
 constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay
 
@@ -192,6 +193,14 @@ template <int ROWS> struct Sums {
 inline void prefetch_panel(const char* at) {
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4);
+}
+
+// What each thread reads first, while activations are made ready.
+inline void prefetch_start(const PackedLinear& layer, int threads) {
+    for (int t = 0; t < threads; t++) {
+        const char* at = layer.panel(layer.num_panels() * t / threads);
+        for (int i = 0; i < START; i += 64) __builtin_prefetch(at + i, 0, 2);
+    }
 }
 
 template <WeightKind KIND> constexpr int GROUP = 4 / sizeof(Held<KIND>);  // inputs whose weights are PANEL * 4 bytes
