@@ -156,11 +156,12 @@ class GpuKernels:
         block_tables: Int32s | None = None,
         piece_tokens: int = 0,
         wide: bool = False,
+        scaled: bool = False,
         buffers: DevicePlan | None = None,
     ) -> DevicePlan:
         """The step's plan on the device, in ``buffers`` where it fits. Arguments as of ``plan_attention``, on the host.
 
-        ``wide``: the queries are float32.
+        ``wide``: the queries are float32; ``scaled``: the pages are codes and scales.
         """
         group = triton.next_power_of_2(num_heads // num_kv_heads)
         longest = int(np.diff(query_starts).max(initial=1))
@@ -168,9 +169,9 @@ class GpuKernels:
         if wide:
             pass  # float32 tiles of more rows do not fit into registers
         elif longest * group > SHARED_ROWS:
-            rows = most_rows(head_dim)
+            rows = most_rows(head_dim, scaled)
         elif block_tables is not None:
-            rows = SHARED_ROWS
+            rows = min(SHARED_ROWS, most_rows(head_dim, scaled))
         plan = plan_attention(
             query_starts,
             context_lens,
@@ -224,6 +225,7 @@ class GpuKernels:
                 block_tokens=cache_layer.shape[3],
                 window=window,
                 wide=query.dtype is torch.float32,
+                scaled=scales is not None,
             )
         return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window)
 

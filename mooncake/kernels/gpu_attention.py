@@ -30,8 +30,9 @@ class Launch:
     per_processor: int
 
 
-def attention_launch(tile_rows: int, head_dim: int, wide: bool) -> Launch:
-    """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed.
+def attention_launch(tile_rows: int, head_dim: int, wide: bool, scaled: bool) -> Launch:
+    """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed; ``scaled``
+    pages hold codes and scales.
 
     The pipeline is deep because a page's address is itself loaded: of five stages two hold keys and values on their
     way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone.
@@ -39,14 +40,16 @@ def attention_launch(tile_rows: int, head_dim: int, wide: bool) -> Launch:
     """
     if wide:
         return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
-    if tile_rows >= most_rows(head_dim):
+    if tile_rows >= most_rows(head_dim, scaled):
         return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 2, per_processor=1)
     return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, per_processor=2)
 
 
-def most_rows(head_dim: int) -> int:
-    """Of a tile, where there are queries enough."""
-    return PREFILL_ROWS if head_dim <= 128 else SHARED_ROWS
+def most_rows(head_dim: int, scaled: bool) -> int:
+    """Of a tile, where there are queries enough. More would not stay in registers."""
+    if head_dim <= 128:
+        return PREFILL_ROWS
+    return SHARED_ROWS // 2 if scaled else SHARED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def run_plan(
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     wide = INTERPRETED or query.dtype is torch.float32
-    launch = attention_launch(plan.tile_tokens * group_pad, head_dim, wide)
+    launch = attention_launch(plan.tile_tokens * group_pad, head_dim, wide, scales is not None)
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     kernels.attend[(num_processors * launch.per_processor,)](

@@ -163,6 +163,7 @@ class GpuModel:
                 # A captured plan is one pass: its buffers have the smallest tiles, and a cascade has wider ones.
                 block_tables=None if buffers is not None else batch.block_tables.numpy(),
                 wide=self._dtype is torch.float32,
+                scaled=cache.dtype is torch.int8,
                 buffers=None if buffers is None else buffers[window],
             )
             for window in self._windows

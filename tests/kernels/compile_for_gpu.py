@@ -24,6 +24,7 @@ from mooncake.kernels import triton_attention, triton_elementwise
 from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, attention_launch, most_rows
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
+SCALED = ("int8", "float8")
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,24 @@ def attention_cases() -> Iterator[Case]:
         "gemma3": (2, 256, 64),
     }
     for shape, (group, head_dim, block_tokens) in shapes.items():
-        for rows in (DECODE_ROWS, SHARED_ROWS, PREFILL_ROWS):
-            for query, pages in (
-                ("bfloat16", "bfloat16"),
-                ("bfloat16", "int8"),
-                ("bfloat16", "float8"),
-                ("float32", "float32"),
-            ):
+        for query, pages in (
+            ("bfloat16", "bfloat16"),
+            ("bfloat16", "int8"),
+            ("bfloat16", "float8"),
+            ("float32", "float32"),
+        ):
+            most = most_rows(head_dim, pages in SCALED)
+            for rows in sorted({min(rows, most) for rows in (DECODE_ROWS, SHARED_ROWS, PREFILL_ROWS)}):
                 if pages not in ("bfloat16", "int8") and shape != "llama8b":
                     continue
                 if query == "float32" and rows != DECODE_ROWS:
                     continue  # never planned
-                if rows > most_rows(head_dim):
-                    continue
                 if shape in ("mqa", "llama8b-page16") and (pages != "bfloat16" or rows == SHARED_ROWS):
                     continue
                 yield _attention(shape, group, head_dim, block_tokens, rows, query, pages, windowed=False)
     for rows in (DECODE_ROWS, PREFILL_ROWS):
         yield _attention("mistral", 4, 128, 64, rows, "bfloat16", "bfloat16", windowed=True)
-        yield _attention("gemma3", 2, 256, 64, min(rows, most_rows(256)), "bfloat16", "bfloat16", windowed=True)
+        yield _attention("gemma3", 2, 256, 64, min(rows, most_rows(256, False)), "bfloat16", "bfloat16", windowed=True)
         yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
     for head_dim in (64, 128, 256):
         yield Case(
@@ -93,7 +93,7 @@ def _attention(
 ) -> Case:
     wide = query == "float32"
     group_pad = triton.next_power_of_2(group)
-    launch = attention_launch(rows, head_dim, wide)
+    launch = attention_launch(rows, head_dim, wide, pages in SCALED)
     return Case(
         f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}",
         triton_attention.attend,
@@ -130,7 +130,7 @@ def _attention(
             "TILE_TOKENS": max(rows // group_pad, 1),
             "KEYS": launch.keys,
             "WINDOWED": windowed,
-            "SCALED": pages in ("int8", "float8"),
+            "SCALED": pages in SCALED,
             "WIDE": wide,
             "ROW_UNIT": row_unit,
         },
