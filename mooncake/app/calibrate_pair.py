@@ -18,11 +18,13 @@ from mooncake.app.bench_traffic import Answer, Served, Traffic
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
 
-PROMPTS = ((32, 6), (96, 6), (256, 6), (640, 4), (1280, 2))  # tokens, how many at once
-CONTEXTS = (96, 640)  # of those, decoded from
+ROUNDS = 3  # each over all sizes, so that no size has only seconds in which the machine was slow
+PROMPTS = ((96, 4), (640, 4), (32, 4), (1280, 2), (256, 4))  # tokens, how many at once
+CONTEXTS = (96, 640)  # of those, decoded from: one a round
 BATCHES = (1, 2, 4)
 STEPS = 32
-BESIDE_PROMPTS, BESIDE_BATCH = 4, 2
+BESIDE_TOKENS = (96, 256)  # of the prompts that are computed beside decoding: one size a round
+BESIDE_PROMPTS, BESIDE_BATCH, DECODED_TOKENS = 4, 2, 32
 STEPS_BESIDE = 150  # of each of the batch, while prompts are computed
 
 
@@ -49,51 +51,77 @@ class PairSamples:
         self._request_ms: list[float] = []
         self._handoff_ms: list[float] = []
         self._tails: list[float] = []
-        self._beside: list[_Beside] = []
+        self._prefill_slower: list[float] = []  # beside decoding
+        self._decode_slower: list[float] = []  # beside prefill
 
     async def measure(self, served: Served, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> None:
-        """With prompts of up to ``longest`` tokens, and some more for their answers. Takes about a minute on a core a
+        """With prompts of up to ``longest`` tokens, and some more for their answers. Takes two minutes on a core a
         node. Raises MooncakeError when the cluster does not answer."""
-        sizes = [(tokens, count) for tokens, count in PROMPTS if tokens <= longest]
-        for tokens, count in sizes:
-            tell(f"prefill of {tokens} tokens")
-            prompts = [traffic.prompt(tokens) for _ in range(count)]
-            each_ms, beside_ms = _one_by_one(await _ask_all(served, prompts, 2))
-            self._fitted.observe_prefill(ALL_NODES, tokens, 0, each_ms)
-            self._request_ms.append(beside_ms)
-            for batch in BATCHES if tokens in CONTEXTS else ():
-                tell(f"decode of {batch} sequences of {tokens} tokens")
-                answers = await _ask_all(served, prompts[:batch], STEPS)
-                step_ms, context, tail = _together(answers, tokens)
-                self._tails.append(tail)
-                self._fitted.observe_decode(ALL_NODES, batch, round(context), step_ms)
-                if batch == 1:
-                    self._handoff_ms.append(answers[0].gaps_ms[0] - step_ms)
+        for turn in range(ROUNDS):
+
+            def say(what: str, turn: int = turn) -> None:
+                tell(f"round {turn + 1} of {ROUNDS}: {what}")
+
+            await self._measure_once(served, traffic, longest, turn, say)
+
+    async def _measure_once(
+        self, served: Served, traffic: Traffic, longest: int, turn: int, tell: Callable[[str], None]
+    ) -> None:
+        context_tokens, beside_tokens = CONTEXTS[turn % len(CONTEXTS)], BESIDE_TOKENS[turn % len(BESIDE_TOKENS)]
+        asked: dict[int, list[list[int]]] = {}  # by their tokens, from here on cached
+        alone_ms: dict[int, float] = {}  # of one of them
+        for tokens, count in PROMPTS:
+            if tokens <= max(longest, *BESIDE_TOKENS):
+                tell(f"prefill of {tokens} tokens")
+                asked[tokens] = [traffic.prompt(tokens) for _ in range(count)]
+                alone_ms[tokens], beside_ms = _one_by_one(await _ask_all(served, asked[tokens], 2))
+                self._fitted.observe_prefill(ALL_NODES, tokens, 0, alone_ms[tokens])
+                self._request_ms.append(beside_ms)
+        alone = await self._measure_decode(served, asked[min(context_tokens, max(asked))], tell)
         tell("both at once")
-        self._beside.append(await _measure_beside(served, traffic, sizes[len(sizes) // 2][0]))
+        beside = await _measure_beside(served, traffic, beside_tokens)
+        more_ms = self._fitted.decode(ALL_NODES).context_ms * (beside.steps.context - alone.context)
+        self._prefill_slower.append(beside.prefill_ms / alone_ms[beside_tokens])
+        self._decode_slower.append(beside.steps.ms / (alone.ms + more_ms))
+
+    async def _measure_decode(self, served: Served, prompts: list[list[int]], tell: Callable[[str], None]) -> _Steps:
+        """Behind these prompts, which are cached. Returns the steps of BESIDE_BATCH."""
+        tokens, found = len(prompts[0]), dict[int, _Steps]()
+        for batch in BATCHES:
+            tell(f"decode of {batch} sequences of {tokens} tokens")
+            answers = await _ask_all(served, prompts[:batch], STEPS)
+            steps = found[batch] = _together(answers, tokens)
+            self._tails.append(steps.tail)
+            self._fitted.observe_decode(ALL_NODES, batch, round(steps.context), steps.ms)
+            if batch == 1:
+                self._handoff_ms.append(answers[0].gaps_ms[0] - steps.ms)
+        return found[BESIDE_BATCH]
 
     def costs(self) -> PairCosts:
-        prefill, decode = self._fitted.prefill(ALL_NODES), self._fitted.decode(ALL_NODES)
-        prefill_slower = [one.prefill_ms / prefill.ms(one.tokens, 0) for one in self._beside]
-        decode_slower = [one.step_ms / decode.ms(BESIDE_BATCH, one.context) for one in self._beside]
         return PairCosts(
-            prefill,
-            decode,
+            self._fitted.prefill(ALL_NODES),
+            self._fitted.decode(ALL_NODES),
             request_ms=max(statistics.median(self._request_ms), 0.0),
             handoff_ms=max(statistics.median(self._handoff_ms), 0.0),
-            decode_tail=max(statistics.median(self._tails), 1.0) if self._tails else 1.0,
-            prefill_beside=max(statistics.mean(prefill_slower), 1.0),
-            decode_beside=max(statistics.mean(decode_slower), 1.0),
+            decode_tail=max(statistics.median(self._tails), 1.0),
+            prefill_beside=max(statistics.mean(self._prefill_slower), 1.0),
+            decode_beside=max(statistics.mean(self._decode_slower), 1.0),
         )
 
 
-class _Beside(NamedTuple):
-    """While both nodes work: ms of a prompt of so many tokens, ms of a decode step over so much context."""
+class _Steps(NamedTuple):
+    """Of decoding: ms of one, over so much context of all sequences; their longest tenth over their mean."""
 
-    tokens: int
-    prefill_ms: float
-    step_ms: float
+    ms: float
     context: float
+    tail: float
+
+
+class _Beside(NamedTuple):
+    """While both nodes work: ms of a prompt, and decode steps."""
+
+    prefill_ms: float
+    steps: _Steps
 
 
 async def _ask_all(served: Served, prompts: list[list[int]], new: int) -> list[Answer]:
@@ -109,14 +137,14 @@ def _one_by_one(answers: list[Answer]) -> tuple[float, float]:
     return each_s * 1e3, (firsts[0] - sent_s - each_s) * 1e3
 
 
-def _together(answers: list[Answer], tokens: int) -> tuple[float, float, float]:
-    """While all of them got tokens: (ms of a step, tokens of context, its longest tenth to their mean)."""
+def _together(answers: list[Answer], tokens: int) -> _Steps:
+    """Steps while all of them got tokens."""
     begin = max(answer.token_times_s[1] for answer in answers)
     end = min(answer.token_times_s[-1] for answer in answers)
     return _steps_within(answers, tokens, begin, end)
 
 
-def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: float) -> tuple[float, float, float]:
+def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: float) -> _Steps:
     step_ms, contexts, tails = [], [], []
     for answer in answers:
         inside = [at for at, time_s in enumerate(answer.token_times_s) if begin_s <= time_s <= end_s]
@@ -127,7 +155,7 @@ def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: flo
             contexts.append(tokens + (inside[0] + inside[-1]) / 2)
     if not step_ms:
         raise InternalError("no two tokens came while they were to be timed")
-    return statistics.mean(step_ms), sum(contexts), statistics.mean(tails)
+    return _Steps(statistics.mean(step_ms), sum(contexts), statistics.mean(tails))
 
 
 async def _measure_beside(served: Served, traffic: Traffic, prompt_tokens: int) -> _Beside:
@@ -141,7 +169,7 @@ async def _measure_beside(served: Served, traffic: Traffic, prompt_tokens: int) 
             all_run.set()
 
     async def decode(client: int) -> Answer:
-        return await served.ask(traffic.prompt(PROMPTS[0][0]), STEPS_BESIDE, lambda count: note(client, count))
+        return await served.ask(traffic.prompt(DECODED_TOKENS), STEPS_BESIDE, lambda count: note(client, count))
 
     decoding = [asyncio.create_task(decode(client)) for client in range(BESIDE_BATCH)]
     try:
@@ -151,9 +179,9 @@ async def _measure_beside(served: Served, traffic: Traffic, prompt_tokens: int) 
         each_ms, _ = _one_by_one(answers)
         begin = min(answer.sent_s for answer in answers)
         end = max(answer.token_times_s[0] for answer in answers)
-        step_ms, context, _ = _steps_within(await asyncio.gather(*decoding), PROMPTS[0][0], begin, end)
+        steps = _steps_within(await asyncio.gather(*decoding), DECODED_TOKENS, begin, end)
     finally:
         for task in decoding:
             task.cancel()
         await asyncio.gather(*decoding, return_exceptions=True)
-    return _Beside(prompt_tokens, each_ms, step_ms, context)
+    return _Beside(each_ms, steps)
