@@ -42,11 +42,8 @@ class Receiver:
         server: SegmentServer,
         mirror: Mirror,
         layout: KVLayout,
-        timeout_s: float,
     ) -> None:
-        """``server`` exports the memory of ``mirror``. A hand-off that is not over ``timeout_s`` after it was opened
-        has expired."""
-        self._timeout_s = timeout_s
+        """``server`` exports the memory of ``mirror``."""
         self._thread = thread
         self._server = server
         self._mirror = mirror
@@ -104,7 +101,6 @@ class Receiver:
         handoff.first_block, handoff.block_ids = reservation.first_block, list(reservation.block_ids)
         handoff.move(HandoffState.RESERVED)
         self._server.grant(handoff.block_ids, epoch)
-        asyncio.get_running_loop().call_later(self._timeout_s, self._expire, handoff)
         return handoff
 
     async def commit(self, handoff_id: str, epoch: int, first_tokens: Rows[SampledToken], checksums: bytes) -> None:
@@ -153,17 +149,11 @@ class Receiver:
         await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
         on_output(HandoffFailed(f"the prefill node gave up the hand-off: {reason}"))
 
-    async def abandon(self, handoff: Handoff) -> None:
-        """This side gives up (client gone, deadline). Idempotent."""
+    async def abandon(self, handoff: Handoff, is_late: bool) -> None:
+        """This side gives up: the client is gone, or the request ``is_late``. Idempotent."""
         if not handoff.is_over:
-            await self._fail(handoff, HandoffState.FAILED, writer_stopped=False)
-
-    def _expire(self, handoff: Handoff) -> None:
-        if handoff.is_over:
-            return
-        _, _, on_output = self._handoffs[handoff.handoff_id]
-        self._later(self._fail(handoff, HandoffState.EXPIRED, writer_stopped=False))
-        on_output(HandoffFailed(f"the hand-off was not committed within {self._timeout_s:g} s"))
+            state = HandoffState.EXPIRED if is_late else HandoffState.FAILED
+            await self._fail(handoff, state, writer_stopped=False)
 
     def peer_gone(self, writer_id: str) -> None:
         """A writer's last connection ended: what it held can neither be written nor committed any more."""

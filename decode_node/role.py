@@ -56,9 +56,7 @@ class DecodeRole:
             on_peer_gone=self._on_peer_gone,
             secret=transfer_secret(self._config),
         )
-        self._receiver = Receiver(
-            host.thread, self._segment_server, host.mirror, self._plan.layout, transfer.handoff_timeout_s
-        )
+        self._receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
         self._segment_server.start()
         self._writeback.start(host.mirror)
         self._servicer = DecodeServicer(host, self._receiver, self.hook, self.address)

@@ -36,8 +36,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._generated = generated
         self._address = address
         self._cleanups: set[asyncio.Task[None]] = set()
-        transfer = host.config.transfer
-        self._handoff_timeout_s = transfer.handoff_timeout_s
         self._request_timeout_s = host.config.conductor.request_timeout_s
 
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
@@ -77,10 +75,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         response.preemptions = sequence.num_preemptions
                     yield response
         finally:
-            self._later(self._end(handoff))
+            self._later(self._end(handoff, time.monotonic() >= deadline))
 
     async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802
-        wait_s = remaining_s(context, self._handoff_timeout_s)
+        # How long a prompt takes is not for us to judge: whoever waits for the hand-off ends ``Generate``.
+        wait_s = remaining_s(context, self._request_timeout_s)
         handoff = await self._receiver.open(request.handoff_id, request.epoch, request.writer_id, wait_s)
         return pb.OpenHandoffResponse(
             segment=segment_to_wire(self._address), first_block=handoff.first_block, block_ids=handoff.block_ids
@@ -114,10 +113,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while decoding") from None
 
-    async def _end(self, handoff: Handoff) -> None:
+    async def _end(self, handoff: Handoff, is_late: bool) -> None:
         """Whatever the reason that Generate ended, nothing of the request may stay behind."""
         self._generated.forget(handoff.request_id)
-        await self._receiver.abandon(handoff)
+        await self._receiver.abandon(handoff, is_late)
         if handoff.state is HandoffState.COMMITTED:  # else its blocks are the receiver's to free
             with contextlib.suppress(MooncakeError):
                 await asyncio.wrap_future(self._host.thread.call(lambda engine: engine.abort(handoff.request_id)))

@@ -121,7 +121,7 @@ class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     streams: int = 2  # TCP connections a peer
     max_mb_per_s: float = 0.0  # cap on what a node sends, MB/s; 0: none
     secret_file: str = ""  # what this file holds, every node must know to read or write another's memory over TCP
-    handoff_timeout_s: float = 60.0  # a hand-off that is neither committed nor failed by then has expired
+    handoff_timeout_s: float = 60.0  # from the first token; a hand-off that is not committed by then has expired
 
 
 class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
