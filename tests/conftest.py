@@ -1,7 +1,13 @@
-"""What every test may ask for: one small live cluster, started when the first test wants it."""
+"""What every test may ask for: one small live cluster, started when the first test wants it.
+
+Slow tests run last. With ``TEST_MINUTES`` in the environment (CI sets it) those that would begin later than that are
+skipped by name, so a machine at half its speed gives a verdict on everything else instead of none.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +15,23 @@ import pytest
 
 if TYPE_CHECKING:
     from mooncake.app.local import LocalCluster
+
+BEGUN = time.monotonic()
+TEST_MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=is_slow)  # stable: files and their tests stay in order
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made for it
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if is_slow(item) and time.monotonic() - BEGUN > 60 * TEST_MINUTES:
+        pytest.skip(f"{item.nodeid}: no time left, {TEST_MINUTES:g} minutes are over")
 
 
 @pytest.fixture(scope="session")
