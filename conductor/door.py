@@ -122,20 +122,25 @@ class Door:
             self._room.remove(guest)
 
     def _look(self) -> None:
-        """Whether who is next fits now. One at a time: the next look comes when this one is booked."""
-        waiting = self._room.peek(is_idle=True)
-        if waiting is None:
+        """Whether who is next fits now. One at a time: the next look comes when this one is booked. Who finds no node
+        is told so, and waits for one where everybody does."""
+        while (waiting := self._room.peek(is_idle=True)) is not None:
+            guest = waiting.item
+            try:
+                verdict = self._ask(guest.facts, guest.kind, guest.max_tokens)
+            except NodeUnavailable as error:
+                self._room.remove(guest)
+                if not guest.is_in.done():
+                    guest.is_in.set_exception(error)
+                continue
+            except Overloaded:
+                return
+            if not (self._fits(verdict) and self._has_capacity(waiting.band, verdict)):
+                return
+            self._room.pop(is_idle=True)
+            if not guest.is_in.done():
+                guest.is_in.set_result(None)
             return
-        guest = waiting.item
-        try:
-            verdict = self._ask(guest.facts, guest.kind, guest.max_tokens)
-        except (NodeUnavailable, Overloaded):
-            return
-        if not (self._fits(verdict) and self._has_capacity(waiting.band, verdict)):
-            return
-        self._room.pop(is_idle=True)
-        if not guest.is_in.done():
-            guest.is_in.set_result(None)
 
     def _look_later(self) -> None:
         if self._looking is None:

@@ -10,7 +10,7 @@ from conductor.api import InferenceRequest
 from conductor.door import Door
 from conductor.scheduler import Scheduler
 from mooncake.config import ConductorSection
-from mooncake.errors import ConfigError, DeadlineExceeded, Overloaded
+from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -70,6 +70,32 @@ async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: An
     with pytest.raises(DeadlineExceeded):
         await late
     assert door.num_waiting == 0
+    await asyncio.gather(*running)
+    await cluster.is_quiet()
+
+
+async def test_who_waits_for_room_waits_for_a_missing_role_like_everybody_else(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft", node_wait_s=0.2)
+    door = cluster.core.dispatcher.door
+    guests = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=60.0))) for _ in range(3)]
+    await cluster.eventually(lambda: door.num_waiting == 3)
+    await cluster.decode[0].die()
+    for ended in await asyncio.gather(*running, *guests, return_exceptions=True):
+        assert isinstance(ended, NodeUnavailable)
+    assert door.num_waiting == 0
+    await cluster.is_quiet()
+
+
+async def test_who_waits_for_room_is_let_in_when_the_only_node_comes_back(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft")
+    door = cluster.core.dispatcher.door
+    guests = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4))) for _ in range(3)]
+    await cluster.eventually(lambda: door.num_waiting == 3)
+    await cluster.decode[0].die()
+    await cluster.eventually(lambda: door.num_waiting == 0)
+    await cluster.restart_decode(0)
+    for tokens, _ in await asyncio.gather(*guests):
+        assert tokens == cluster.answer(PROMPT, 4)
     await asyncio.gather(*running)
     await cluster.is_quiet()
 
