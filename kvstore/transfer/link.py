@@ -115,7 +115,7 @@ class Link:
             now = time.monotonic()
             for transfer in [each for each in self._live if now >= each.deadline]:
                 self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
-            stalled = self._routes.stalled(now)
+            stalled = self._routes.stalled(now, any(each.error is not None for each in self._live))
             for lane, _ in stalled:
                 lane.was_cut = True
             crew = self._crew(now)

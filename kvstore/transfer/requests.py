@@ -156,7 +156,8 @@ class Transfer:
         return self.result()
 
     def cancel(self) -> None:
-        """Let nothing more of it begin. It ends, with Cancelled, when what is on its way has."""
+        """Let nothing more of it begin. It ends, with Cancelled, when what is on its way has; nobody waits for a path
+        that stands still."""
         if self._cancel is not None:
             self._cancel(self)
 

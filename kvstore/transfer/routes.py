@@ -18,6 +18,7 @@ from mooncake.types import SegmentAddress
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # paths that break one after the other, with nothing arriving between, before a transport is given up
+GIVEN_UP_S = 1.0  # a path may stand still so long with what nobody wants any more
 _RATE_SAMPLE_S = 0.050
 _RATE_SAMPLE_BYTES = 64 << 10  # less measures latency, not rate
 _EWMA_WEIGHT = 0.2
@@ -191,8 +192,9 @@ class Routes:
             return self._give_up(route, str(error), now)
         return ""
 
-    def stalled(self, now: float) -> list[tuple[Lane, Path]]:
-        """Paths that stand still while others of this peer move."""
+    def stalled(self, now: float, is_given_up: bool) -> list[tuple[Lane, Path]]:
+        """Paths that stand still while others of this peer move; or at all, when something on its way ``is_given_up``,
+        so that whoever gave it up gets the memory back."""
         seen: list[tuple[Lane, Path]] = []
         patience = self._patience.at(now)
         for route in self._routes:
@@ -206,6 +208,7 @@ class Routes:
             if lane.watch.is_stalled(
                 [other.watch for other, _ in seen if other is not lane], patience, lane.failures > 0, now
             )
+            or (is_given_up and lane.watch.stands_still(GIVEN_UP_S, now))
         ]
 
     def take_idle_paths(self, lanes: Iterable[Lane]) -> list[Path]:

@@ -172,14 +172,17 @@ class Watch:
         """``others`` are open, too. A peer that stands still as a whole is not a path that failed: another must have
         moved since, or have had nothing to do for long; not so long when this one ``is_suspect``, because it has
         failed before and delivered nothing since. All times are ``patience`` times as long."""
-        still_s = now - self.still_since
-        if not self.is_busy or still_s < STALL_S * patience:
+        if not self.stands_still(STALL_S * patience, now):
             return False
         if any(other.moved_at > self.still_since + STALL_S * patience / 2 for other in others):
             return True
-        return still_s >= (STALL_S if is_suspect else LONG_STALL_S) * patience and not all(
+        return self.stands_still((STALL_S if is_suspect else LONG_STALL_S) * patience, now) and not all(
             other.is_busy for other in others
         )
+
+    def stands_still(self, seconds: float, now: float) -> bool:
+        """Has something to do, and has moved nothing for so long."""
+        return self.is_busy and now - self.still_since >= seconds
 
 
 @dataclass(slots=True)

@@ -380,6 +380,20 @@ def test_a_transfer_can_be_cancelled(own, engine_over):
     assert transfer.status is TransferStatus.FAILED
 
 
+def test_what_a_frozen_owner_holds_can_be_cancelled(own, engine_over):
+    owner, engine = own(), engine_over("tcp")
+    data = noise(BLOCK)
+    engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+    owner.freeze()
+    [transfer] = engine.submit([Request(owner.address, [WriteRange(1, 0, data, EPOCH)], soon(300.0))])
+    assert not transfer.wait(0.2)
+    transfer.cancel()
+    assert transfer.wait(30.0) and isinstance(transfer.error, Cancelled)
+    owner.thaw()
+    engine.write(owner.address, [WriteRange(2, 0, data, EPOCH)], soon())
+    assert owner.ask("checksum", 2) == checksum(data)
+
+
 async def test_a_cancelled_task_waits_until_its_memory_is_free(own, engine_over):
     owner, engine = own(), engine_over("shm", max_mb_per_s=1.0)
     data = bytearray(BLOCK)
