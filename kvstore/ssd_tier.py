@@ -16,13 +16,13 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from kvstore.eviction import EvictionPolicy
 from kvstore.ssd_index import MIN_SEGMENTS, SsdBlock, SsdIndex
-from kvstore.ssd_log import BlockRead, Place, SsdLog
+from kvstore.ssd_log import Place, SsdLog
+from kvstore.ssd_reads import SsdReads
 from kvstore.ssd_record import (
     MAX_DROPS,
     PAGE,
@@ -44,8 +44,6 @@ RUNS_ON_WAY = 2  # while one is made durable the next is being written
 SEGMENT_BYTES = 64 << 20
 RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
 MAX_QUEUE = 4096  # blocks waiting to be saved
-READ_THREADS = 4
-MAX_READS_A_TRIP = 8
 CLOSE_TIMEOUT_S = 30.0
 BACK_OFF_S = 5.0  # without writes, after the disk refused one
 _RATE_WEIGHT = 0.2
@@ -65,13 +63,6 @@ class _Saving:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    block: SsdBlock
-    into: memoryview
-    answer: asyncio.Future[bool]
-
-
-@dataclass(frozen=True, slots=True)
 class _Write:
     """A record with its place."""
 
@@ -86,6 +77,7 @@ class SsdTier:
     def __init__(self, log_: SsdLog, index: SsdIndex, first_sequence: int) -> None:
         self.counters: Counter[str] = index.counters
         self._log = log_
+        self._reads = SsdReads(log_)
         self._index = index
         self._sequence = first_sequence
         self._durable = first_sequence - 1
@@ -98,11 +90,8 @@ class SsdTier:
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
         self._off_until = 0.0
         self._reading = 0  # bytes
-        self._reads: deque[_Reading] = deque()
-        self._busy_readers = 0
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
         self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
-        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
         self._task = asyncio.create_task(self._commit_for_ever(), name="ssd-commit")
 
     @classmethod
@@ -206,7 +195,7 @@ class SsdTier:
         started = time.monotonic()
         self._reading += place.size
         try:
-            is_right = await self._read_soon(block, into)
+            is_right = await self._reads.read(block, into)
         except (OSError, KeyError) as error:
             if self._index.get(key) is block:  # else compaction moved it, or it was dropped while we waited
                 self.counters["ssd_read_errors"] += 1
@@ -266,51 +255,8 @@ class SsdTier:
 
     def _shut(self) -> None:
         self._writers.shutdown()
-        self._readers.shutdown()
+        self._reads.shut()
         self._log.close()
-
-    def _read_soon(self, block: SsdBlock, into: memoryview) -> asyncio.Future[bool]:
-        """Reads that wait at the same time share trips to the threads: a trip costs as much as reading 200 KB."""
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._reads.append(_Reading(block, into, answer))
-        self._start_reads()
-        return answer
-
-    def _start_reads(self) -> None:
-        while self._reads and self._busy_readers < READ_THREADS:
-            share = -(-len(self._reads) // (READ_THREADS - self._busy_readers))
-            batch = [self._reads.popleft() for _ in range(min(share, MAX_READS_A_TRIP))]
-            self._busy_readers += 1
-            trip = asyncio.get_running_loop().run_in_executor(self._readers, self._read_all, batch)
-            trip.add_done_callback(partial(self._end_reads, batch))
-
-    def _end_reads(self, batch: list[_Reading], trip: asyncio.Future[list[bool | OSError | KeyError]]) -> None:
-        self._busy_readers -= 1
-        failure = trip.exception()  # a bug; nobody may wait for ever
-        results = [failure] * len(batch) if failure is not None else trip.result()
-        for reading, result in zip(batch, results, strict=True):
-            if reading.answer.done():  # nobody waits for it any more
-                continue
-            if isinstance(result, BaseException):
-                reading.answer.set_exception(result)
-            else:
-                reading.answer.set_result(result)
-        self._start_reads()
-
-    def _read_all(self, batch: list[_Reading]) -> list[bool | OSError | KeyError]:
-        """In a thread."""
-        return self._log.read_blocks(
-            [
-                BlockRead(
-                    reading.block.place.segment,
-                    reading.block.place.offset + reading.block.place.header_bytes,
-                    reading.into,
-                    reading.block.header.length,
-                    reading.block.header.checksums,
-                )
-                for reading in batch
-            ]
-        )
 
     def _lose(self, key: BlockKey) -> None:
         self._index.drop(key, time.monotonic())

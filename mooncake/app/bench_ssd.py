@@ -23,8 +23,9 @@ import numpy as np
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
+from kvstore.ssd_reads import READ_THREADS
 from kvstore.ssd_record import BlockHeader
-from kvstore.ssd_tier import READ_THREADS, SsdTier
+from kvstore.ssd_tier import SsdTier
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError, InternalError
