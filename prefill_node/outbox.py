@@ -1,7 +1,8 @@
-"""Where computed layers go: sinks (one hand-off, one pool) fed by the engine's thread and drained by sender threads.
+"""Where computed layers go: sinks (one hand-off, one pool), and the thread that starts what they have to write.
 
-The engine's thread only appends; a sender thread checksums the ranges and writes them through the transfer engine. A
-sink that is not open yet (the decode node has still to reserve) just collects; nobody waits for it.
+The engine's thread only appends. The outbox's thread checksums the ranges and hands them to the transfer engine, to
+each peer one turn at a time; it waits for no peer, so one that stands still keeps nobody waiting but its own sinks. A
+sink that is not open yet (the decode node has still to reserve) just collects.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import checksum
-from kvstore.transfer.engine import Priority, TransferEngine, WriteRange
+from kvstore.transfer.engine import Priority, Request, Transfer, TransferEngine, WriteRange
 from mooncake.engine.kv_cache import HERE, Arrival
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress
 
 log = logging.getLogger(__name__)
 
-LAYERS_PER_TURN = 8  # written for one sink before the next sink has its turn
+LAYERS_PER_TURN = 8  # written for one sink before the next sink of the same peer has its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ class Sink:
         self.checksums: dict[int, npt.NDArray[np.uint64]] = {}  # block index -> one a layer
         self._layout = layout
         self._lock = threading.Lock()
-        self._writing = threading.Lock()  # held while bytes move: ``close`` waits for it
+        self._starting = threading.Lock()  # held while a turn begins: ``close`` waits for it
+        self._moving: Transfer | None = None  # this turn's
+        self._began_s = 0.0
         self._pending: deque[LayerRun] = deque()
         self._destination: Destination | None = None
         self._ended = False
@@ -86,71 +90,88 @@ class Sink:
             self._ended = True
 
     def fail(self, error: MooncakeError) -> None:
+        """Nothing more will begin."""
         with self._lock:
             self._pending.clear()
             self._closed = True
-        if not self.done.done():
-            self.done.set_exception(error)
+            if not self.done.done():
+                self.done.set_exception(error)
 
     def close(self) -> None:
-        """Blocks until no write is under way; after it none will start. Idempotent."""
+        """Blocks until nothing is on its way any more. Idempotent."""
         self.fail(HandoffFailed(f"{self.name}: closed"))
-        with self._writing:
-            pass
+        with self._starting:
+            moving = self._moving
+        if moving is not None:
+            moving.cancel()
+            moving.wait()
 
-    def drain_some(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8], priority: Priority) -> bool:
-        """Write up to LAYERS_PER_TURN runs. True when more is waiting. Called by one sender thread at a time."""
-        with self._writing:
-            with self._lock:
-                destination = self._destination
-                if destination is None or self._closed:
-                    return False
-                runs = [self._pending.popleft() for _ in range(min(LAYERS_PER_TURN, len(self._pending)))]
+    def start(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8], priority: Priority) -> Transfer | None:
+        """Begin to write up to LAYERS_PER_TURN runs; ``ended`` wants to be told when they are. None when there is
+        nothing to write now. Only for the outbox's thread, and not while something is on its way."""
+        with self._starting:
             try:
+                while (runs := self._take()) and not (ranges := self._ranges(runs, memory)):
+                    pass
                 if runs:
-                    self._write(runs, destination, transfer, memory, priority)
+                    assert self._destination is not None
+                    self._began_s = time.monotonic()
+                    [self._moving] = transfer.submit(
+                        [Request(self._destination.address, ranges, self.deadline, priority)]
+                    )
+                else:
+                    self._settle()
             except MooncakeError as error:
                 self.fail(error)
-                return False
-            except Exception as error:  # a bug must cost this sink, not the sender
+            except Exception as error:  # a bug must cost this sink, not the others
                 log.exception("%s", self.name)
                 self.fail(InternalError(f"{self.name}: {error!r}"))
-                return False
-        with self._lock:
-            more = bool(self._pending)
-            finished = self._ended and not more and not self._closed
-        if finished and not self.done.done():
-            self.done.set_result(None)
-        return more
+            return self._moving
 
-    def _write(
-        self,
-        runs: list[LayerRun],
-        destination: Destination,
-        transfer: TransferEngine,
-        memory: npt.NDArray[np.uint8],
-        priority: Priority,
-    ) -> None:
+    def ended(self, moved: Transfer) -> float:
+        """What was begun has ended. The ms that it took."""
+        self._moving = None
+        if moved.error is not None:
+            self.fail(moved.error)
+        else:
+            self.transport = moved.transport
+            self.sent_bytes += moved.moved_bytes
+            self._settle()
+        return (moved.ended - self._began_s) * 1e3
+
+    def _take(self) -> list[LayerRun]:
+        """What to write next."""
+        with self._lock:
+            if self._destination is None or self._closed:
+                return []
+            return [self._pending.popleft() for _ in range(min(LAYERS_PER_TURN, len(self._pending)))]
+
+    def _settle(self) -> None:
+        """Nothing is on its way: are we done?"""
+        with self._lock:
+            if self._ended and not self._pending and self._destination is not None and not self.done.done():
+                self.done.set_result(None)
+
+    def _ranges(self, runs: list[LayerRun], memory: npt.NDArray[np.uint8]) -> list[WriteRange]:
+        assert self._destination is not None
+        slots, size = self._destination.slots, self._layout.layer_bytes
         ranges: list[WriteRange] = []
         for run in runs:
-            offset = run.layer * self._layout.layer_bytes
+            offset = run.layer * size
             run.arrival.wait()
             for index, block_id in enumerate(run.block_ids, run.first):
-                if index not in destination.slots:
+                if index not in slots:
                     continue
-                slot, epoch = destination.slots[index]
-                data = memory[block_id, offset : offset + self._layout.layer_bytes]
+                slot, epoch = slots[index]
+                data = memory[block_id, offset : offset + size]
                 sums = self.checksums.setdefault(index, np.zeros(self._layout.num_layers, np.uint64))
                 sums[run.layer] = checksum(data.data)
                 ranges.append(WriteRange(slot, offset, data.data, epoch))
-        if ranges:
-            report = transfer.write(destination.address, ranges, self.deadline, priority)
-            self.transport = report.transport
-            self.sent_bytes += report.nbytes
+        return ranges
 
 
 class Outbox:
-    """One sender thread, serving its sinks in turns. ``on_sent(sink, bytes, ms)`` is told what each turn moved."""
+    """One thread. ``on_sent(sink, bytes, ms)`` is told what each turn moved."""
 
     def __init__(
         self,
@@ -164,23 +185,49 @@ class Outbox:
         self._memory = memory
         self._on_sent = on_sent
         self._priority = priority
-        self._turns: queue.SimpleQueue[Sink | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Sink, Transfer | None] | None] = queue.SimpleQueue()
+        self._lines: dict[SegmentAddress, deque[Sink]] = {}  # who waits for a turn, by peer
+        self._busy: set[SegmentAddress] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def kick(self, sink: Sink) -> None:
         """The sink may have something to write."""
-        self._turns.put(sink)
+        self._events.put((sink, None))
 
     def stop(self) -> None:
-        self._turns.put(None)
+        """Nothing more will begin."""
+        self._events.put(None)
         self._thread.join()
 
+    def _moved(self, sink: Sink, moved: Transfer) -> None:
+        """On any thread."""
+        self._events.put((sink, moved))
+
     def _run(self) -> None:
-        while (sink := self._turns.get()) is not None:
-            before, started_s = sink.sent_bytes, time.monotonic()
-            more = sink.drain_some(self._transfer, self._memory, self._priority)
-            if moved := sink.sent_bytes - before:
-                self._on_sent(sink, moved, (time.monotonic() - started_s) * 1e3)
-            if more:
-                self._turns.put(sink)
+        while (event := self._events.get()) is not None:
+            sink, moved = event
+            peer = sink.address
+            if peer is None:
+                continue
+            if moved is not None:
+                self._busy.discard(peer)
+                elapsed_ms = sink.ended(moved)
+                if moved.error is None:
+                    self._on_sent(sink, moved.moved_bytes, elapsed_ms)
+            line = self._lines.setdefault(peer, deque())
+            if sink not in line:
+                line.append(sink)
+            if peer not in self._busy:
+                self._next(peer, line)
+
+    def _next(self, peer: SegmentAddress, line: deque[Sink]) -> None:
+        """Give whoever is first in line a turn."""
+        while line:
+            sink = line.popleft()
+            moving = sink.start(self._transfer, self._memory, self._priority)
+            if moving is not None:
+                self._busy.add(peer)
+                moving.when_ended(partial(self._moved, sink))
+                return
+        del self._lines[peer]

@@ -1,0 +1,94 @@
+"""Layers on their way out to several peers, one of which stands still: real processes, real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.transfer.engine import TransferEngine
+from mooncake.errors import HandoffFailed
+from mooncake.types import KVLayout, SegmentAddress
+from prefill_node.outbox import Destination, LayerRun, Outbox, Sink
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=64, block_tokens=64, dtype="float32")
+NUM_BLOCKS = 16
+EPOCH = 7
+
+Owner = tuple[subprocess.Popen[bytes], SegmentAddress]
+
+
+@pytest.fixture
+def own() -> Iterator[Callable[[], Owner]]:
+    """Starts a process that owns a segment, every block of it granted."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> Owner:
+        what = {"block_bytes": LAYOUT.block_bytes, "num_blocks": NUM_BLOCKS, "host": "127.0.0.1", "transports": ["tcp"]}
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "kvstore" / "actor.py"), "owner", json.dumps(what)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        started.append(process)
+        assert process.stdin is not None and process.stdout is not None
+        address = SegmentAddress(**json.loads(process.stdout.readline()))
+        process.stdin.write(json.dumps(["grant", list(range(NUM_BLOCKS)), EPOCH]).encode() + b"\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())
+        return process, address
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(120)
+def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Owner]) -> None:
+    frozen, there = own()
+    _, elsewhere = own()
+    memory = np.random.default_rng(1).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+    transfer, sent = TransferEngine("prefill-t", ("tcp",), streams=1), []
+    outbox = Outbox("hand-offs", transfer, memory, lambda sink, nbytes, _: sent.append((sink.name, nbytes)))
+
+    def sink_to(name: str, address: SegmentAddress) -> Sink:
+        sink = Sink(name, LAYOUT, time.monotonic() + 300)
+        sink.open(Destination(address, {block: (block, EPOCH) for block in range(NUM_BLOCKS)}))
+        for layer in range(LAYOUT.num_layers):
+            sink.push(LayerRun(layer, 0, tuple(range(NUM_BLOCKS))))
+        sink.end()
+        outbox.kick(sink)
+        return sink
+
+    try:
+        frozen.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, frozen.pid, os.WSTOPPED | os.WNOWAIT)
+        stuck, behind = sink_to("stuck", there), sink_to("behind", there)
+        right = [sink_to(f"right-{number}", elsewhere) for number in range(3)]
+        for sink in right:
+            sink.done.result(60)
+            assert (sink.sent_bytes, sink.transport) == (memory.nbytes, "tcp")
+            assert len(sink.checksums) == NUM_BLOCKS
+        assert not stuck.done.done() and not behind.done.done()
+        for sink in (stuck, behind):  # whose request has been given up
+            sink.close()
+            assert isinstance(sink.done.exception(0), HandoffFailed)
+        memory[:] = 0  # is ours again
+        frozen.send_signal(signal.SIGCONT)
+        sink_to("again", there).done.result(60)
+        assert {name for name, _ in sent} == {"right-0", "right-1", "right-2", "again"}
+    finally:
+        outbox.stop()
+        transfer.close()
