@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from kvstore.transfer.requests import (
     WriteRange,
     cut,
 )
+from kvstore.transfer.routes import merged
 from kvstore.transfer.shm import SegmentView, ShmTransport
 from kvstore.transfer.tcp import TcpTransport, connect_keyed
 from kvstore.transfer.transport import Caller, Priority, Transport
@@ -42,6 +44,8 @@ MAX_PEERS = 1024
 _HELPER_THREADS = 64
 _PACED_SLICE_S = 0.02  # a rate limit makes slices of so much time, so that the flow is smooth
 _TICK_S = 0.020
+FORGET_AFTER_S = 60.0  # without use; then a peer that has gone is let go of
+_SWEEP_S = 5.0
 _IDLE_TICKS = 50  # without anything on its way, before the watch goes to sleep
 
 
@@ -53,8 +57,9 @@ class TransferEngine:
     not change or go away until its request has ended; ``write_async`` and ``read_async`` therefore do not return
     before the transfer has ended, also when they are cancelled. ``max_mb_per_s`` caps the bytes a second (in units of
     1e6) of all its reads and writes together; 0 for no cap. ``transports`` are names, in the order of preference, or
-    objects; one that failed is the last choice for ``retry_after_s``. ``secret`` is what owners of segments may ask for
-    (``transfer.secret_file``).
+    objects; one that failed is the last choice for ``retry_after_s``. What is open to a peer that has gone is closed
+    when nobody has asked for it in ``forget_after_s``: a mapping keeps the memory of a dead process. ``secret`` is what
+    owners of segments may ask for (``transfer.secret_file``).
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class TransferEngine:
         max_mb_per_s: float = 0.0,
         secret: str = "",
         retry_after_s: float = RETRY_AFTER_S,
+        forget_after_s: float = FORGET_AFTER_S,
     ) -> None:
         self._caller = Caller(peer_id, secrets.randbits(63) | 1, secret.encode())
         self._transports = [make_transport(each, streams) if isinstance(each, str) else each for each in transports]
@@ -72,6 +78,7 @@ class TransferEngine:
             if transport.unavailable:
                 log.warning("%s: transport %s cannot be used: %s", peer_id, transport.name, transport.unavailable)
         self._retry_after_s = retry_after_s
+        self._forget_after_s = forget_after_s
         self._paced_slice: Callable[[int], int] | None = None
         self._pacer: Pacer | None = None
         if max_mb_per_s > 0:
@@ -80,9 +87,10 @@ class TransferEngine:
             self._paced_slice = lambda _: size
             self._pacer = Pacer(rate, burst=size)
         self._lock = threading.Lock()  # of the links
-        self._links: OrderedDict[tuple[str, int], Link] = OrderedDict()
+        self._links: OrderedDict[tuple[str, int], Link] = OrderedDict()  # a life of a peer each, the last used last
+        self._past: list[TransportStats] = []  # of earlier lives of peers that are linked
         self._helpers = ThreadPoolExecutor(_HELPER_THREADS, thread_name_prefix=f"{peer_id}-transfer")
-        self._watch = _Watch(self._live_links, f"{peer_id}-transfer-watch")
+        self._watch = _Watch(self._live_links, self._sweep, min(forget_after_s, _SWEEP_S), f"{peer_id}-transfer-watch")
         self._closed = False
 
     @property
@@ -189,8 +197,10 @@ class TransferEngine:
         return found[-1] if found else ""
 
     def stats(self) -> list[TransportStats]:
-        """One entry for each transport that was used, or failed, with each peer."""
-        return [entry for link in self._live_links() for entry in link.stats()]
+        """One entry for each transport that was used, or failed, with each peer, whatever the number of its lives."""
+        with self._lock:
+            links, past = list(self._links.values()), self._past
+        return merged([*past, *(entry for link in links for entry in link.stats())])
 
     def unavailable(self) -> dict[str, str]:
         """Configured transports that this process cannot use at all, and why."""
@@ -199,7 +209,7 @@ class TransferEngine:
     def forget(self, node_id: str) -> None:
         """Close what is open to this peer: it is gone, or will not be spoken to for a while."""
         with self._lock:
-            dropped = [self._links.pop(key) for key in list(self._links) if key[0] == node_id]
+            dropped = [self._drop(key) for key in list(self._links) if key[0] == node_id]
         for link in dropped:
             link.close()
 
@@ -246,12 +256,30 @@ class TransferEngine:
                 )
                 self._links[key] = link
                 while len(self._links) > MAX_PEERS:
-                    dropped.append(self._links.popitem(last=False)[1])
+                    dropped.append(self._drop(next(iter(self._links))))
             else:
                 self._links.move_to_end(key)
+                link.used_at = time.monotonic()
         for old in dropped:
             old.close()
         return link
+
+    def _drop(self, key: tuple[str, int]) -> Link:
+        """With the lock held."""
+        link, node_id = self._links.pop(key), key[0]
+        if any(name == node_id for name, _ in self._links):
+            self._past = merged([*self._past, *link.stats()])
+        else:
+            self._past = [entry for entry in self._past if entry.node_id != node_id]
+        return link
+
+    def _sweep(self) -> None:
+        with self._lock:
+            unused = time.monotonic() - self._forget_after_s
+            gone = [key for key, link in self._links.items() if link.used_at < unused and link.is_gone]
+            dropped = [self._drop(key) for key in gone]
+        for link in dropped:
+            link.close()
 
     def _live_links(self) -> list[Link]:
         with self._lock:
@@ -259,10 +287,12 @@ class TransferEngine:
 
 
 class _Watch:
-    """One thread that looks after what is on its way, and sleeps while nothing is."""
+    """One thread that looks after what is on its way, and sleeps while nothing is, but to ``sweep`` now and then."""
 
-    def __init__(self, links: Callable[[], list[Link]], name: str) -> None:
+    def __init__(self, links: Callable[[], list[Link]], sweep: Callable[[], None], sweep_s: float, name: str) -> None:
         self._links = links
+        self._sweep = sweep
+        self._sweep_s = sweep_s
         self._wanted = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -277,9 +307,14 @@ class _Watch:
         self._wanted.set()
 
     def _run(self) -> None:
-        idle = 0
+        idle, swept_at = 0, time.monotonic()
         while not self._stopped.is_set():
-            self._wanted.wait()
+            is_wanted = self._wanted.wait(self._sweep_s)
+            if time.monotonic() - swept_at >= self._sweep_s:
+                self._sweep()
+                swept_at = time.monotonic()
+            if not is_wanted:
+                continue
             busy = [link.tick() for link in self._links()]
             idle = 0 if any(busy) else idle + 1
             if idle > _IDLE_TICKS:

@@ -78,6 +78,10 @@ class FakePath:
             else:
                 work.refuse(part, refusal)
 
+    @property
+    def is_gone(self) -> bool:
+        return self._rail.is_dead
+
     def cut(self) -> None:
         self._cut.set()
 

@@ -56,6 +56,7 @@ class Link:
         self._live: set[Transfer] = set()
         self._ended: list[Transfer] = []  # to be told so once the lock is free
         self._closed = False
+        self.used_at = time.monotonic()  # by whoever asked the engine for it
         self._routes = Routes(address, transports, retry_after_s)
 
     def slice_bytes(self, request_bytes: int) -> int:
@@ -130,6 +131,12 @@ class Link:
     def stats(self) -> list[TransportStats]:
         with self._lock:
             return self._routes.stats()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is on its way, and nothing that is open leads anywhere."""
+        with self._lock:
+            return not self._live and self._routes.is_gone
 
     @property
     def transport(self) -> str:

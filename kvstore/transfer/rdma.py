@@ -105,6 +105,10 @@ class RdmaPath:
         return self._moved_bytes
 
     @property
+    def is_gone(self) -> bool:
+        return self._link is not None and self._link.is_gone
+
+    @property
     def queue_pair(self) -> QueuePair:
         """For tests that break it."""
         assert self._link is not None

@@ -101,12 +101,17 @@ class Link:
             raise PathFailed(f"{self._node_id} answers {count} questions for windows with {len(reply)} bytes")
         return [key for (key,) in KEY.iter_unpack(reply)]
 
-    def check_alive(self) -> None:
-        """Raises PathFailed when the owner has gone, or ``cut`` was called."""
+    @property
+    def is_gone(self) -> bool:
+        """Whether the owner has closed its control connection, or ``cut`` was called."""
         assert self._sock is not None
         news = select.poll()
         news.register(self._sock, select.POLLIN | select.POLLRDHUP)
-        if news.poll(0):
+        return bool(news.poll(0))
+
+    def check_alive(self) -> None:
+        """Raises PathFailed when the owner has gone, or ``cut`` was called."""
+        if self.is_gone:
             raise PathFailed(f"{self._node_id} has closed its control connection")
 
     def cut(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.transfer.protocol import SLICE_BYTES
 from kvstore.transfer.schedule import Pace, Patience, Watch, backoff_s, slice_bytes
@@ -36,6 +36,24 @@ class TransportStats:
     is_current: bool  # carries what comes next
     paths: int  # open now
     reason: str  # why it failed the last time
+
+
+def merged(entries: Iterable[TransportStats]) -> list[TransportStats]:
+    """One entry for each transport to each peer: counts add up over its lives, the rest is as the last one says."""
+    found: dict[tuple[str, str], TransportStats] = {}
+    for entry in entries:
+        before = found.get((entry.node_id, entry.transport))
+        found[entry.node_id, entry.transport] = (
+            entry
+            if before is None
+            else replace(
+                entry,
+                nbytes=before.nbytes + entry.nbytes,
+                failures=before.failures + entry.failures,
+                reason=entry.reason or before.reason,
+            )
+        )
+    return list(found.values())
 
 
 @dataclass(eq=False, slots=True)
@@ -108,6 +126,11 @@ class Routes:
     @property
     def has_open_lane(self) -> bool:
         return self.current is not None and any(lane.path is not None for lane in self.current.lanes)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no lane is driven and the peer has closed every path that is open here."""
+        return not any(lane.is_driven or (lane.path is not None and not lane.path.is_gone) for lane in self.lanes)
 
     @property
     def has_other(self) -> bool:

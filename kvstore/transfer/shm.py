@@ -19,15 +19,13 @@ from kvstore.segment import host_id, is_sealed_size, map_shared
 from kvstore.transfer import protocol
 from kvstore.transfer.greeting import check_welcome
 from kvstore.transfer.protocol import Operation, ProtocolViolation
-from kvstore.transfer.sockets import time_left
+from kvstore.transfer.sockets import has_ended, time_left
 from kvstore.transfer.tcp import stale_epoch
 from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
 from mooncake.errors import DeadlineExceeded, MooncakeError, StaleEpoch
 from mooncake.types import SegmentAddress
 
 PATHS = 2  # threads that copy to or from one segment at a time: more only take turns at the memory
-
-_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # an int, because or-ing enum members costs more than the call
 
 
 class ShmTransport:
@@ -90,13 +88,7 @@ class _Mapping:
 
     def check_owner(self) -> None:
         """Raises PathFailed when the owner is gone."""
-        try:
-            gone = self.sock.recv(1, _LOOK) == b""
-        except BlockingIOError:
-            return
-        except OSError:
-            gone = True
-        if gone:
+        if has_ended(self.sock):
             self.is_broken = True
             raise PathFailed(f"{self.address.node_id} has closed its unix socket")
 
@@ -114,6 +106,10 @@ class ShmPath:
     @property
     def progress(self) -> None:
         """A copy does not stand still: at most its thread waits for a processor."""
+
+    @property
+    def is_gone(self) -> bool:
+        return has_ended(self._mapping.sock)
 
     def carry(self, work: Work) -> None:
         """A slice at a time; nothing is ever on its way."""

@@ -22,6 +22,7 @@ _TIMEVAL = struct.Struct("@ll")
 _IOV_MAX = 1024
 _WAITALL = int(socket.MSG_WAITALL)
 _MORE = int(socket.MSG_MORE)
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _TCP_INFO_BYTES = 136
 _TCP_INFO_MOVED = struct.Struct("@120xQQ")  # bytes acked, bytes received: <linux/tcp.h>
 
@@ -138,6 +139,16 @@ class Wire:
     def _set_tick(self, option: int, micros: int) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
         self._ticks[option] = micros
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the other side has closed it, or it is broken; nothing is taken off it. Never blocks."""
+    try:
+        return sock.recv(1, _LOOK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _after(parts: Sequence[memoryview | bytes], moved: int) -> list[memoryview]:

@@ -17,7 +17,7 @@ from kvstore.transfer.greeting import greet
 from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
-from kvstore.transfer.sockets import Wire, time_left, tune
+from kvstore.transfer.sockets import Wire, has_ended, time_left, tune
 from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, StaleEpoch
 from mooncake.rpc.server import split_address
@@ -69,6 +69,10 @@ class TcpPath:
     @property
     def progress(self) -> int:
         return self._wire.moved_bytes
+
+    @property
+    def is_gone(self) -> bool:
+        return has_ended(self._wire.sock)
 
     def carry(self, work: Work) -> None:
         """Reads and writes are never on their way together: both sides might then wait for the other to take bytes."""

@@ -119,6 +119,11 @@ class Path(Protocol):
         stand still by itself."""
         ...
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the owner has closed its end. Asked only while nobody carries; never blocks."""
+        ...
+
     def cut(self) -> None:
         """From any thread: make a ``carry`` that is under way fail soon. Idempotent, never blocks."""
         ...

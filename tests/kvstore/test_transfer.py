@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,6 +223,39 @@ def test_tcp_takes_over_in_the_middle_of_a_batch(segment, engine_over):
     assert moved["shm"] > 0 and moved["tcp"] > 0
     assert 0 < sender.stats().bytes_in < blocks.nbytes
     sender.stop()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_a_dead_owner_left_is_let_go_of(own, engine_over, eventually: Eventually, transport):
+    """A mapping kept the memory of its process for as long as the engine lived."""
+    owner, engine, before = own(), engine_over(transport, forget_after_s=0.2), _open_files()
+    engine.write(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon())
+    time.sleep(0.6)  # nobody uses it, but it lives
+    assert engine.stats()[0].paths and _open_files() > before
+    owner.kill()
+
+    eventually(lambda: engine.stats() == [])
+    assert _open_files() <= before
+
+
+def test_the_lives_of_a_peer_are_told_as_one(own, engine_over):
+    engine, data = engine_over("shm", "tcp"), noise(BLOCK)
+    for _ in range(2):
+        owner = own()
+        engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+        owner.kill()
+        with pytest.raises(NodeUnavailable):
+            engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+
+    told = {entry.transport: entry for entry in engine.stats()}
+    assert len(engine.stats()) == 2 and told["shm"].nbytes == 2 * data.nbytes
+    assert [entry.failures for entry in told.values()] == [2, 2]
+
+
+def _open_files() -> int:
+    """Sockets of this process, and segments that are mapped."""
+    mapped = Path("/proc/self/maps").read_text().count("memfd:")
+    return mapped + len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_an_address_of_an_earlier_life_is_refused(own, engine_over):
