@@ -9,7 +9,7 @@ copying the rest out of it. Pure: no clock, no files, no threads; what must be w
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from kvstore.eviction import Block, EvictionPolicy
@@ -241,6 +241,15 @@ class SsdIndex:
         self._drops.update({drop: None for drop in segment.drops if drop.segment != number})
         self._drops = {drop: None for drop in self._drops if drop.segment != number}
         del self._segments[number]
+
+    @property
+    def segments(self) -> Collection[int]:
+        return self._segments.keys()
+
+    def shrink(self) -> bool:
+        """The disk has no room for more segments than there are. Whether that is news."""
+        before, self.max_segments = self.max_segments, max(MIN_SEGMENTS, min(self.max_segments, len(self._segments)))
+        return self.max_segments < before
 
     def live_of(self, number: int) -> int:
         return self._segments[number].live

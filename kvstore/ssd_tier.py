@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import mmap
 import time
@@ -46,6 +47,7 @@ RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is the
 MAX_QUEUE = 4096  # blocks waiting to be saved
 CLOSE_TIMEOUT_S = 30.0
 BACK_OFF_S = 5.0  # without writes, after the disk refused one
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _RATE_WEIGHT = 0.2
 _FIRST_READ_BYTES_PER_S = 1e9  # believed until something was read
 
@@ -89,6 +91,7 @@ class SsdTier:
         self._work = asyncio.Event()
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
         self._off_until = 0.0
+        self._refusals = 0  # in a row, of the disk: told when they begin and when they end
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
         self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
@@ -343,6 +346,9 @@ class SsdTier:
             raise
         finally:
             self._run_bytes -= sum(block_size(saving.header) for saving in savings)
+        if self._refusals:
+            log.warning("the SSD takes writes again, after refusing %d times", self._refusals)
+            self._refusals = 0
         self._durable = writes[-1].place.sequence
         self._index.dropped(drops, writes[-1].place.segment)
         for saving, write in zip(savings, writes if savings else (), strict=True):
@@ -391,8 +397,31 @@ class SsdTier:
 
     async def _open_segment(self) -> None:
         number = self._index.new_segment()
-        await self._in_writer(self._log.create, number)
+        try:
+            await self._in_writer(self._log.create, number)
+        except OSError as error:
+            if error.errno not in _FULL or not await self._live_with_less():
+                raise
+            await self._in_writer(self._log.create, number)
         self._index.opened(number)
+
+    async def _live_with_less(self) -> bool:
+        """The disk is full before the tier is: give up the segment that holds least, and keep to what room there is."""
+        await self._settle()  # what is on its way is in no segment's books yet
+        found = self._index.emptiest()
+        if found is None:
+            return False
+        number, blocks = found
+        now = time.monotonic()
+        for block in blocks:
+            self._index.drop(block.header.key, now)
+        self._index.give_up(number)
+        await self._in_writer(self._log.delete, number)
+        self.counters["ssd_full"] += 1
+        if self._index.shrink():
+            kept = self._index.capacity_bytes / 1e9
+            log.warning("the disk is full: the SSD tier keeps to %.3g GB until the store is started anew", kept)
+        return True
 
     async def _reclaim(self) -> None:
         """Empty segments with the fewest live bytes into the open one, and delete them, until there is room for one."""
@@ -403,6 +432,8 @@ class SsdTier:
             number, blocks = found
             for block in blocks:
                 await self._copy(block)
+            if number not in self._index.segments:
+                continue  # the disk was full, and it had to go as it was
             if self._index.live_of(number):
                 return  # something could not be copied; the next one may do better
             self._index.give_up(number)
@@ -464,7 +495,9 @@ class SsdTier:
         self._index.close_open()
         self._off_until = time.monotonic() + BACK_OFF_S
         if isinstance(error, OSError):
-            log.warning("the SSD refuses writes (%s); trying again in %.0f s", error, BACK_OFF_S)
+            if not self._refusals:
+                log.warning("the SSD refuses writes (%s); trying again every %.0f s", error, BACK_OFF_S)
+            self._refusals += 1
         else:
             log.error("saving blocks to the SSD failed", exc_info=error)
         for saving in [*group, *self._queue]:

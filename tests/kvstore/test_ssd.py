@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from hypothesis import given
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
+from kvstore.ssd_index import SsdIndex
 from kvstore.ssd_io import NativeIO, PlainIO, SsdIO, VerifiedRead
 from kvstore.ssd_log import SsdLog
 from kvstore.ssd_record import PAGE, BlockHeader, Drop, NotARecord, block_size, pack_block, pack_drops, parse
@@ -222,6 +224,40 @@ async def test_the_room_is_never_exceeded_and_the_oldest_leave(tmp_path: Path) -
         await opened.committed()
     async with tier(tmp_path, capacity) as again:
         assert [n for n in range(480) if await found(again, n)] == here
+
+
+class SmallDisk(SsdLog):
+    """Has room for so many segments, whatever was promised."""
+
+    room = 0
+
+    def create(self, segment: int) -> None:
+        if len(self._files) >= self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().create(segment)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 6])
+async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
+    tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, index = SmallDisk(tmp_path, MIB), SsdIndex(64 * MIB, MIB, make_policy("lru", 1024))
+    disk.room = room
+    opened = SsdTier(disk, index, first_sequence=1)
+    try:
+        for step in range(20):
+            kept = await save(opened, *range(step * 8, step * 8 + 8))
+            assert kept == [room > 0] * 8
+            index.check()
+        if not room:
+            assert not opened.is_writable and opened.counters["ssd_refused"] == 19 * 8
+        else:
+            here = [number for number in range(160) if await found(opened, number)]
+            assert {152 + i for i in range(8)} <= set(here) and len(here) * SIZE > (room - 1) * MIB // 2
+            assert opened.counters["ssd_full"] and opened.counters["ssd_write_errors"] == 0
+        assert len(caplog.records) == 1  # once, however long it lasts
+    finally:
+        await opened.close()
 
 
 async def test_parents_outlive_their_children(tmp_path: Path) -> None:
