@@ -124,6 +124,7 @@ class OpenAIApi:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/models", guarded(self.list_models), methods=["GET"]),
+            Route("/v1/models/", guarded(self.list_models), methods=["GET"]),  # else the model of no name
             Route("/v1/models/{model:path}", guarded(self.get_model), methods=["GET"]),
             Route("/v1/completions", guarded(self.complete), methods=["POST"]),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),

@@ -27,6 +27,7 @@ async def test_it_lists_the_model_and_finds_it_by_name(client):
     models = [model.id async for model in client.models.list()]
 
     assert models == ["bytes"]
+    assert (await client.get("models/", cast_to=dict))["data"][0]["id"] == "bytes"
     assert (await client.models.retrieve("bytes")).id == "bytes"
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("org/other")
