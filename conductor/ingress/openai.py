@@ -188,7 +188,7 @@ class OpenAIApi:
         )
 
     async def tokenize(self, request: Request) -> Response:
-        body, _ = await self._decode(request, TokenizeRequest)
+        body, ignored = await self._decode(request, TokenizeRequest)
         self._pipeline.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
@@ -196,7 +196,8 @@ class OpenAIApi:
             tokens = await self._pipeline.encode_chat(chat_messages(body.messages))
         else:
             tokens = await self._pipeline.encode(body.prompt or "")
-        return json_response(TokenizeResponse(len(tokens), self._pipeline.model.max_model_len, tokens.tolist()))
+        answer = TokenizeResponse(len(tokens), self._pipeline.model.max_model_len, tokens.tolist())
+        return json_response(answer, headers=_warning(ignored))
 
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self._decode(request, DetokenizeRequest)
@@ -216,9 +217,8 @@ class OpenAIApi:
         self._pipeline.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
-        headers = {"x-mooncake-warning": f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
         answer_id = f"{wording.id_prefix}-{uuid.uuid4().hex}"
-        return Call(request, body, arrived_at, answer_id, int(time.time()), headers), body
+        return Call(request, body, arrived_at, answer_id, int(time.time()), _warning(ignored)), body
 
     async def _prompts(self, prompt: str | list[str | int | list[int]]) -> list[TokenIds]:
         """The four forms that OpenAI allows: a text, texts, token ids, lists of token ids."""
@@ -334,6 +334,10 @@ def guarded(handler: Handler) -> Handler:
             return error_response(known_error(error, request.url.path))
 
     return endpoint
+
+
+def _warning(ignored: Sequence[str]) -> dict[str, str]:
+    return {"x-mooncake-warning": f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
 
 
 def check_completion(body: CompletionRequest) -> None:

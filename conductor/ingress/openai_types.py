@@ -17,7 +17,7 @@ from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest
 from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
-_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
 _MAX_NAMED_FIELDS = 8
 
@@ -143,8 +143,9 @@ def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
         raise _explain(error) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    unknown = [name for name in given.keys() - set(form.__struct_fields__) if _FIELD_NAME.fullmatch(name)]
-    return request, sorted(unknown)[:_MAX_NAMED_FIELDS]
+    unknown = sorted(name for name in given.keys() - set(form.__struct_fields__) if _FIELD_NAME.fullmatch(name))
+    more = [f"and {len(unknown) - _MAX_NAMED_FIELDS} more"] if len(unknown) > _MAX_NAMED_FIELDS else []
+    return request, unknown[:_MAX_NAMED_FIELDS] + more
 
 
 def _explain(error: msgspec.ValidationError) -> InvalidRequest:

@@ -129,6 +129,16 @@ async def test_unknown_fields_are_ignored_with_a_warning(front):
 
     assert response.status_code == 200
     assert response.headers["x-mooncake-warning"] == "ignored unknown fields: wizardry"
+    many = {f"field_{number}": 1 for number in range(12)}
+    for path in ("/v1/completions", "/tokenize"):
+        response = await front.http.post(path, json={"prompt": "x", **many})
+        assert response.headers["x-mooncake-warning"].endswith(", and 4 more")
+
+
+async def test_a_wrong_key_names_its_field(front):
+    response = await front.http.post("/v1/completions", json={"prompt": "x", "logit_bias": {"one": 1}})
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
 
 
 async def test_affinity_is_taken_from_headers(front):
