@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from numbers import Integral, Real
 from typing import NamedTuple, NewType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -198,9 +199,11 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One generated token. ``index`` counts from 0 over the whole answer, without gap or repeat."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """One generated token. ``index`` counts from 0 over the whole answer, without gap or repeat.
+
+    (There is one a sequence and step: it is made in a third of the time that a frozen dataclass takes.)
+    """
 
     index: int
     token_id: int

@@ -6,8 +6,9 @@ Types alone. It must not know how any of it is done.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import msgspec
 import torch
 
 from mooncake.engine.scheduler import StepPlan
@@ -91,7 +92,7 @@ class EngineConfig:
     keep_events: bool = True  # whether someone takes the block pool's events
 
 
-class StepOutput(NamedTuple):
+class StepOutput(msgspec.Struct, frozen=True):
     """A new token of answer ``choice`` to a request. ``finish_reason`` is set on its last one."""
 
     request_id: str

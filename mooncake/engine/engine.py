@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
 
 import torch
 
@@ -28,13 +27,14 @@ from mooncake.engine.contract import (
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.gate import Gate
 from mooncake.engine.roster import Roster
-from mooncake.engine.sampler import Sampler, token_logprob
+from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
-from mooncake.engine.searches import Searches, first_candidates, handed_candidates, is_beam
+from mooncake.engine.searches import Searches, first_candidates, handed_candidates
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
+from mooncake.engine.step_ends import Ends, ends_of, grown, score_prompts
 from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
@@ -55,19 +55,6 @@ __all__ = [
 
 
 _UNDER_WAY = frozenset({SequenceState.WAITING, SequenceState.RUNNING})
-
-
-class _Ended(NamedTuple):
-    """An entry that reaches the end of its tokens, and its first row of logits; one for each guess follows."""
-
-    entry: StepEntry
-    row: int
-
-    @property
-    def draft(self) -> list[int]:
-        """Before any token is appended, which is written over them."""
-        sequence = self.entry.sequence
-        return list(map(int, sequence.window(sequence.num_tokens, sequence.num_tokens + self.entry.num_draft)))
 
 
 class Engine:
@@ -131,7 +118,7 @@ class Engine:
     def end_choice(self, request_id: str, choice: int) -> None:
         """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
         for sequence in self._roster.answers_to(request_id):
-            is_it = sequence.choice == choice and sequence.has_forked and not is_beam(sequence)
+            is_it = sequence.choice == choice and sequence.has_forked and not sequence.is_beam
             if is_it and sequence.state in _UNDER_WAY:
                 self._retire(sequence)
                 self._roster.close(request_id)
@@ -175,13 +162,13 @@ class Engine:
         sequence.prompt_logprobs = None  # whoever computed the prompt has told them
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
-        if is_beam(sequence):
+        if sequence.is_beam:
             self._give_out(self._searches.begin(sequence, handed_candidates(first_tokens[0])))
             return
         answers = self._answers_of(sequence)
         finished = []
         for answer, token in zip(answers, first_tokens, strict=True):
-            self._outputs.append(_output(answer, token, answer.append(token.token_id)))
+            self._outputs.append(grown(answer, token.token_id, token.logprob))
             if self._outputs[-1].finish_reason is not None:
                 finished.append(answer)
         self._fork(sequence, [answer for answer in answers[1:] if answer not in finished])
@@ -304,26 +291,22 @@ class Engine:
         started_s = time.monotonic()
         self._announce(hook)
         hook.begin_step(plan)
-        batch, complete = self._batches.build(plan.entries)
+        batch, ended = self._batches.build(plan.entries)
         logits = self._model.forward(batch, self.cache.tensor, hook)
-        ended, row = [], 0
-        for index in complete:
-            ended.append(_Ended(plan.entries[index], row))
-            row += 1 + plan.entries[index].num_draft
-        if row < len(logits):
-            _score_prompts(plan.entries, logits[row:])
-            logits = logits[:row]
-        rows, answers = self._to_sample(ended)
-        wanted = logits if rows == list(range(len(logits))) else logits[rows]
-        tokens = self._sampler.sample(wanted, answers) if answers else []
-        self._advance(plan, started_s)
-        drafts = [(end, end.draft) for end in ended if end.entry.num_draft]
-        finished = self._take_tokens(answers, tokens)
-        for end, draft in drafts:
-            if self._confirm(end.entry.sequence, draft, logits[end.row + 1 :], end.entry.sequence in finished):
-                finished.append(end.entry.sequence)
-        self._costs.note(plan.entries, (time.monotonic() - started_s) * 1e3)
-        beams = [(end.entry.sequence, logits[end.row]) for end in ended if is_beam(end.entry.sequence)]
+        ends = ends_of(ended, self._answers_of)
+        if ends.num_rows < logits.shape[0]:
+            score_prompts(plan.entries, logits[ends.num_rows :])
+            logits = logits[: ends.num_rows]
+        wanted = logits if ends.rows == list(range(ends.num_rows)) else logits[ends.rows]
+        tokens = self._sampler.sample(wanted, ends.answers) if ends.answers else []
+        num_tokens = batch.tokens.shape[0]
+        self._advance(plan, num_tokens, started_s)
+        finished = self._take_tokens(ends, tokens)
+        for sequence, draft, row in ends.drafts:
+            if self._confirm(sequence, draft, logits[row:], sequence in finished):
+                finished.append(sequence)
+        self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
+        beams = [(sequence, logits[row]) for sequence, row in ends.beams]
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
         try:
@@ -334,33 +317,16 @@ class Engine:
             for search in searches:
                 self._give_out(self._searches.grow(search, search.take_candidates()))
 
-    def _to_sample(self, ended: list[_Ended]) -> tuple[list[int], list[Sequence]]:
-        """Who draws a token, and from which row of the logits: all answers to a prompt draw from its last one."""
-        rows: list[int] = []
-        answers: list[Sequence] = []
-        for end in ended:
-            sequence = end.entry.sequence
-            if is_beam(sequence):
-                continue
-            family = [sequence] if sequence.has_forked else self._answers_of(sequence)
-            rows += [end.row] * len(family)
-            answers += family
-        return rows, answers
-
-    def _take_tokens(self, answers: list[Sequence], tokens: list[tuple[int, TokenLogprob | None]]) -> list[Sequence]:
+    def _take_tokens(self, ends: Ends, tokens: list[tuple[int, TokenLogprob | None]]) -> list[Sequence]:
         """Returns those whose last token it was."""
         finished: list[Sequence] = []
-        children: dict[str, list[Sequence]] = {}
-        for sequence, (token_id, logprob) in zip(answers, tokens, strict=True):
-            token = SampledToken(sequence.num_generated, token_id, logprob)
-            reason = sequence.append(token_id)
-            self._outputs.append(_output(sequence, token, reason))
-            if reason is not None:
+        for sequence, (token_id, logprob) in zip(ends.answers, tokens, strict=True):
+            output = grown(sequence, token_id, logprob)
+            self._outputs.append(output)
+            if output.finish_reason is not None:
                 finished.append(sequence)
-            elif sequence.request_id not in self._roster:
-                children.setdefault(sequence.root_id, []).append(sequence)
-        for root_id, forks in children.items():
-            self._fork(self._roster[root_id], forks)
+        for parent, *children in ends.families:
+            self._fork(parent, [child for child in children if child not in finished])
         return finished
 
     def _confirm(self, sequence: Sequence, draft: list[int], logits: torch.Tensor, has_ended: bool) -> bool:
@@ -374,8 +340,7 @@ class Engine:
             num_accepted += 1
             sequence.num_computed += 1
             [(token_id, logprob)] = self._sampler.sample(logits[place : place + 1], [sequence])
-            token = SampledToken(sequence.num_generated, token_id, logprob)
-            self._outputs.append(_output(sequence, token, sequence.append(token_id)))
+            self._outputs.append(grown(sequence, token_id, logprob))
             ends = self._outputs[-1].finish_reason is not None
         if (sequence.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
             self._seal(sequence)
@@ -399,7 +364,7 @@ class Engine:
     def _hand_on(self, sequence: Sequence, row: torch.Tensor) -> Sequence:
         """Another engine goes on with the search of this prompt."""
         token = first_candidates(sequence, row)
-        self._outputs.append(_output(sequence, token, sequence.append(token.token_id) or FinishReason.LENGTH))
+        self._outputs.append(grown(sequence, token.token_id, token.logprob, FinishReason.LENGTH))
         return sequence
 
     def _give_out(self, found: list[StepOutput]) -> None:
@@ -420,16 +385,16 @@ class Engine:
             if sequence.state is SequenceState.RUNNING and sequence.block_table:
                 hook.admitted(sequence, admission.to_load)
 
-    def _advance(self, plan: StepPlan, started_s: float) -> None:
+    def _advance(self, plan: StepPlan, num_tokens: int, started_s: float) -> None:
         """The step succeeded: its KV counts."""
+        self._num_computed_tokens += num_tokens
         block_tokens = self.config.block_tokens
-        for entry in plan.entries:
-            sequence = entry.sequence
-            sequence.num_computed = entry.end - entry.num_draft
-            self._num_computed_tokens += entry.num_tokens
+        for sequence, first, count, num_draft in plan.entries:
+            sequence.num_computed = num_computed = first + count - num_draft
             sequence.is_loading = False
-            sequence.first_step_s = sequence.first_step_s or started_s
-            if (sequence.num_sealed + 1) * block_tokens <= sequence.num_computed:
+            if not sequence.first_step_s:
+                sequence.first_step_s = started_s
+            if (sequence.num_sealed + 1) * block_tokens <= num_computed:
                 self._seal(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
@@ -475,23 +440,3 @@ class Engine:
         if sequence.request_id in self._roster:
             raise InvalidRequest(f"request {sequence.request_id} is here already", "request_id")
         self._gate.check(sequence)
-
-
-def _output(sequence: Sequence, token: SampledToken, finish_reason: FinishReason | None) -> StepOutput:
-    scores, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return StepOutput(
-        sequence.root_id, token, finish_reason, sequence.choice, None if scores is None else tuple(scores)
-    )
-
-
-def _score_prompts(entries: list[StepEntry], logits: torch.Tensor) -> None:
-    """How likely each token of a prompt was after those before it: ``logits`` [R, V] of the scored places, in order."""
-    rows = iter(logits.numpy())
-    for entry in entries:
-        sequence = entry.sequence
-        for position in tuple(entry.scored):
-            row = next(rows)
-            assert sequence.prompt_logprobs is not None and sequence.sampling.prompt_logprobs is not None
-            if position == len(sequence.prompt_logprobs):  # else it was told before a preemption
-                token_id = int(sequence.tokens[position + 1])
-                sequence.prompt_logprobs.append(token_logprob(row, token_id, sequence.sampling.prompt_logprobs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from mooncake.engine.searches import handed_candidates, is_beam
+from mooncake.engine.searches import handed_candidates
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
@@ -42,5 +42,5 @@ class Gate:
             token_ids = [token.token_id, *(candidate.token_id for candidate in handed_candidates(token))]
             if token.index != sequence.num_generated or not all(0 <= i < self._vocab_size for i in token_ids):
                 raise InvalidRequest(f"token {token.index} is not the next one of request {sequence.root_id}")
-        if is_beam(sequence) and not handed_candidates(tokens[0]):
+        if sequence.is_beam and not handed_candidates(tokens[0]):
             raise InvalidRequest(f"no candidates came for the beams of request {sequence.root_id}")

@@ -11,6 +11,8 @@ distribution in the order of token ids, in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from itertools import repeat
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,8 @@ RUN = 256  # tokens; a draw looks at the sums of runs first
 # How many of the most likely tokens top-p looks at first; eight times as many each time that they do not suffice.
 FIRST_CANDIDATES = 256
 
+_IS_PLAIN = attrgetter("is_plain")
+
 
 class Sampler:
     """Without state of its own: what it needs to remember of a sequence stays with the sequence."""
@@ -43,12 +47,9 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
         """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are."""
-        edited = {
-            place: self._edited(logits[place].numpy(), sequence)
-            for place, sequence in enumerate(sequences)
-            if sequence.edits_logits
-        }
-        draws = _draws(sequences)
+        is_plain = all(map(_IS_PLAIN, sequences))
+        edited = {} if is_plain else self._edits(logits, sequences)
+        draws = None if is_plain else _draws(sequences)
         if self._library is not None:
             tokens = self._library.sample(logits, edited, draws)
         else:
@@ -56,11 +57,21 @@ class Sampler:
             tokens = [_most_likely(row) for row in rows] if draws is None else _drawn_from(rows, sequences, draws)
         if -1 in tokens:
             raise InternalError("the model's logits are not finite")
+        if is_plain:
+            return list(zip(tokens, repeat(None), strict=False))
         wanted = [sequence.sampling.logprobs for sequence in sequences]
         return [
             (token, None if num_top is None else token_logprob(logits[place].numpy(), token, num_top))
             for place, (token, num_top) in enumerate(zip(tokens, wanted, strict=True))
         ]
+
+    def _edits(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> dict[int, Row]:
+        """The rows to which a request adds something, by their places."""
+        return {
+            place: self._edited(logits[place].numpy(), sequence)
+            for place, sequence in enumerate(sequences)
+            if sequence.edits_logits
+        }
 
     def _edited(self, raw: Row, sequence: Sequence) -> Row:
         """With what the request adds to the model's opinion; ``raw`` itself when that is nothing at this place."""

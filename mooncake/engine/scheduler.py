@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.block_tables import BlockTables
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.swap import SwapSpace
 from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
@@ -30,8 +29,8 @@ HEADROOM = 100  # one block in so many stays free at admission while others run,
 class StepEntry(NamedTuple):
     """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step.
 
-    The last ``num_draft`` of them are guesses, which may turn out wrong. (A tuple, as ``StepOutput``: there is one a
-    sequence and step, and a frozen dataclass takes more than twice as long to make.)
+    The last ``num_draft`` of them are guesses, which may turn out wrong. (There is one a sequence and step: the loops
+    over them take it apart as the tuple that it is.)
     """
 
     sequence: Sequence
@@ -42,11 +41,6 @@ class StepEntry(NamedTuple):
     @property
     def end(self) -> int:
         return self.first + self.num_tokens
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is the newest token and nothing else."""
-        return self.num_tokens == 1 and self.first + 1 == self.sequence.num_tokens
 
     @property
     def scored(self) -> range:
@@ -102,8 +96,7 @@ class Scheduler:
         self.num_shared_blocks = 0  # full ones, which they will never copy
         self.num_copies = 0  # of blocks, because someone else would have seen a write
         max_blocks = -(-max_model_len // pool.block_tokens)
-        self.tables = np.zeros((max_sequences, max_blocks), np.int32)  # row of a sequence -> its block ids
-        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self.tables = BlockTables(max_sequences, max_blocks)
         self._block_tokens = pool.block_tokens
         self._max_sequences = max_sequences
         self._max_waiting = max_waiting
@@ -127,7 +120,7 @@ class Scheduler:
         Raises OutOfBlocks when there is no room now; it has to make way for sequences that wait for their blocks back.
         """
         self._check_fits_at_all(sequence)
-        if not self._free_rows:
+        if not self.tables.has_room:
             raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
         if self.waiting and (self.waiting[0].num_preemptions or self.waiting[0].choice):
             raise OutOfBlocks("sequences that have begun here come first")
@@ -150,7 +143,7 @@ class Scheduler:
         When too many run, or the parent was put back, it waits for its turn, and finds then what of it is cached.
         """
         child.arrival = parent.arrival
-        if not self._free_rows or parent.state is not SequenceState.RUNNING:
+        if not self.tables.has_room or parent.state is not SequenceState.RUNNING:
             self._wait(child)
             return
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
@@ -158,6 +151,7 @@ class Scheduler:
         self.pool.fork(shared)
         self.num_forks += 1
         self.num_shared_blocks += child.num_computed // self._block_tokens
+        parent.num_writable = 0
         self._set_table(child, list(shared))
         child.block_keys = parent.block_keys[: child.num_computed // self._block_tokens]
         child.num_sealed = min(parent.num_sealed, child.num_computed // self._block_tokens)
@@ -210,11 +204,12 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every sequence that is past its prompt."""
         for sequence in list(self.running):
-            if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding or sequence.is_loading:
+            place = sequence.num_computed
+            if place + 1 != sequence.num_tokens or sequence.is_loading or sequence.state is not SequenceState.RUNNING:
                 continue
-            if self._make_writable(sequence, sequence.num_computed, plan):
+            if place < sequence.num_writable or self._make_writable(sequence, place, plan):
                 num_draft = self._draft(sequence, plan) if self.drafts else 0
-                plan.entries.append(StepEntry(sequence, sequence.num_computed, 1 + num_draft, num_draft))
+                plan.entries.append(StepEntry(sequence, place, 1 + num_draft, num_draft))
 
     def _draft(self, sequence: Sequence, plan: StepPlan) -> int:
         """Put guesses behind its tokens, as many as there is room for without taking any from others; how many."""
@@ -238,15 +233,18 @@ class Scheduler:
         if needed < len(sequence.block_table):
             self.pool.release(sequence.block_table[needed:])
             del sequence.block_table[needed:]
+            sequence.num_writable = 0
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> int:
         """The next part of running prompts, each in its turn. Returns the rest of the budget (tokens).
 
         Each leaves up to half of what it finds to those behind it: they are often short.
         """
+        if len(plan.entries) == len(self.running):  # all are past their prompts
+            return budget
         prompts = [s for s in self.running if (not s.is_decoding or s.is_loading) and not s.is_parked]
         behind = sum(s.num_tokens - s.num_computed for s in prompts)
-        behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self._free_rows else 0
+        behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self.tables.has_room else 0
         for sequence in prompts:
             behind -= sequence.num_tokens - sequence.num_computed
             left_to_others = min(budget // 2, behind) // self._block_tokens * self._block_tokens
@@ -286,7 +284,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
         """Let in whom there is room for. Returns the rest of the budget."""
-        while self._free_rows and budget > 0:
+        while self.tables.has_room and budget > 0:
             sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
             if sequence is None:
                 break
@@ -350,6 +348,7 @@ class Scheduler:
         table = sequence.block_table
         is_new = index == len(table)
         if not is_new and not self.pool.needs_copy(table[index]):
+            sequence.num_writable = (index + 1) * self._block_tokens
             return True
         while self.pool.num_available == 0:
             victim = self._victim(sequence)
@@ -364,7 +363,8 @@ class Scheduler:
             self.num_copies += 1
             self.pool.release([table[index]])
             table[index] = block_id
-        self.tables[sequence.row, index] = block_id
+        self.tables.put(sequence.row, index, block_id)
+        sequence.num_writable = (index + 1) * self._block_tokens
         return True
 
     def _victim(self, asking: Sequence) -> Sequence:
@@ -421,8 +421,8 @@ class Scheduler:
 
     def _set_table(self, sequence: Sequence, table: list[int]) -> None:
         sequence.block_table = table
-        sequence.row = self._free_rows.pop()
-        self.tables[sequence.row, : len(table)] = table
+        sequence.num_writable = 0
+        sequence.row = self.tables.enter(table)
 
     def _give_blocks_back(self, sequence: Sequence) -> None:
         table, sequence.block_table = sequence.block_table, []
@@ -430,7 +430,7 @@ class Scheduler:
 
     def _give_row_back(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
-            self._free_rows.append(sequence.row)
+            self.tables.leave(sequence.row)
             sequence.row = -1
 
     def _arrive(self, sequence: Sequence) -> None:
@@ -447,7 +447,7 @@ class Scheduler:
         return -(-sequence.num_tokens // self._block_tokens)
 
     def _check_fits_at_all(self, sequence: Sequence) -> None:
-        if self._blocks_of(sequence) > min(self.pool.num_blocks, self.tables.shape[1]):
+        if self._blocks_of(sequence) > min(self.pool.num_blocks, self.tables.ids.shape[1]):
             raise self._never_fits(sequence)
 
     def _never_fits(self, sequence: Sequence) -> OutOfBlocks:

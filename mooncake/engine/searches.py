@@ -128,7 +128,3 @@ def first_candidates(sequence: Sequence, row: Row) -> SampledToken:
 def handed_candidates(token: SampledToken) -> list[Candidate]:
     """What ``first_candidates`` put into a token in another engine; empty when it did not."""
     return [Candidate(0, token_id, score) for token_id, score in (token.logprob.top if token.logprob else ())]
-
-
-def is_beam(sequence: Sequence) -> bool:
-    return sequence.sampling.beam_search is not None

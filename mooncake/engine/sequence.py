@@ -59,9 +59,11 @@ class Sequence:
         "guide_state",
         "has_forked",
         "hold_blocks",
+        "is_beam",
         "is_first_leg",
         "is_loading",
         "is_parked",
+        "is_plain",
         "last_token",
         "num_cached_tokens",
         "num_computed",
@@ -70,6 +72,7 @@ class Sequence:
         "num_sealed",
         "num_swapped",
         "num_tokens",
+        "num_writable",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -118,7 +121,8 @@ class Sequence:
         self.request_id = request_id
         self.root_id = request_id  # of the request that asked for several answers
         self.choice = 0  # which of them this is
-        self.has_forked = sampling.num_answers == 1 or sampling.beam_search is not None  # the others run on their own
+        self.is_beam = sampling.beam_search is not None
+        self.has_forked = sampling.num_answers == 1 or self.is_beam  # the others run on their own
         scores_prompt = sampling.prompt_logprobs is not None and num_tokens == num_prompt
         self.prompt_logprobs: list[TokenLogprob] | None = [] if scores_prompt else None  # of its tokens but the first
         self.is_first_leg = num_to_sample is not None  # another engine goes on with it
@@ -127,6 +131,9 @@ class Sequence:
         self.sampling = sampling
         self.edits_logits = bool(  # whether the request adds anything to the model's opinion
             sampling.logit_bias or sampling.needs_history or sampling.min_tokens or sampling.guide
+        )
+        self.is_plain = (  # whether the model's most likely token is all that it asks for
+            sampling.is_greedy and not self.edits_logits and sampling.logprobs is None
         )
         self.chain_seed = chain_seed
         self.external_blocks = external_blocks
@@ -145,6 +152,7 @@ class Sequence:
         self.num_computed = 0
         self.block_keys: list[BlockKey] = []  # of the full blocks
         self.block_table: list[int] = []
+        self.num_writable = 0  # leading tokens of which the next may be written without asking whose its block is
         self.num_sealed = 0  # blocks
         self.swapped: list[int] = []  # where its blocks wait while it has none; their KV is of ``num_swapped`` tokens
         self.num_swapped = 0
@@ -223,15 +231,14 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token; why the sequence ends with it, if it does."""
-        if self.num_tokens == len(self._buffer):
-            self._grow_to(2 * len(self._buffer) + 64)
-        self._buffer[self.num_tokens] = self.last_token = token_id
-        self.num_tokens += 1
-        if token_id in self.stop_ids and self.num_tokens - self.num_prompt > self.sampling.min_tokens:
+        place = self.num_tokens
+        if place == len(self._buffer):
+            self._grow_to(2 * place + 64)
+        self._buffer[place] = self.last_token = token_id
+        self.num_tokens = place + 1
+        if token_id in self.stop_ids and place >= self.num_prompt + self.sampling.min_tokens:
             return FinishReason.STOP
-        if self.num_tokens >= self._full_length:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if place + 1 >= self._full_length else None
 
     def spawn(self, choice: int) -> Sequence:
         """Another answer to the same prompt, from the tokens so far; it has no blocks yet."""

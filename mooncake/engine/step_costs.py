@@ -32,15 +32,16 @@ class StepCosts:
     def drafts_pay(self) -> bool:
         return self._payoff is not None and self._payoff.is_open
 
-    def note(self, entries: list[StepEntry], elapsed_ms: float) -> None:
-        """A step is done: its tokens count, and so does what came true of its guesses."""
-        num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
-        has_drafts = any(entry.num_draft for entry in entries)
-        num_tokens = sum(entry.num_tokens for entry in entries)
+    def note(self, entries: list[StepEntry], num_tokens: int, elapsed_ms: float) -> None:
+        """A step of so many tokens is done: its tokens count, and so does what came true of its guesses."""
+        num_chunk_tokens, num_decodes, has_drafts = 0, len(entries), False
+        if num_tokens > len(entries):  # else a token each, as in most steps
+            num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
+            num_decodes = sum(entry.num_tokens == 1 for entry in entries)
+            has_drafts = any(entry.num_draft for entry in entries)
         if 2 * num_chunk_tokens > num_tokens:
             self._swap.note_prompt(num_tokens, elapsed_ms)
         if self.curve is not None and not has_drafts:
-            num_decodes = sum(entry.num_tokens == 1 for entry in entries)
             self.curve.note(num_decodes, num_chunk_tokens, elapsed_ms)
         if self._payoff is not None and not num_chunk_tokens:
             num_made = sum(entry.sequence.num_computed - entry.first for entry in entries)

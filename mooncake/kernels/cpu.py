@@ -40,7 +40,7 @@ _SIGNATURES = {
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
-    "mc_sample": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
+    "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
 }
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -235,13 +235,12 @@ class CpuKernels:
         ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` are of the type DRAW; None:
         the most likely tokens."""
         count, size = logits.shape
-        first, stride = logits.data_ptr(), logits.stride(0) * logits.itemsize
-        rows, tokens = (_POINTER * count)(), (_LONG * count)()
-        rows[:] = [first + stride * row for row in range(count)]
-        for row, other in instead.items():
-            rows[row] = other.ctypes.data
-        self._sample(rows, count, size, None if draws is None else draws.ctypes.data, tokens, torch.get_num_threads())
-        return list(tokens)
+        tokens, others = (_LONG * count)(), None
+        if instead:
+            others = (_POINTER * count)(*(instead[row].ctypes.data if row in instead else None for row in range(count)))
+        how = None if draws is None else draws.ctypes.data
+        self._sample(logits.data_ptr(), logits.stride(0), others, count, size, how, tokens, torch.get_num_threads())
+        return tokens[:]
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

@@ -79,9 +79,12 @@ int mc_linear(const PackedLinear* layer, const float* from, int64_t from_stride,
     return OK;
 }
 
-// tokens[i]: the next token after the logits rows[i] [vocab], or -1 when they are not finite.
-int mc_sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
-    sample(rows, count, vocab, draws, tokens, threads);
+// tokens[i]: the next token after row i of `logits`, or after instead[i] (either may be null), which are [vocab]; -1 when
+// they are not finite.
+int mc_sample(const float* logits, int64_t stride, const float* const* instead, int64_t count, int64_t vocab,
+              const Draw* draws, int64_t* tokens, int threads) {
+    const auto row = [=](int64_t i) { return instead && instead[i] ? instead[i] : logits + i * stride; };
+    sample(row, count, vocab, draws, tokens, threads);
     return OK;
 }
 

@@ -225,10 +225,11 @@ private:
     std::vector<double> weights_, run_weights_, digit_weights_;
 };
 
-inline void sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
+template <class Row>
+void sample(const Row& row, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
     parallel(count, threads, [&](int64_t i) {
         static thread_local RowSampler sampler;
-        tokens[i] = sampler.sample(rows[i], vocab, draws ? draws[i] : Draw{});
+        tokens[i] = sampler.sample(row(i), vocab, draws ? draws[i] : Draw{});
     });
 }
 

@@ -1,0 +1,80 @@
+"""What follows a step: which rows of its logits are whose, and tokens that are told.
+
+It must not know how tokens are drawn, or what becomes of sequences that end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from mooncake.engine.contract import StepOutput
+from mooncake.engine.sampler import token_logprob
+from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.sequence import Sequence
+from mooncake.types import FinishReason, SampledToken, TokenLogprob
+
+
+class Ends(NamedTuple):
+    """The entries that reach the end of their tokens, by what follows. Each has a row of logits, and behind it one for
+    each of its guesses."""
+
+    answers: list[Sequence]  # a token of each is drawn
+    rows: list[int]  # from these
+    families: list[list[Sequence]]  # the answers to one prompt, of which all but the first begin here
+    drafts: list[tuple[Sequence, list[int], int]]  # with guesses and the row that the first of them is held against
+    beams: list[tuple[Sequence, int]]
+    num_rows: int
+
+
+def ends_of(ended: list[StepEntry], answers_of: Callable[[Sequence], list[Sequence]]) -> Ends:
+    """All answers to a prompt, of which ``answers_of`` makes the others, draw from its last row."""
+    answers: list[Sequence] = []
+    rows: list[int] = []
+    families: list[list[Sequence]] = []
+    drafts: list[tuple[Sequence, list[int], int]] = []
+    beams: list[tuple[Sequence, int]] = []
+    row = 0
+    for sequence, _, _, num_draft in ended:
+        if sequence.is_beam:
+            beams.append((sequence, row))
+        elif sequence.has_forked:
+            answers.append(sequence)
+            rows.append(row)
+        else:
+            families.append(answers_of(sequence))
+            answers += families[-1]
+            rows += [row] * len(families[-1])
+        row += 1
+        if num_draft:  # read here, before tokens are written over them
+            draft = sequence.window(sequence.num_tokens, sequence.num_tokens + num_draft).tolist()
+            drafts.append((sequence, draft, row))
+            row += num_draft
+    return Ends(answers, rows, families, drafts, beams, row)
+
+
+def grown(
+    sequence: Sequence, token_id: int, logprob: TokenLogprob | None, why_last: FinishReason | None = None
+) -> StepOutput:
+    """Append a token, and tell of it; ``why_last`` when it is the last one here whatever it is."""
+    token = SampledToken(sequence.num_tokens - sequence.num_prompt, token_id, logprob)
+    scores, reason = sequence.prompt_logprobs, sequence.append(token_id) or why_last
+    if scores is None:
+        return StepOutput(sequence.root_id, token, reason, sequence.choice)
+    sequence.prompt_logprobs = None
+    return StepOutput(sequence.root_id, token, reason, sequence.choice, tuple(scores))
+
+
+def score_prompts(entries: list[StepEntry], logits: torch.Tensor) -> None:
+    """How likely each token of a prompt was after those before it: ``logits`` [R, V] of the scored places, in order."""
+    rows = iter(logits.numpy())
+    for entry in entries:
+        sequence = entry.sequence
+        for position in tuple(entry.scored):
+            row = next(rows)
+            assert sequence.prompt_logprobs is not None and sequence.sampling.prompt_logprobs is not None
+            if position == len(sequence.prompt_logprobs):  # else it was told before a preemption
+                token_id = int(sequence.tokens[position + 1])
+                sequence.prompt_logprobs.append(token_logprob(row, token_id, sequence.sampling.prompt_logprobs))
