@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from decode_node.receiver import Receiver
 from decode_node.role import DecodeRole
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.report import add_transports
@@ -69,6 +70,10 @@ class DecodeNode:
         self._role.stop()
         self._transfer.close()
         await self._channels.close()
+
+    @property
+    def receiver(self) -> Receiver:
+        return self._role.receiver
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import insort
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Rows
+from itertools import count
 
 import numpy as np
 
 from decode_node.handoff import Handoff, HandoffState
 from kvstore.checksum import Checksums, checksums_from_wire, range_checksums
 from kvstore.transfer.server import SegmentServer
-from mooncake.engine.engine import Engine, StepOutput
+from mooncake.engine.engine import Engine, Reservation, StepOutput
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
@@ -50,6 +52,8 @@ class Receiver:
         self._layout = layout
         self._handoffs: dict[str, tuple[Handoff, Sequence, OnOutput]] = {}
         self._announced = asyncio.Condition()
+        self._places = count()
+        self._line: list[tuple[int, int]] = []  # who waits for room: priority, place
         self._background: set[asyncio.Task[None]] = set()
         self._taking_in: dict[str, asyncio.Task[bool]] = {}  # blocks that are being verified and copied, by hand-off
         self.checksum_mismatches = 0
@@ -58,6 +62,11 @@ class Receiver:
     @property
     def num_open(self) -> int:
         return len(self._handoffs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Hand-offs that wait for room."""
+        return len(self._line)
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -85,16 +94,7 @@ class Receiver:
         if handoff.state is not HandoffState.ANNOUNCED:
             raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
         handoff.writer_id = writer_id
-        while True:
-            try:
-                reservation = await asyncio.wrap_future(self._thread.call(lambda engine: engine.reserve(sequence)))
-                break
-            except OutOfBlocks:
-                if asyncio.get_running_loop().time() + RESERVE_RETRY_S > deadline:
-                    raise
-            await asyncio.sleep(RESERVE_RETRY_S)
-            if handoff.is_over:
-                raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
+        reservation = await self._reserve(handoff, sequence, deadline)
         if handoff.is_over:  # given up while the engine was reserving
             await self._free(handoff)
             raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
@@ -165,6 +165,28 @@ class Receiver:
             elif handoff.state is HandoffState.RESERVED:
                 self._later(self._fail(handoff, HandoffState.FAILED, writer_stopped=True))
                 on_output(HandoffFailed("the prefill node went away during the hand-off"))
+
+    async def _reserve(self, handoff: Handoff, sequence: Sequence, deadline: float) -> Reservation:
+        """Once there is no room, first come is first served: short prompts would overtake a long one for ever."""
+        place = (sequence.priority, next(self._places))
+        refusal = OutOfBlocks("others wait for room before it")
+        try:
+            while True:
+                if not self._line or place <= self._line[0]:
+                    try:
+                        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.reserve(sequence)))
+                    except OutOfBlocks as error:
+                        refusal = error
+                if place not in self._line:
+                    insort(self._line, place)
+                if asyncio.get_running_loop().time() + RESERVE_RETRY_S > deadline:
+                    raise refusal
+                await asyncio.sleep(RESERVE_RETRY_S)
+                if handoff.is_over:
+                    raise HandoffFailed(f"hand-off {handoff.handoff_id} is {handoff.state}")
+        finally:
+            if place in self._line:
+                self._line.remove(place)
 
     async def _wait_announced(self, handoff_id: str, wait_s: float) -> tuple[Handoff, Sequence]:
         try:

@@ -56,22 +56,23 @@ class DecodeRole:
             on_peer_gone=self._on_peer_gone,
             secret=transfer_secret(self._config),
         )
-        self._receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
+        self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
         self._segment_server.start()
         self._writeback.start(host.mirror)
-        self._servicer = DecodeServicer(host, self._receiver, self.hook, self.address)
+        self._servicer = DecodeServicer(host, self.receiver, self.hook, self.address)
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
 
     @property
     def is_idle(self) -> bool:
-        return self._receiver.num_open == 0
+        return self.receiver.num_open == 0
 
     def report(self, load: cluster_pb2.Load) -> None:
         """Add what this role counts."""
-        load.counters["handoffs_taken"] = self._receiver.committed
-        load.counters["handoffs_open"] = self._receiver.num_open
-        load.counters["blocks_quarantined"] = self._receiver.num_quarantined_blocks
-        load.counters["checksum_mismatches"] = self._receiver.checksum_mismatches
+        load.counters["handoffs_taken"] = self.receiver.committed
+        load.counters["handoffs_open"] = self.receiver.num_open
+        load.counters["handoffs_waiting"] = self.receiver.num_waiting
+        load.counters["blocks_quarantined"] = self.receiver.num_quarantined_blocks
+        load.counters["checksum_mismatches"] = self.receiver.checksum_mismatches
         load.counters["blocks_written_back"] = self._writeback.stored
         load.counters["blocks_not_written_back"] = self._writeback.skipped
 
@@ -88,7 +89,7 @@ class DecodeRole:
 
     def _on_peer_gone(self, writer_id: str) -> None:
         """On a thread of the segment server."""
-        self._loop.call_soon_threadsafe(self._receiver.peer_gone, writer_id)
+        self._loop.call_soon_threadsafe(self.receiver.peer_gone, writer_id)
 
     def _store(self, address: str) -> StoreClient:
         if address not in self._stores:

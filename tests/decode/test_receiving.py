@@ -1,4 +1,4 @@
-"""A decode node that receives hand-offs from a real prefill node, both in this process, without a conductor."""
+"""A decode node that receives hand-offs, from a real prefill node or from nobody yet, without a conductor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tiny_model import write_tiny_model
 
 from decode_node.node import DecodeNode
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
 from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
@@ -23,7 +24,7 @@ HANDOFF_TIMEOUT_S = 0.2
 PROMPT = [7 * i % 101 + 1 for i in range(150)]
 
 
-def config_of(node_id: str, model: Path) -> Config:
+def config_of(node_id: str, model: Path, decode_gb: float = 0.05) -> Config:
     return load_config(
         None,
         [
@@ -31,7 +32,7 @@ def config_of(node_id: str, model: Path) -> Config:
             f"model.path={model}",
             "node.conductor='127.0.0.1:9'",  # nobody there
             "prefill.kv_gb=0.05",
-            "decode.kv_gb=0.05",
+            f"decode.kv_gb={decode_gb}",
             f"transfer.handoff_timeout_s={HANDOFF_TIMEOUT_S}",
         ],
     )
@@ -89,3 +90,63 @@ async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
         indices, prompt_tokens = await answer
         assert indices[-1] == 3 and prompt_tokens == [len(PROMPT)]
         await channels.close()
+
+
+@pytest.mark.timeout(120)
+async def test_when_room_is_short_a_long_prompt_is_not_overtaken_by_short_ones(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    block_bytes = open_checkpoint(str(tmp_path / "model")).kv_layout(64, "float32").block_bytes
+    node, channels = DecodeNode(config_of("decode-t", tmp_path / "model", 6.5 * block_bytes / 1e9)), Channels()
+    await node.start()
+    stub = decode_pb2_grpc.DecodeStub(channels.get(node.control_address))
+    generating, answered = [], []
+
+    async def open_handoff(name: str, num_blocks: int, priority: int = 0) -> None:
+        tokens = [3 + (7 * i + len(name)) % 300 for i in range(64 * num_blocks - 1)]
+        generating.append(
+            stub.Generate(
+                decode_pb2.DecodeRequest(
+                    request_id=name,
+                    handoff_id=name,
+                    epoch=3,
+                    tokens=tokens_to_wire(tokens),
+                    num_prompt_tokens=len(tokens),
+                    sampling=sampling_to_wire(SamplingParams(max_tokens=1, temperature=0.0)),
+                    cache_salt=name,
+                    priority=priority,
+                ),
+                timeout=60,
+            )
+        )
+        await stub.OpenHandoff(decode_pb2.OpenHandoffRequest(handoff_id=name, epoch=3, writer_id="nobody"), timeout=60)
+        answered.append(name)
+
+    async def close(name: str) -> None:
+        await stub.CloseHandoff(decode_pb2.CloseHandoffRequest(handoff_id=name, epoch=3), timeout=60)
+
+    async def waiting(count: int) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                if node.receiver.num_waiting >= count:
+                    return
+                await asyncio.sleep(0.01)
+
+    try:
+        await open_handoff("first", 4)
+        long = asyncio.create_task(open_handoff("long", 5))
+        await waiting(1)
+        short = asyncio.create_task(open_handoff("short", 1))  # for which there is room
+        await waiting(2)
+        urgent = asyncio.create_task(open_handoff("urgent", 6, priority=-1))
+        await waiting(3)
+        assert answered == ["first"]
+        await close("first")
+        await urgent
+        await close("urgent")
+        await asyncio.gather(long, short)
+        assert answered == ["first", "urgent", "long", "short"]
+    finally:
+        for call in generating:
+            call.cancel()
+        await channels.close()
+        await node.stop()
