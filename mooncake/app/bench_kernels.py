@@ -1,12 +1,13 @@
 """What this machine can do at most, and decode attention alone: ``mooncake bench engine`` below the engine.
 
-Each measurement is seconds a repetition. It must not know about sequences, scheduling or other engines.
+Each measurement is seconds a repetition. What is held against each other is measured in turns: a machine whose speed
+changes from second to second does so for all of it. It must not know about sequences, scheduling or other engines.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,23 +15,31 @@ from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.kernels import choose_kernels, reference
 
 READ_BYTES = 512 << 20
+SPIN_S = 0.03  # so long torch's threads keep a core busy behind a call, waiting for the next: who comes then is slowed
 GEMM_SIZE = 2048
 CONTIGUOUS_LAYERS = 8  # so many layers of KV do not fit into a last-level cache: each pass reads memory, as a step does
 
 
-def read_s(reps: int) -> tuple[tuple[float, ...], int]:
-    """Seconds to read memory once, the faster of two ways at each repetition, and how many bytes that was."""
-    columns = 4096
-    matrix = torch.ones(READ_BYTES // 4 // columns, columns)
-    vector = torch.ones(columns)
-    ways = [_timed(matrix.sum, reps), _timed(lambda: matrix.mv(vector), reps)]
-    return tuple(map(min, *ways)), READ_BYTES
+class Memory:
+    """As much as no cache holds."""
+
+    num_bytes = READ_BYTES
+
+    def __init__(self) -> None:
+        columns = 4096
+        self._matrix = torch.ones(READ_BYTES // 4 // columns, columns)
+        self._vector = torch.ones(columns)
+
+    def read_s(self) -> float:
+        """Seconds to read it once, in the faster of two ways."""
+        ways = {"sum": lambda: self._matrix.sum(), "product": lambda: self._matrix.mv(self._vector)}
+        return min(seconds for (seconds,) in _in_turns(ways, 1, warm_up=False).values())
 
 
 def gemm_s(dtype: torch.dtype, reps: int) -> tuple[tuple[float, ...], float]:
     """Seconds of a square matrix product, and its floating-point operations."""
     left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
-    return _timed(lambda: left @ right, reps), 2.0 * GEMM_SIZE**3
+    return _in_turns({"": lambda: left @ right}, reps)[""], 2.0 * GEMM_SIZE**3
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
@@ -79,7 +88,8 @@ def decode_attention_s(
             _sdpa_rows(query, *_gather(cache[:, layer], tables, context))
 
     ways = {"ours": ours, "sdpa_groups": sdpa_groups, "sdpa_rows": sdpa_rows, "gather_sdpa": gather_sdpa}
-    return {name: tuple(s / layers for s in _timed(way, reps)) for name, way in ways.items()}
+    times = _in_turns(ways, reps, SPIN_S)
+    return {name: tuple(s / layers for s in taken) for name, taken in times.items()}
 
 
 def shared_prefix_s(
@@ -103,11 +113,8 @@ def shared_prefix_s(
         for layer in range(layers):
             kernels.paged_attention(query, cache[:, layer], tables, starts, contexts, scale)
 
-    ways = {"shared": together, "copies": copies}
-    return {
-        name: tuple(s / layers for s in _timed(lambda tables=tables: attend(tables), reps))  # type: ignore[misc]
-        for name, tables in ways.items()
-    }
+    times = _in_turns({"shared": lambda: attend(together), "copies": lambda: attend(copies)}, reps)
+    return {name: tuple(s / layers for s in taken) for name, taken in times.items()}
 
 
 def _fill(cache: torch.Tensor, tables: torch.Tensor, layers: int, head_dim: int) -> None:
@@ -133,13 +140,17 @@ def _sdpa_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
     return torch.nn.functional.scaled_dot_product_attention(rows, key, value)
 
 
-def _timed(work: Callable[[], object], reps: int) -> tuple[float, ...]:
-    """Seconds a repetition, after one that does not count."""
-    times = []
+def _in_turns(
+    ways: Mapping[str, Callable[[], object]], reps: int, pause_s: float = 0.0, *, warm_up: bool = True
+) -> dict[str, tuple[float, ...]]:
+    """Seconds of each way at each repetition, after one that does not count; ``pause_s`` before each."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
     with torch.inference_mode():
-        work()
-        for _ in range(reps):
-            begin = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begin)
-    return tuple(times)
+        for rep in range(-1 if warm_up else 0, reps):
+            for name, work in ways.items():
+                time.sleep(pause_s)
+                begin = time.perf_counter()
+                work()
+                if rep >= 0:
+                    times[name].append(time.perf_counter() - begin)
+    return {name: tuple(taken) for name, taken in times.items()}

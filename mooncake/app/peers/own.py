@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Prompts
 from dataclasses import dataclass
 
@@ -110,12 +111,29 @@ class OwnEngine:
             max_model_len=self.core.config.max_model_len,
         )
 
-    def _step(self) -> None:
+    def decode_in_turns(
+        self, prompt: Prompts[int], rounds: int, other: Callable[[], float], pause_s: float
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """In each round what ``other`` returns and, ``pause_s`` later, seconds of the faster of two decode steps of one
+        sequence. Returns the steps, then the others."""
+        self.core.add(self.sequence(prompt, 2 + 2 * rounds))
+        self.steps = []
+        while not self.decode_steps(1):  # the prompt, and a step that does not count
+            self._step()
+        steps, others = [], []
+        for _ in range(rounds):
+            others.append(other())
+            time.sleep(pause_s)
+            steps.append(min(self._step(), self._step()))
+        return tuple(steps), tuple(others)
+
+    def _step(self) -> float:
         begin = time.perf_counter()
         self.core.step()
         step_s = time.perf_counter() - begin
         model = self._model
         self.steps.append(StepTime(model.num_sequences, model.num_tokens, step_s, model.forward_s))
+        return step_s
 
     def decode_steps(self, batch: int) -> list[StepTime]:
         """Of the last run: the steps in which ``batch`` sequences got a token each and nothing else was computed."""
