@@ -149,7 +149,7 @@ class PrefillJob:
         )
 
     async def clean_up(self) -> None:
-        """Stop everything that still touches memory, then tell the peers, then give the blocks back.
+        """Stop everything that still touches memory, give the blocks back, and tell the peers, who may be slow to answer.
 
         What is computed is still stored, whether or not anybody waits for the answer any more.
         """
@@ -165,16 +165,16 @@ class PrefillJob:
         for sink in (self._handoff, self._pool):
             if sink is not None:
                 await asyncio.to_thread(sink.close)
-        if self._handoff is not None and not self._committed:
-            await self._close_handoff()
-        if self._reservations and not self._sealed and self._store is not None:
-            with contextlib.suppress(MooncakeError):
-                await self._store.abort(list(self._reservations.values()))
         if stream is not None:
             call = self._shop.host.thread.call
             await asyncio.wrap_future(call(lambda engine: engine.abort(self._id)))
             await asyncio.wrap_future(call(lambda engine: engine.release(self._id)))
             del self._shop.streamer.streams[self._id]
+        if self._handoff is not None and not self._committed:
+            await self._close_handoff()
+        if self._reservations and not self._sealed and self._store is not None:
+            with contextlib.suppress(MooncakeError):
+                await self._store.abort(list(self._reservations.values()))
 
     async def _end_loads(self, stream: Stream) -> None:
         """Return once nothing reads into this request's blocks any more, and nothing will."""
