@@ -149,7 +149,7 @@ class PrefillJob:
         )
 
     async def clean_up(self) -> None:
-        """Stop everything that still touches memory, give the blocks back, and tell the peers, who may be slow to answer.
+        """Stop everything that still touches memory, give the blocks back, then tell the peers, who may be slow.
 
         What is computed is still stored, whether or not anybody waits for the answer any more.
         """
