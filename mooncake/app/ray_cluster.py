@@ -2,7 +2,7 @@
 
 Ray is never on the path of a token or of KV: nodes talk to each other as they always do, and an actor's methods serve
 only to look and to stop. A Ray that runs already is joined; else a private one is started (core Ray, no dashboard,
-token authentication, a port and folder of its own) and ended again. Needs the extra ``ray``.
+token authentication, loopback, a port and folder of its own) and ended again. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ OBJECT_STORE_BYTES = 80_000_000  # the least that Ray accepts: nothing of ours g
 START_S = 120.0  # of Ray itself
 READY_S = 600.0  # of a node: large weights take minutes
 STOP_S = 15.0
+_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # on all systems; else Ray makes this host's address of 127.0.0.1
 
 NODE_BUILDERS = {
     "conductor": ("conductor.__main__", "build"),
@@ -315,7 +316,12 @@ class PrivateRay:
         token = self._folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_USAGE_STATS_ENABLED="0")
+        os.environ.update(
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN_PATH=str(token),
+            RAY_USAGE_STATS_ENABLED="0",
+            **{_LOOPBACK_ENV: "0"},
+        )
         with (self._folder / "log").open("wb") as output:
             self._process = subprocess.Popen(
                 [
@@ -350,7 +356,7 @@ class PrivateRay:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV):
                 os.environ.pop(name, None)
 
     def _wait(self) -> None:

@@ -33,6 +33,7 @@ async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> Non
     told: list[str] = []
     config = small_config("cluster.decode=2", "prefill.kv_gb=0.3", "decode.kv_gb=0.3", "store.dram_gb=0.3")
     async with RayCluster(config, gcs_port=free_port("127.0.0.1"), tell=told.append) as cluster:
+        assert reached_at() == {"127.0.0.1"}
         before = await asyncio.to_thread(ask, cluster.grpc_address)
         assert before.usage.completion_tokens == 8
 
@@ -49,6 +50,13 @@ async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> Non
         assert (await asyncio.to_thread(ask, cluster.grpc_address)).text == before.text
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", cluster.config.conductor.grpc_port), timeout=5)
+
+
+def reached_at() -> set[str]:
+    """Where the private Ray listens, for whoever has its token."""
+    import ray
+
+    return {node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 async def restarted(cluster: RayCluster, node_id: str, old_pid: int) -> int:
