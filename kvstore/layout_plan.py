@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -23,10 +23,11 @@ BOX_BYTES = 1 << 20  # read at once into scratch memory: it stays in a core's L2
 DIRECT_BYTES = 4 << 10  # runs from here on are read straight to their place, though they were one at the source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Box:
     """What one source block gives to one target block: some layers, heads and tokens. Indices are local to the blocks;
-    block numbers count from the start of the plan's period."""
+    block numbers count from the start of the plan's period. As a plan is computed once, boxes are equal only to
+    themselves."""
 
     rank: int  # of the source
     source_block: int
@@ -36,7 +37,7 @@ class Box:
     count: tuple[int, int, int]
     reads: tuple[tuple[int, int], ...]  # offset and bytes of each run of the source block, in the order of the box
     is_direct: bool  # whether it is read straight to its place in the target block, not through scratch memory
-    moves: npt.NDArray[np.int64] = field(compare=False)  # [3, n]: offset in the source block, bytes, place there
+    moves: npt.NDArray[np.int64]  # [3, n]: offset in the source block, bytes, place there
     nbytes: int  # to be read
     has_whole_layers: bool  # of the source block, so that their checksums can be verified
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from kvstore.checksum import Checksums
 from kvstore.layout_convert import Converter
 from kvstore.layout_plan import BOX_BYTES, Box, Plan
 from kvstore.transfer.engine import Request, Transfer, TransferEngine
-from kvstore.transfer.piece_table import PieceTable
+from kvstore.transfer.piece_table import Lot, Pattern, PieceTable
 from kvstore.transfer.shm import SegmentView
 from kvstore.transfer.sockets import time_left
 from kvstore.transfer.transport import PathFailed
@@ -203,14 +204,23 @@ class _Job:
 
 
 def _table(jobs: Sequence[_Job], memories: Sequence[memoryview]) -> PieceTable:
-    """What they move, each into its memory."""
-    counts = [job.box.moves.shape[1] for job in jobs]
-    rows = np.empty((5, sum(counts)), np.int64)
-    rows[0] = np.repeat([job.slot for job in jobs], counts)
-    rows[3] = np.repeat(np.arange(len(jobs)), counts)
-    rows[[1, 2, 4]] = np.concatenate([job.box.moves for job in jobs], axis=1)
-    as_at_source = np.argsort(rows[0] << 32 | rows[1], kind="stable")  # fewer runs there; one key sorts quickly
-    return PieceTable.reading(rows[:, as_at_source], memories)
+    """What they move, each into its memory. What is read of one block is read in the order in which it lies there."""
+    blocks: dict[int, list[tuple[Box, memoryview]]] = {}
+    for job, memory in zip(jobs, memories, strict=True):
+        blocks.setdefault(job.slot, []).append((job.box, memory))
+    lots = []
+    for slot, pairs in blocks.items():
+        boxes, into = zip(*pairs, strict=True)
+        lots.append(Lot(_pattern(boxes), slot, into))
+    return PieceTable.reading(lots)
+
+
+@lru_cache(maxsize=1024)
+def _pattern(boxes: tuple[Box, ...]) -> Pattern:
+    """Of the same block, each into a memory of its own."""
+    return Pattern.of(
+        np.concatenate([np.insert(box.moves, 2, owner, axis=0) for owner, box in enumerate(boxes)], axis=1)
+    )
 
 
 def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:

@@ -243,7 +243,7 @@ def _parts(head_at: int, head_bytes: int, part: Slice, hashed: bool) -> array[in
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
     rows = array("Q", (head_at, head_bytes, 0))
     if type(part.pieces) is PieceTable:
-        rows.frombytes(part.pieces.parts.tobytes())
+        rows.frombytes(part.pieces.parts())
         return rows
     sums_at = [_address_of(each) for each in part.sums] if hashed and part.sums else itertools.repeat(0)
     for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905

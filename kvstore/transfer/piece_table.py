@@ -1,15 +1,18 @@
-"""Thousands of short pieces of blocks as columns of arrays: bounded, cut and packed without an object for each.
+"""Thousands of short pieces of blocks, bounded, cut and packed without an object for each.
 
 What is cut over heads or tokens lies in runs of some KiB, which take a socket less time than Python needs to look at
-one. A table is a sequence of pieces like any other, made one by one for whoever asks; TCP packs it as it is. It must
-not know layouts.
+one. Which runs of a block are wanted, and where they go, is the same for many blocks: it is a *pattern*, packed once. A
+table is a sequence of pieces like any other, made one by one for whoever asks; TCP packs it as it is, a slice at a time
+while others are on their way. It must not know layouts.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final, overload
+from functools import lru_cache
+from typing import Any, NamedTuple, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,92 +26,158 @@ WIRE_ROW = np.dtype([("block", "<u4"), ("offset", "<u4"), ("length", "<u4"), ("e
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class PieceTable(Sequence[Piece]):
-    """Pieces of one segment's blocks, to be read: row i goes to ``places[i]`` of ``memories[owners[i]]``."""
+class Pattern:
+    """Ranges of any block, and the places in any memories that they go to. On the wire what touches in the block is one
+    range, and on its way from the socket what touches in a memory is one part."""
 
-    wire: npt.NDArray[Any]  # of WIRE_ROW
-    memories: Sequence[memoryview]
-    parts: npt.NDArray[np.uint64]  # [n, 3], ``Part`` of wire.cpp: address in this process, bytes, 0
-    owners: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
+    moves: npt.NDArray[np.int64]  # [4, n]: offset in the block, bytes (SLICE_BYTES at most), which memory, place in it
+    wire: npt.NDArray[Any]  # of WIRE_ROW, of block 0
+    parts: npt.NDArray[np.uint64]  # [m, 3], ``Part`` of wire.cpp, for memories at 0
+    owners: npt.NDArray[np.int64]  # [m]: the memory of each
+    nbytes: int
+    block_bytes: int  # that a block must have,
+    memory_bytes: tuple[int, ...]  # and each memory
 
     @classmethod
-    def reading(cls, rows: npt.NDArray[np.int64], memories: Sequence[memoryview]) -> PieceTable:
-        """``rows [5, n]``: block, offset in it, bytes, index of the memory, place in it. Long ones become several.
+    def of(cls, moves: npt.NDArray[np.int64]) -> Pattern:
+        """Of ``moves`` in any order, which may be longer than a slice. Raises InvalidRequest for numbers that mean
+        nothing."""
+        offset, length, owner, place = moves = _split(moves[:, moves[0].argsort(kind="stable")])
+        if moves.shape[1] == 0 or min(moves.min(), length.min() - 1) < 0 or offset.max() >> 32:
+            raise InvalidRequest("a row outside any block or memory")
+        ends = place + length
+        runs = _starts(offset[1:] != offset[:-1] + length[:-1])
+        wire = np.zeros(len(runs), WIRE_ROW)
+        wire["offset"], wire["length"] = offset[runs], np.add.reduceat(length, runs)
+        runs = _starts((place[1:] != ends[:-1]) | (owner[1:] != owner[:-1]))
+        parts = np.zeros((len(runs), 3), np.uint64)
+        parts[:, 0], parts[:, 1] = place[runs], np.add.reduceat(length, runs)
+        memory_bytes = tuple(int(ends[owner == each].max(initial=0)) for each in range(int(owner.max()) + 1))
+        block_bytes = int((offset + length).max())
+        return cls(moves, wire, parts, owner[runs], int(length.sum()), block_bytes, memory_bytes)
 
-        Raises InvalidRequest for rows outside their memory, and memory that is not writable.
-        """
-        if any(memory.readonly for memory in memories):
-            raise InvalidRequest("cannot read into read-only memory")
-        block, offset, length, owner, place = rows = _split(rows)
-        sizes = np.array([memory.nbytes for memory in memories], np.int64)
-        if rows.size and (
-            min(rows.min(), length.min() - 1) < 0
-            or max(block.max(), offset.max()) >> 32
-            or (place + length > sizes[owner]).any()
-        ):
-            raise InvalidRequest("a row outside its memory")
-        wire = np.zeros(len(block), WIRE_ROW)
-        wire["block"], wire["offset"], wire["length"] = block, offset, length
-        starts = np.array([_address_of(memory) for memory in memories], np.int64)
-        parts = np.zeros((len(block), 3), np.uint64)
-        parts[:, 0], parts[:, 1] = starts[owner] + place, length
-        return cls(wire, memories, parts, owner, place)
+    def cut(self, slice_bytes: int) -> tuple[Pattern, ...]:
+        """In order, as many rows at a time as fill ``slice_bytes``, but one at least."""
+        if self.nbytes <= slice_bytes and len(self.wire) <= MAX_RANGES:
+            return (self,)
+        return _cut(self, slice_bytes)
+
+
+class Lot(NamedTuple):
+    """One block by one pattern, into its memories."""
+
+    pattern: Pattern
+    block: int
+    memories: Sequence[memoryview]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceTable(Sequence[Piece]):
+    """Pieces of one segment's blocks, to be read."""
+
+    lots: Sequence[Lot]
+    nbytes: int
+    num_ranges: int  # on the wire
+
+    @classmethod
+    def reading(cls, lots: Sequence[Lot]) -> PieceTable:
+        """Raises InvalidRequest for memory that is too short for its pattern, or not writable."""
+        for pattern, _, memories in lots:
+            if any(memory.readonly for memory in memories):
+                raise InvalidRequest("cannot read into read-only memory")
+            if any(memory.nbytes < size for memory, size in zip(memories, pattern.memory_bytes, strict=True)):
+                raise InvalidRequest("a row outside its memory")
+        return cls(lots, sum(lot.pattern.nbytes for lot in lots), sum(len(lot.pattern.wire) for lot in lots))
 
     def __len__(self) -> int:
-        return len(self.wire)
+        return sum(lot.pattern.moves.shape[1] for lot in self.lots)
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
     @overload
-    def __getitem__(self, index: slice) -> PieceTable: ...
-    def __getitem__(self, index: int | slice) -> Piece | PieceTable:
-        if isinstance(index, slice):
-            columns = self.wire[index], self.memories, self.parts[index], self.owners[index], self.places[index]
-            return PieceTable(*columns)
-        wire, place = WireRange(*self.wire[index].item()), int(self.places[index])
-        return Piece(wire, self.memories[self.owners[index]][place : place + wire.length])
+    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+        return list(self)[index]
 
     def __iter__(self) -> Iterator[Piece]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.wire["length"].sum(dtype=np.int64))
+        for pattern, block, memories in self.lots:
+            for offset, length, owner, place in pattern.moves.T.tolist():
+                yield Piece(WireRange(block, offset, length, 0), memories[owner][place : place + length])
 
     def check(self, block_bytes: int, num_blocks: int) -> None:
         """Raises InvalidRequest unless every row lies in one block of such a segment."""
-        ends = self.wire["offset"].astype(np.int64) + self.wire["length"]
-        if (ends > block_bytes).any() or (self.wire["block"] >= num_blocks).any():
+        if any(pattern.block_bytes > block_bytes or not 0 <= block < num_blocks for pattern, block, _ in self.lots):
             raise InvalidRequest(f"a row outside a segment of {num_blocks} blocks of {block_bytes} bytes")
 
-    def cut(self, slice_bytes: int) -> Iterator[tuple[PieceTable, int]]:
-        """In order, as many rows at a time as fill ``slice_bytes``, but one at least, with their bytes."""
-        ends = np.cumsum(self.wire["length"], dtype=np.int64)
-        first = filled = 0
-        while first < len(self):
-            fitting = int(ends.searchsorted(filled + slice_bytes, side="right"))
-            last = min(max(fitting, first + 1), first + MAX_RANGES)
-            end = int(ends[last - 1])
-            yield self[first:last], end - filled
-            first, filled = last, end
+    def cut(self, slice_bytes: int) -> Iterator[PieceTable]:
+        """In order, as many lots at a time as ``slice_bytes`` hold; one that is longer, or has too many rows, in
+        several slices of its own."""
+        together: list[Lot] = []
+        nbytes = ranges = 0
+        for whole, block, memories in self.lots:
+            for pattern in whole.cut(slice_bytes):
+                more = len(pattern.wire)
+                if together and (nbytes + pattern.nbytes > slice_bytes or ranges + more > MAX_RANGES):
+                    yield PieceTable(together, nbytes, ranges)
+                    together, nbytes, ranges = [], 0, 0
+                together.append(Lot(pattern, block, memories))
+                nbytes, ranges = nbytes + pattern.nbytes, ranges + more
+        if together:
+            yield PieceTable(together, nbytes, ranges)
+
+    def ranges(self) -> list[WireRange]:
+        """As they travel."""
+        return [WireRange(*row) for row in np.frombuffer(self.packed(), WIRE_ROW).tolist()]
 
     def packed(self) -> bytes:
-        """All ranges as they travel."""
-        return self.wire.tobytes()
+        """All ``ranges``."""
+        packed = []
+        for pattern, block, _ in self.lots:
+            wire = pattern.wire.copy()
+            wire["block"] = block
+            packed.append(wire.tobytes())
+        return b"".join(packed)
+
+    def parts(self) -> bytes:
+        """The memory that they go to, as ``Part`` of wire.cpp."""
+        packed = []
+        for pattern, _, memories in self.lots:
+            starts = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+            parts = pattern.parts.copy()
+            parts[:, 0] += np.array(starts, np.uint64)[pattern.owners]
+            packed.append(parts.tobytes())
+        return b"".join(packed)
 
 
-def _split(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _starts(is_new: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """Where runs begin: at 0, and where each of the following is said to begin one."""
+    return np.flatnonzero(np.concatenate([[True], is_new]))
+
+
+@lru_cache(maxsize=1024)
+def _cut(pattern: Pattern, slice_bytes: int) -> tuple[Pattern, ...]:
+    moves, parts = pattern.moves, []
+    offset, length, _, _ = moves
+    ends = length.cumsum()
+    ranges = np.concatenate([[0], (offset[1:] != offset[:-1] + length[:-1]).cumsum()])  # which one each row is part of
+    first = filled = 0
+    while first < len(ends):
+        fitting = int(ends.searchsorted(filled + slice_bytes, side="right"))
+        allowed = int(ranges.searchsorted(ranges[first] + MAX_RANGES))
+        last = min(max(fitting, first + 1), allowed)
+        parts.append(Pattern.of(moves[:, first:last]))
+        first, filled = last, int(ends[last - 1])
+    return tuple(parts)
+
+
+def _split(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The same bytes in rows of SLICE_BYTES at most."""
-    if rows[2].max(initial=0) <= SLICE_BYTES:
-        return rows
-    times = -(-rows[2] // SLICE_BYTES)
+    if moves[1].max(initial=0) <= SLICE_BYTES:
+        return moves
+    times = -(-moves[1] // SLICE_BYTES)
     start = SLICE_BYTES * (np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times))
-    rows = np.repeat(rows, times, axis=1)
-    rows[[1, 4]] += start
-    rows[2] = np.minimum(rows[2] - start, SLICE_BYTES)
-    return rows
-
-
-def _address_of(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    moves = np.repeat(moves, times, axis=1)
+    moves[[0, 3]] += start
+    moves[1] = np.minimum(moves[1] - start, SLICE_BYTES)
+    return moves

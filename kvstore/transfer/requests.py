@@ -220,7 +220,7 @@ def _cut_table(request: Request, table: PieceTable, slice_bytes: Callable[[int],
         raise InvalidRequest("a table of ranges takes no checksums")
     table.check(request.address.block_bytes, request.address.num_blocks)
     parts = table.cut(slice_bytes(table.nbytes))
-    return [Slice(Operation.READ, part, nbytes, request.deadline) for part, nbytes in parts]
+    return [Slice(_READ, part, part.nbytes, request.deadline) for part in parts]
 
 
 _Row = tuple[int, int, memoryview, int]  # block, offset, memory, epoch

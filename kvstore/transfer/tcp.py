@@ -164,9 +164,10 @@ class TcpPath:
             work.refuse(part, self._refusal(reply, part))
 
     def _refusal(self, reply: Reply, part: Slice) -> MooncakeError:
-        if reply.refused >= len(part.pieces):
+        ranges = part.pieces.ranges() if type(part.pieces) is PieceTable else [piece.wire for piece in part.pieces]
+        if reply.refused >= len(ranges):
             raise ProtocolViolation("a refusal of a range that was not sent")
-        wire = part.pieces[reply.refused].wire
+        wire = ranges[reply.refused]
         if reply.status is Status.STALE_EPOCH:
             return stale_epoch(self._node_id, wire.block, wire.epoch)
         return InvalidRequest(f"{self._node_id} refused block {wire.block}: {reply.status.name.lower()}")
@@ -174,7 +175,8 @@ class TcpPath:
 
 def _head(frame_id: int, part: Slice) -> bytes:
     if type(part.pieces) is PieceTable:
-        return protocol.pack_frame_of(part.operation, len(part.pieces), part.pieces.packed(), part.nbytes, frame_id)
+        ranges = part.pieces.packed()
+        return protocol.pack_frame_of(part.operation, part.pieces.num_ranges, ranges, part.nbytes, frame_id)
     return protocol.pack_frame(part.operation, [piece.wire for piece in part.pieces], part.nbytes, frame_id)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import pytest
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import Request, TransferEngine
-from kvstore.transfer.piece_table import PieceTable
+from kvstore.transfer.piece_table import Lot, Pattern, PieceTable
 from kvstore.transfer.protocol import MAX_RANGES, SLICE_BYTES
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.shm import ShmTransport
@@ -39,11 +38,11 @@ def owner() -> Iterator[tuple[Segment, SegmentServer]]:
 
 
 def ragged(count: int, memories: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Rows of 1 to 4000 bytes from anywhere, to places of their own in turn."""
+    """Rows of 1 to 4000 bytes from anywhere in a block, to places of their own in turn; some of those touch."""
     random = np.random.default_rng(count)
-    length = random.integers(1, 4000, count)
-    block, offset = random.integers(0, NUM, count), random.integers(0, BLOCK - 4000, count)
-    return np.array([block, offset, length, np.arange(count) % memories, np.arange(count) // memories * 4000])
+    length = np.where(random.random(count) < 0.5, 4000, random.integers(1, 4000, count))
+    numbers = np.arange(count)
+    return np.array([random.integers(0, BLOCK - 4000, count), length, numbers % memories, numbers // memories * 4000])
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -51,62 +50,72 @@ def test_every_row_arrives_in_its_place(name: str, owner: tuple[Segment, Segment
     segment, server = owner
     one: Transport = TRANSPORTS[name]()
     engine = TransferEngine("reader", [one])
-    rows = ragged(3000, 2)
-    long_row = [2, 5, SLICE_BYTES * 2 + 77, 2, 9]  # travels as three
-    into = [bytearray(1500 * 4000), bytearray(1500 * 4000), bytearray(SLICE_BYTES * 2 + 90)]
-    table = PieceTable.reading(np.column_stack([rows, long_row]), [memoryview(memory) for memory in into])
-    assert len(table) == 3003
-    [transfer] = engine.submit([Request(server.address, table, time.monotonic() + 20)])
-    assert transfer.result().nbytes == table.nbytes == int(rows[2].sum()) + long_row[2]
+    short, long = ragged(1400, 2), np.array([[5], [SLICE_BYTES * 2 + 77], [0], [9]])  # which travels as three
+    lanes = np.array([(row * 4096, 4096, row % 4, row // 4 * 4096) for row in range(600)]).T  # apart what lies together
+    into = [bytearray(700 * 4000) for _ in range(4)] + [bytearray(SLICE_BYTES * 2 + 90)]
+    into += [bytearray(150 * 4096) for _ in range(4)]
     wanted = [bytearray(len(memory)) for memory in into]
-    for block, offset, length, memory, place in [*rows.T.tolist(), long_row]:
-        wanted[memory][place : place + length] = segment.block(block)[offset : offset + length]
+    asked = [(short, 0, (0, 1)), (short, 2, (2, 3)), (long, 1, (4,)), (lanes, 1, (5, 6, 7, 8))]
+    patterns = {id(moves): Pattern.of(moves) for moves in (short, long, lanes)}
+    lots = [Lot(patterns[id(moves)], block, [memoryview(into[at]) for at in places]) for moves, block, places in asked]
+    table = PieceTable.reading(lots)
+    assert len(table) == 1400 * 2 + 3 + 600
+    assert len(patterns[id(lanes)].wire) == 1  # on the wire
+    [transfer] = engine.submit([Request(server.address, table, time.monotonic() + 20)])
+    assert transfer.result().nbytes == table.nbytes == sum(int(moves[1].sum()) for moves, _, _ in asked)
+    for moves, block, places in asked:
+        for offset, length, memory, place in moves.T.tolist():
+            wanted[places[memory]][place : place + length] = segment.block(block)[offset : offset + length]
     assert into == wanted  # and nothing beside them
     engine.close()
 
 
-def test_a_slice_has_no_more_rows_than_a_frame_and_no_more_bytes_than_were_asked_for():
-    table = PieceTable.reading(ragged(2000, 1), [memoryview(bytearray(2000 * 4000))])
+def test_a_slice_has_no_more_ranges_than_a_frame_and_no_more_bytes_than_were_asked_for():
+    many, few = Pattern.of(ragged(2000, 1)), Pattern.of(ragged(30, 1))
+    memory = memoryview(bytearray(2000 * 4000))
+    table = PieceTable.reading(
+        [Lot(each, block, [memory]) for block, each in enumerate([few, few, many, few, few, few])]
+    )
     for size in (1, 9000, SLICE_BYTES, 1 << 30):
         parts = list(table.cut(size))
-        assert [piece.wire for part, _ in parts for piece in part] == [piece.wire for piece in table]
-        assert all(nbytes == part.nbytes <= max(size, 4000) and len(part) <= MAX_RANGES for part, nbytes in parts)
-        assert all(
-            before[1] + after[0][0].wire.length > size or len(before[0]) == MAX_RANGES
-            for before, after in itertools.pairwise(parts)
-        ), "and no fewer"
+        assert [piece for part in parts for piece in part] == list(table)
+        assert all(part.nbytes == sum(piece.wire.length for piece in part) <= max(size, 4000) for part in parts)
+        assert all(len(part.ranges()) == part.num_ranges <= MAX_RANGES for part in parts)
+    [together] = PieceTable.reading([Lot(few, block, [memory]) for block in range(3)]).cut(SLICE_BYTES)
+    assert len(together.lots) == 3
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "block"),
     [
-        (0, 0, 0, 0, 0),
-        (0, 0, -1, 0, 0),
-        (-1, 0, 1, 0, 0),
-        (0, -1, 1, 0, 0),
-        (0, 0, 1, 0, -1),
-        (0, 0, 8, 0, 93),  # past its memory
-        (0, 0, 101, 0, 0),
-        (0, 1 << 32, 1, 0, 0),  # what would wrap round on the wire
-        (1 << 32, 0, 1, 0, 0),
-        (0, BLOCK - 1, 2, 0, 0),  # past the block
-        (NUM, 0, 1, 0, 0),
+        ((0, 0, 0, 0), 0),
+        ((0, -1, 0, 1), 0),
+        ((-1, 2, 0, 0), 0),
+        ((0, 1, 0, -1), 0),
+        ((0, 8, 0, 93), 0),  # past its memory
+        ((0, 101, 0, 0), 0),
+        ((1 << 32, 1, 0, 0), 0),  # what would wrap round on the wire
+        ((0, 1, 0, 0), 1 << 32),
+        ((0, 1, 0, 0), -1),
+        ((BLOCK - 1, 2, 0, 0), 0),  # past the block
+        ((0, 1, 0, 0), NUM),
     ],
 )
-def test_a_row_outside_is_refused(row: tuple[int, ...], owner: tuple[Segment, SegmentServer]):
+def test_a_row_outside_is_refused(row: tuple[int, ...], block: int, owner: tuple[Segment, SegmentServer]):
     engine = TransferEngine("reader", ("tcp",))
     with pytest.raises(InvalidRequest, match="a row outside"):
-        table = PieceTable.reading(np.array([(0, 0, 1, 0, 0), row]).T, [memoryview(bytearray(100))])
+        pattern = Pattern.of(np.array([(0, 1, 0, 0), row]).T)
+        table = PieceTable.reading([Lot(pattern, block, [memoryview(bytearray(100))])])
         engine.submit([Request(owner[1].address, table, time.monotonic() + 20)])
     engine.close()
 
 
 def test_read_only_memory_and_checksums_are_refused(owner: tuple[Segment, SegmentServer]):
-    row = np.array([(0, 0, 1, 0, 0)]).T
+    pattern = Pattern.of(np.array([[0], [1], [0], [0]]))
     with pytest.raises(InvalidRequest, match="read-only"):
-        PieceTable.reading(row, [memoryview(b"x")])
+        PieceTable.reading([Lot(pattern, 0, [memoryview(b"x")])])
     engine = TransferEngine("reader", ("tcp",))
-    table = PieceTable.reading(row, [memoryview(bytearray(1))])
+    table = PieceTable.reading([Lot(pattern, 0, [memoryview(bytearray(1))])])
     with pytest.raises(InvalidRequest, match="no checksums"):
         engine.submit([Request(owner[1].address, table, time.monotonic() + 20, checksum_bytes=64)])
     engine.close()
