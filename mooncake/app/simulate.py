@@ -16,6 +16,7 @@ from rich.table import Table
 
 from mooncake.app.console import err, ms, out, plain_table, print_json
 from mooncake.app.latency import Spread
+from mooncake.app.sim.arenas import use_huge_pages
 from mooncake.app.sim.cluster import Cluster, load_cluster, load_preset, preset_names
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize, to_json
@@ -24,7 +25,7 @@ from mooncake.errors import ConfigError
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest, scale
 
 PROGRESS_EVERY = 256  # arrivals
-GARBAGE_EVERY = 50_000  # new objects: what a request leaves behind forms no cycles, so there is little to find
+GARBAGE_EVERY = 500_000  # new objects: what a request leaves behind forms no cycles, so there is little to find
 REQUEST_COLUMNS = (
     "arrival_s",
     "input_tokens",
@@ -113,6 +114,7 @@ def play(
 
 
 def simulate(path: Path, limit: int | None, resample: int | None, cluster: Cluster, run: Run, output: Output) -> None:
+    use_huge_pages()
     trace: Sequence[TraceRequest] = load_scaled(path, limit, run.tokens_per_block)
     if resample is not None:
         trace = ResampledTrace(trace, resample, run.seed)

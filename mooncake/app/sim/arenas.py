@@ -1,0 +1,25 @@
+"""Memory for millions of small objects that are visited in no order: without huge pages the processor spends an eighth
+of a simulation of a thousand machines on finding out where in memory they are. It knows nothing of what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from mooncake.native import BuildFailed, load_module
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("arenas.cpp")
+
+
+@functools.cache
+def use_huge_pages() -> None:
+    """Python's objects that are made from now on lie in huge pages, as far as the system has them. For a process that
+    only simulates: what it frees goes back to Python and not to the system."""
+    try:
+        load_module("arenas", SOURCE).use_huge_pages()
+    except BuildFailed as error:
+        log.warning("simulating in small pages, more slowly: %s", error)
