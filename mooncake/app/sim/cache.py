@@ -27,15 +27,19 @@ class HostCache:
         """Keep the first ``count`` blocks, which are here, from being evicted."""
         return self.pool.take_prefix(keys, count)
 
-    def add(self, keys: Keys) -> None:
-        """Store the chain, as far as there is room; what was here counts as used."""
+    def add(self, keys: Keys, held: list[int]) -> None:
+        """Store the chain, as far as there is room; what was here counts as used. Its first blocks, which are
+        ``held``, are given back."""
         pool = self.pool
-        known = pool.match(keys)
-        table = pool.take_prefix(keys, known)
-        table += pool.allocate(min(len(keys) - known, pool.num_available))
-        for index in range(known, len(table)):
-            pool.seal(table[index], keys[index], keys[index - 1] if index else b"")
-        pool.release(table)
+        lacking = keys[len(held) :]
+        table = held + pool.take_prefix(lacking, pool.match(lacking))
+        known = len(table)
+        parent = keys[known - 1] if known else b""
+        new = pool.allocate(min(len(keys) - known, pool.num_available))
+        for block_id, key in zip(new, keys[known:], strict=False):
+            pool.seal(block_id, key, parent)
+            parent = key
+        pool.release(table + new)
 
     def release(self, held: list[int]) -> None:
         self.pool.release(held)

@@ -124,9 +124,8 @@ class PrefillMachine:
         work_s = self._agenda.now - flight.started_s
         self.busy_s += work_s
         self.running = None
-        self.cache.add(flight.keys)
-        self.cache.release(flight.held)
-        flight.held = []
+        held, flight.held = flight.held, []
+        self.cache.add(flight.keys, held)
         self._on_end(flight, work_s)
         if self.running is None:
             self._start_next()

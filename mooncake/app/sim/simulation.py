@@ -201,7 +201,7 @@ class Simulation:
         source = flight.source_id
         self._let_source_go(flight)
         machine = self.prefill[flight.prefill_id]
-        machine.cache.add(flight.keys[:run])
+        machine.cache.add(flight.keys[:run], [])
         flight.held = machine.cache.hold(flight.keys, machine.cache.match(flight.keys[:run]))
         self._tell_index(machine.name)
         took_ms = (self.agenda.now - flow.started_s) * 1e3
