@@ -86,9 +86,12 @@ def available_cores() -> int:
 
 
 def free_port(host: str) -> int:
-    """A TCP port nobody listens on. Another process may still take it before we do."""
-    with _bound(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    """A TCP port nobody listens on. Another process may still take it before we do. Raises ConfigError."""
+    try:
+        with _bound(host, 0) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(_port_sentence(host, 0, "", error)) from None
 
 
 def check_choices(config: Config) -> None:

@@ -73,6 +73,8 @@ def test_an_address_of_another_machine_is_refused() -> None:
     config = load_config(None, ["conductor.host=192.0.2.1", "conductor.http_port=18000", "conductor.grpc_port=18001"])
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:18000: .*set conductor\.host"):
         check_ports(config)
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .*set conductor\.host"):
+        resolve(load_config(None, ["conductor.host=192.0.2.1", "conductor.http_port=0"]))
 
 
 def test_threads_are_shared_among_the_compute_nodes() -> None:
