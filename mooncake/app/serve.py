@@ -13,7 +13,7 @@ from rich.markup import escape
 from conductor.api import DRAIN_S
 from mooncake.app.console import err, out
 from mooncake.app.local import LocalCluster
-from mooncake.app.ray_cluster import RayCluster
+from mooncake.app.ray_cluster import RayCluster, is_loopback
 from mooncake.app.role_main import unless_stopped
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, MooncakeError
@@ -60,6 +60,8 @@ def _announce(config: Config) -> None:
     engines = f"{cluster.coupled} coupled" if cluster.coupled else f"{cluster.prefill} prefill, {cluster.decode} decode"
     nodes = f"{engines}, {cluster.store} store"
     out.print(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
+    if not is_loopback(config.conductor.host):
+        _tell(f"nobody is asked who they are: whoever reaches {config.conductor.host} can use this cluster and join it")
 
 
 def _tell_addresses(http_url: str, grpc_address: str) -> None:
