@@ -115,6 +115,7 @@ class LayoutReader:
         key = (address.node_id, address.incarnation)
         try:
             if key not in self._views:
+                self._forget_gone()
                 self._views[key] = self._transfer.view(address, deadline)
             view = self._views[key]
             if view is None:
@@ -133,6 +134,15 @@ class LayoutReader:
             self._forget(key)
             return False
         return True
+
+    def _forget_gone(self) -> None:
+        """A view keeps the memory of a dead process."""
+        for key, view in list(self._views.items()):
+            try:
+                if view is not None:
+                    view.check()
+            except PathFailed:
+                self._forget(key)
 
     def _forget(self, key: tuple[str, int]) -> None:
         view = self._views.pop(key, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -283,6 +284,17 @@ def test_a_flipped_bit_is_found_where_whole_layers_are_read(transfer):
         parts = reader.read_blocks(plan(model(3), model(1, 1, 16), 0), shards, [_block(model(1, 1, 16))], soon())
         assert parts.unverified_bytes == parts.nbytes  # a quarter of a layer has no checksum, and the caller is told
         reader.close()
+
+
+def test_what_a_restarted_store_left_is_let_go_of(transfer):
+    reader, mapped = LayoutReader(transfer), []
+    for _ in range(2):
+        with Deployment(model(), 2) as source:
+            fill(source, 5)
+            reader.read_blocks(plan(model(), model(1, 1, 16), 0), source.shards(), [_block(model(1, 1, 16))], soon())
+            mapped.append(Path("/proc/self/maps").read_text().count("memfd:mooncake-rank0"))
+    reader.close()
+    assert mapped[0] == mapped[1] > 1
 
 
 def _block(layout: ShardedLayout) -> Bytes:
