@@ -264,7 +264,7 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     block_tokens = own.cache.layout.block_tokens
     needed = SHARED_BATCH * (SHARED_PREFIX // block_tokens + -(-SHARED_OWN // block_tokens))
     if own.cache.num_blocks >= needed:
-        ways = shared_prefix_s(own.cache.tensor, checkpoint.config.num_heads, *sizes, reps)
+        ways = shared_prefix_s(own.cache.tensor, checkpoint.config.num_heads, *sizes, 5 * reps)
         for subject, times in ((OURS, ways["shared"]), (f"{OURS}, a copy each", ways["copies"])):
             report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.kernels import choose_kernels, reference
+from mooncake.kernels.cpu import CpuKernels
 
 READ_BYTES = 512 << 20
 SPIN_S = 0.03  # so long torch's threads keep a core busy behind a call, waiting for the next: who comes then is slowed
@@ -68,11 +70,7 @@ def decode_attention_s(
     starts = torch.arange(batch + 1, dtype=torch.int32)
     contexts = torch.full((batch,), context, dtype=torch.int32)
     contiguous = [_gather(cache[:, layer], tables, context) for layer in range(layers)]
-    kernels, scale = choose_kernels(), head_dim**-0.5
-
-    def ours() -> None:
-        for layer in range(layers):
-            kernels.paged_attention(query, cache[:, layer], tables, starts, contexts, scale)
+    ours = _attention(query, cache, layers, tables, starts, contexts)
 
     def sdpa_groups() -> None:
         for key, value in contiguous:
@@ -107,14 +105,33 @@ def shared_prefix_s(
     query = torch.randn(batch, num_heads, head_dim)
     starts = torch.arange(batch + 1, dtype=torch.int32)
     contexts = torch.full((batch,), shared * block_tokens + own, dtype=torch.int32)
-    kernels, scale = choose_kernels(), head_dim**-0.5
+    tables = {"shared": together, "copies": copies}
+    ways = {name: _attention(query, cache, layers, ids, starts, contexts) for name, ids in tables.items()}
+    return {name: tuple(s / layers for s in taken) for name, taken in _in_turns(ways, reps).items()}
 
-    def attend(tables: torch.Tensor) -> None:
-        for layer in range(layers):
-            kernels.paged_attention(query, cache[:, layer], tables, starts, contexts, scale)
 
-    times = _in_turns({"shared": lambda: attend(together), "copies": lambda: attend(copies)}, reps)
-    return {name: tuple(s / layers for s in taken) for name, taken in times.items()}
+def _attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    layers: int,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    contexts: torch.Tensor,
+) -> Callable[[], None]:
+    """Attends to each of so many layers. Nothing but the kernel: a forward pass calls it from C++, too."""
+    kernels, scale = choose_kernels(), reference.head_dim_of(cache[:, 0]) ** -0.5
+    given = [(query, cache[:, layer], tables, starts, contexts, scale) for layer in range(layers)]
+    calls: list[Callable[[], torch.Tensor]]
+    if isinstance(kernels, CpuKernels):
+        calls = [kernels.ready_attention(*arguments) for arguments in given]
+    else:
+        calls = [partial(kernels.paged_attention, *arguments) for arguments in given]
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def _fill(cache: torch.Tensor, tables: torch.Tensor, layers: int, head_dim: int) -> None:

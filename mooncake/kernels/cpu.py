@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -340,17 +340,29 @@ class CpuKernels:
         scale: float,
         window: int = 0,
     ) -> torch.Tensor:
+        return self.ready_attention(query, cache_layer, block_tables, query_starts, context_lens, scale, window)()
+
+    def ready_attention(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+        window: int = 0,
+    ) -> Callable[[], torch.Tensor]:
+        """``paged_attention`` but for the call of the library, which may be made any number of times."""
         query_stride, *inner = query.stride()
         if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
-            return reference.paged_attention(
-                query, cache_layer, block_tables, query_starts, context_lens, scale, window
-            )
-        output = query.new_empty(query.shape)
-        status = self._paged_attention(
+            given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window)
+            return lambda: reference.paged_attention(*given)
+        output, attend, pages = query.new_empty(query.shape), self._paged_attention, _pages(cache_layer)
+        arguments = (
             query.data_ptr(),
             query_stride,
             output.data_ptr(),
-            ctypes.byref(_pages(cache_layer)),
+            ctypes.byref(pages),
             query.shape[1],
             block_tables.data_ptr(),
             block_tables.stride(0),
@@ -361,8 +373,12 @@ class CpuKernels:
             window,
             torch.get_num_threads(),
         )
-        _check(status)
-        return output
+
+        def call() -> torch.Tensor:
+            _check(attend(*arguments))
+            return output
+
+        return call
 
 
 def _takes_pages(cache_layer: torch.Tensor, activations: torch.Tensor) -> bool:
