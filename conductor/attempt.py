@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 END_CHOICE_TIMEOUT_S = 5.0
 INBOX_LIMIT = 256  # messages held for a client that reads slowly; beyond, gRPC's flow control holds the nodes back
+NOBODY_THERE = "failed to connect"  # how gRPC begins to say that a connection was refused
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
 
 
@@ -102,10 +103,12 @@ class AttemptFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A side's call is over. ``error`` is None when it ended well; ``is_lost`` when its node could not be reached."""
+    """A side's call is over. ``error`` is None when it ended well; ``is_lost`` when its node could not be reached,
+    ``met_nobody`` when it was so from the start."""
 
     error: MooncakeError | None = None
     is_lost: bool = False
+    met_nobody: bool = False
     is_retryable: bool = True
 
 
@@ -185,6 +188,7 @@ class Attempt:
         self._closed = False
         self._has_expired = False
         self.lost_nodes: list[NodeInfo] = []  # could not be reached
+        self.met_nobody = False  # where one of them should have been: it did not die of this request
         self._nodes: dict[Role, NodeInfo] = {Role.PREFILL: placement.prefill}
         left_s = max(deadline - clock(), 0.0)
         self._timers = [self._loop.call_later(left_s, self._deadline_is_over)]
@@ -261,6 +265,7 @@ class Attempt:
         ended = said if isinstance(said, _Ended) else None
         if ended is not None and ended.is_lost:
             self.lost_nodes.append(self._nodes[role])
+            self.met_nobody |= ended.met_nobody
         try:
             match said:
                 case prefill_pb2.PrefillResponse():
@@ -329,7 +334,7 @@ class Attempt:
                 return _Ended(error, is_retryable=False)
             return _Ended(HandoffFailed(f"{peer}: {error.message}"))
         if not told and isinstance(error, NodeUnavailable):
-            return _Ended(error, is_lost=True)
+            return _Ended(error, is_lost=True, met_nobody=NOBODY_THERE in (failure.details() or ""))
         if not told and isinstance(error, InternalError):
             return _Ended(error)  # a crash in one node's handler, or a broken stream
         return _Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))

@@ -453,12 +453,14 @@ class Dispatcher:
         if isinstance(failure.error, ChecksumMismatch):
             self.on_corrupt(attempt.nodes)
         lost = {info.incarnation for info in attempt.lost_nodes}
-        was_told = bool(lost & journey.avoid)  # the failure before was this loss, as the other node had seen it
+        # Free, and no more often than there are nodes: the failure before was this loss, as the other node had seen it; or
+        # the node was gone already.
+        is_free = bool(lost & journey.avoid) or attempt.met_nobody
         journey.dead |= lost
         journey.avoid = journey.avoid - lost if lost else journey.avoid | {info.incarnation for info in attempt.nodes}
-        if not failure.is_retryable or (journey.retries >= self._limits.retries and not was_told):
+        if not failure.is_retryable or (journey.retries >= self._limits.retries and not is_free):
             raise failure.error from None
-        journey.retries += not was_told
+        journey.retries += not is_free
         self.stats.retries += 1
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
 

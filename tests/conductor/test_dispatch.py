@@ -185,6 +185,23 @@ async def test_a_node_that_dies_midway_is_survived_and_gets_no_more_work(start_c
     await cluster.is_quiet()
 
 
+async def test_nodes_that_die_together_cost_one_try(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 3, node_timeout_s=30.0)
+    for victim in cluster.decode:
+        victim.script.token_s = 0.02
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 20)))
+    await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 3)
+    there = next(number for number, node in enumerate(cluster.decode) if node.running)
+    await asyncio.gather(*(victim.die() for victim in cluster.decode))
+    await cluster.eventually(lambda: cluster.core.waiting_for() == ["decode"])
+    await cluster.restart_decode(there)
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 20)
+    assert deltas[-1].summary.retries == 1
+    assert cluster.core.dispatcher.stats.failed_attempts == {"unavailable": 3}
+    await cluster.is_quiet()
+
+
 async def test_a_node_that_falls_silent_loses_its_requests_to_another(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, node_timeout_s=0.5)
     victim = cluster.decode[0]
