@@ -453,8 +453,8 @@ class Dispatcher:
         if isinstance(failure.error, ChecksumMismatch):
             self.on_corrupt(attempt.nodes)
         lost = {info.incarnation for info in attempt.lost_nodes}
-        # Free, and no more often than there are nodes: the failure before was this loss, as the other node had seen it; or
-        # the node was gone already.
+        # Free, and no more often than there are nodes: the failure before was this loss, as the other node had seen
+        # it; or the node was gone already.
         is_free = bool(lost & journey.avoid) or attempt.met_nobody
         journey.dead |= lost
         journey.avoid = journey.avoid - lost if lost else journey.avoid | {info.incarnation for info in attempt.nodes}
