@@ -34,7 +34,7 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
-LANE_SHARE = 1 / 16  # of the slots that writers may have in advance
+LANE_SHARE = 1 / 8  # of the slots that writers may have in advance
 MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
 

@@ -5,9 +5,9 @@ everybody; the store hears of it a moment later, many at a time. Only where the 
 be at that block, slots are just being taken back) the store is asked while the sender waits. A sender that dies
 half-way has landed nothing, and its slot is used for the next.
 
-The first block wakes the store. While more come behind it, the store looks for them every few milliseconds and is woken
-only when its slots run low: to be woken for each costs more than the block does. Slots are only held while blocks are
-being put, so that an idle store has all of its memory.
+The first block wakes the store. While more come behind it, the store looks for them every LOOK_S and is woken only when
+its slots run low: to be woken for each costs more than the block does. Slots are only held while blocks are being put,
+so that an idle store has all of its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mooncake.errors import InvalidRequest
 
 AHEAD = 16  # slots: as many as four clients have connections
 RETURN_AFTER_S = 1.0  # without a put
-LOOK_S = 0.005  # an event, or a reader's note, may wait so long
+LOOK_S = 0.02  # an event, or a reader's note, may wait so long
 
 _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committed.OVER: Status.NO_SLOT}
 
@@ -94,6 +94,7 @@ class WirePuts:
         self._looking = None
         self._store.settle()
         if self._store.ahead.num_adopted != self._num_seen:
+            self._store.give_ahead(WIRE, self._most)
             self._look_later(loop)
         else:
             self._store.ahead.be_patient(False)
