@@ -32,7 +32,7 @@ RUN = 256  # tokens; a draw looks at the sums of runs first
 # How many of the most likely tokens top-p looks at first; eight times as many each time that they do not suffice.
 FIRST_CANDIDATES = 256
 
-_IS_PLAIN = attrgetter("is_plain")
+_IS_PLAIN, _NUM_TOKENS = attrgetter("is_plain"), attrgetter("num_tokens")
 
 
 class Sampler:
@@ -49,12 +49,14 @@ class Sampler:
         """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are."""
         is_plain = all(map(_IS_PLAIN, sequences))
         edited = {} if is_plain else self._edits(logits, sequences)
-        draws = None if is_plain else _draws(sequences)
-        if self._library is not None:
-            tokens = self._library.sample(logits, edited, draws)
-        else:
+        if self._library is None:
             rows = [edited.get(place, row) for place, row in enumerate(logits.numpy())]
-            tokens = [_most_likely(row) for row in rows] if draws is None else _drawn_from(rows, sequences, draws)
+            tokens = _chosen(rows, sequences)
+        elif is_plain:
+            tokens = self._library.sample(logits, edited)
+        else:
+            draws = [sequence.draw or _keep_draw(sequence) for sequence in sequences]
+            tokens = self._library.sample(logits, edited, b"".join(draws), list(map(_NUM_TOKENS, sequences)))
         if -1 in tokens:
             raise InternalError("the model's logits are not finite")
         if is_plain:
@@ -100,30 +102,21 @@ def _most_likely(logits: Row) -> int:
     return int((logits == logits.max()).argmax())
 
 
-def _draws(sequences: Rows[Sequence]) -> npt.NDArray[np.void] | None:
-    """How the next token of each is chosen, with one uniform number for the position that it will have.
-
-    None when all are greedy: most likely tokens take no numbers."""
-    samplings = [sequence.sampling for sequence in sequences]
-    if all(sampling.is_greedy for sampling in samplings):
-        return None
-    draws: npt.NDArray[np.void] = np.empty(len(sequences), DRAW)
-    draws["temperature"] = [0.0 if sampling.is_greedy else sampling.temperature for sampling in samplings]
-    draws["top_p"] = [sampling.top_p for sampling in samplings]
-    draws["min_p"] = [sampling.min_p for sampling in samplings]
-    draws["top_k"] = [max(0, sampling.top_k) for sampling in samplings]
-    seeds = np.array([sampling.seed for sampling in samplings], np.uint64)
-    positions = np.array([sequence.num_tokens for sequence in sequences], np.uint64)
-    draws["uniform"] = uniforms(seeds, positions)
-    return draws
+def _keep_draw(sequence: Sequence) -> bytes:
+    """How its tokens are chosen, as the library takes it: the same at each of its steps."""
+    sampling = sequence.sampling
+    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    sequence.draw = DRAW.pack(temperature, sampling.top_p, sampling.min_p, max(0, sampling.top_k), sampling.seed)
+    return sequence.draw
 
 
-def _drawn_from(rows: list[Row], sequences: Rows[Sequence], draws: npt.NDArray[np.void]) -> list[int]:
-    """The definition of what the library does faster."""
+def _chosen(rows: list[Row], sequences: Rows[Sequence]) -> list[int]:
+    """The definition of what the library does faster. A draw takes one uniform number, by the seed and the position
+    that the token will have."""
+    seeds = np.array([sequence.sampling.seed for sequence in sequences], np.uint64)
+    draws = uniforms(seeds, np.array([sequence.num_tokens for sequence in sequences], np.uint64))
     return [
-        _most_likely(row)
-        if sequence.sampling.is_greedy
-        else _drawn(*distribution(row, sequence.sampling), float(draw["uniform"]))
+        _most_likely(row) if sequence.sampling.is_greedy else _drawn(*distribution(row, sequence.sampling), float(draw))
         for row, sequence, draw in zip(rows, sequences, draws, strict=True)
     ]
 

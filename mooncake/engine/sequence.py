@@ -53,6 +53,7 @@ class Sequence:
         "chain_seed",
         "choice",
         "draft_memory",
+        "draw",
         "edits_logits",
         "external_blocks",
         "first_step_s",
@@ -161,6 +162,7 @@ class Sequence:
         self.arrival = 0  # order of arrival in this engine
         self.row = -1  # in the scheduler's array of block tables
         self.sampler_memory: object = None  # of the sampler alone
+        self.draw = b""  # likewise
         self.guide_state: GuideState | None = None  # likewise
         self.draft_memory: DraftMemory | None = None  # of speculation alone
 

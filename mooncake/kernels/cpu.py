@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -40,7 +41,7 @@ _SIGNATURES = {
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
-    "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
+    "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT],
     "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
 }
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -53,8 +54,8 @@ PROBLEMS = {
     3: "a token id or row lies outside its range",
 }
 STOPPED_BY_HOOK = 4
-DRAW = np.dtype([(name, np.float64) for name in ("temperature", "top_p", "min_p", "uniform")] + [("top_k", np.int64)])
-"""How one token is chosen; mirrors ``Draw`` of sampling.h. Temperature 0: the most likely one."""
+DRAW = struct.Struct("=dddqQ")
+"""How one token is chosen: temperature, top_p, min_p, top_k, seed; mirrors ``Draw`` of sampling.h."""
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
 
 
@@ -229,17 +230,19 @@ class CpuKernels:
         self,
         logits: torch.Tensor,
         instead: Mapping[int, npt.NDArray[np.float32]],
-        draws: npt.NDArray[np.void] | None,
+        draws: bytes | None = None,
+        positions: Sequence[int] = (),
     ) -> list[int]:
         """The next token after each row of ``logits`` ``[R, V]`` float32, or after the row that is given instead, as
-        ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` are of the type DRAW; None:
-        the most likely tokens."""
+        ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` has a DRAW for each row,
+        whose token will have the position of that place; None: the most likely tokens."""
         count, size = logits.shape
         tokens, others = (_LONG * count)(), None
         if instead:
             others = (_POINTER * count)(*(instead[row].ctypes.data if row in instead else None for row in range(count)))
-        how = None if draws is None else draws.ctypes.data
-        self._sample(logits.data_ptr(), logits.stride(0), others, count, size, how, tokens, torch.get_num_threads())
+        where = None if draws is None else (_LONG * count)(*positions)
+        first, stride, threads = logits.data_ptr(), logits.stride(0), torch.get_num_threads()
+        self._sample(first, stride, others, count, size, draws, where, tokens, threads)
         return tokens[:]
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -80,11 +80,11 @@ int mc_linear(const PackedLinear* layer, const float* from, int64_t from_stride,
 }
 
 // tokens[i]: the next token after row i of `logits`, or after instead[i] (either may be null), which are [vocab]; -1 when
-// they are not finite.
+// they are not finite. positions[i]: where it will stand. No draws: the most likely tokens.
 int mc_sample(const float* logits, int64_t stride, const float* const* instead, int64_t count, int64_t vocab,
-              const Draw* draws, int64_t* tokens, int threads) {
+              const Draw* draws, const int64_t* positions, int64_t* tokens, int threads) {
     const auto row = [=](int64_t i) { return instead && instead[i] ? instead[i] : logits + i * stride; };
-    sample(row, count, vocab, draws, tokens, threads);
+    sample(row, count, vocab, draws, positions, tokens, threads);
     return OK;
 }
 

@@ -41,14 +41,27 @@ inline vd exp_of(vd x) {
 }
 
 struct Draw {
-    double temperature, top_p, min_p, uniform;  // temperature 0: the most likely token
-    int64_t top_k;                              // 0: all
+    double temperature, top_p, min_p;  // temperature 0: the most likely token
+    int64_t top_k;                     // 0: all
+    uint64_t seed;
 };
+
+inline uint64_t mix_bits(uint64_t bits) {
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB;
+    return bits ^ bits >> 31;
+}
+
+// As `uniforms` of mooncake/engine/randomness.py.
+inline double uniform_of(uint64_t seed, uint64_t position) {
+    const uint64_t bits = mix_bits(mix_bits(seed) + (position + 1) * 0x9E3779B97F4A7C15);
+    return double(bits >> 11) * (1.0 / (uint64_t(1) << 53));
+}
 
 class RowSampler {
 public:
-    // The token, or -1 when the logits are not finite.
-    int64_t sample(const float* logits, int64_t size, const Draw& draw) {
+    // The token that will stand at `position`, or -1 when the logits are not finite.
+    int64_t sample(const float* logits, int64_t size, const Draw& draw, int64_t position) {
         logits_ = logits;
         size_ = size;
         best_ = most();
@@ -59,7 +72,7 @@ public:
         if (draw.top_k > 0 && draw.top_k < size) threshold = std::max(threshold, double(ranked(draw.top_k)));
         if (draw.top_p < 1) threshold = std::max(threshold, double(top_p_threshold(threshold, draw.top_p)));
         keep(float(threshold));
-        return drawn(draw.uniform);
+        return drawn(uniform_of(draw.seed, position));
     }
 
 private:
@@ -226,10 +239,11 @@ private:
 };
 
 template <class Row>
-void sample(const Row& row, int64_t count, int64_t vocab, const Draw* draws, int64_t* tokens, int threads) {
+void sample(const Row& row, int64_t count, int64_t vocab, const Draw* draws, const int64_t* positions, int64_t* tokens,
+            int threads) {
     parallel(count, threads, [&](int64_t i) {
         static thread_local RowSampler sampler;
-        tokens[i] = sampler.sample(row(i), vocab, draws ? draws[i] : Draw{});
+        tokens[i] = draws ? sampler.sample(row(i), vocab, draws[i], positions[i]) : sampler.sample(row(i), vocab, Draw{}, 0);
     });
 }
 
