@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 
 from kvstore.checksum import Checksums, checksums_of, checksums_to_wire, first_mismatch, verify
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.client_far import INLINE_BYTES as FAR_INLINE_BYTES
 from kvstore.client_far import FarStore
 from kvstore.client_near import INLINE_BYTES, NearStore
 from kvstore.client_types import (
@@ -78,6 +79,8 @@ class StoreClient:
         self._calls = StoreCalls(address, channels)
         self._far = FarStore(transfer, tenant) if is_keyed else None
         self._near = NearStore(self._calls, self._far, tenant)
+        self._life = 0  # the incarnation that the store had when it was asked for its short ways; 0: never
+        self._is_meeting = False
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
     @classmethod
@@ -174,7 +177,8 @@ class StoreClient:
         data = bytearray()
 
         def room(length: int) -> memoryview:
-            data.extend(bytes(length))
+            nonlocal data
+            data = bytearray(length)
             return memoryview(data)
 
         return bytes(data) if await self._get(key, room, timeout_s) is not None else None
@@ -219,12 +223,10 @@ class StoreClient:
         def room(_: int, length: int) -> memoryview:
             return room_in(into, length)
 
-        deadline = time.monotonic() + timeout_s
-        if not 0 < into.nbytes <= INLINE_BYTES:
-            length = None
-        elif self._near.board is not None:
-            length = self._near.get(key, into)
-        elif self._far is not None and self._far.is_open:
+        deadline, length = time.monotonic() + timeout_s, None
+        if self._near.board is not None:
+            length = self._near.get(key, into) if 0 < into.nbytes <= INLINE_BYTES else None
+        elif self._far is not None and self._far.is_open and 0 < into.nbytes <= FAR_INLINE_BYTES:
             length = await self._far.get(key, into, deadline)
             if length is None:
                 [length] = await self._get_leased([key], room, deadline)
@@ -347,6 +349,7 @@ class StoreClient:
         request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
         asked_s = time.monotonic()
         response = await self._calls.call(self._calls.fast.Acquire(request, timeout=timeout_s))
+        self._met(response.segment.incarnation)
         return lease_from_wire(response, asked_s)
 
     async def read_ranges(
@@ -417,6 +420,9 @@ class StoreClient:
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
         response = await self._calls.call(self._calls.stub.Stats(pb.StatsRequest(), timeout=timeout_s))
+        if self._life != response.segment.incarnation:
+            self._near.close()  # the board of an earlier life
+            self._life = response.segment.incarnation
         await self._calls.open_lane(response.lane_port)
         if self._copies_inline:
             await self._near.open(response)
@@ -452,7 +458,21 @@ class StoreClient:
             wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
         )
         response = await self._calls.call(self._calls.fast.Reserve(request, timeout=left_s(deadline)))
+        self._met(response.segment.incarnation)
         return reservations_from_wire(response), [slot.stored for slot in response.slots]
+
+    def _met(self, incarnation: int) -> None:
+        """Learn the short ways again of a store that was started anew."""
+
+        async def meet() -> None:
+            try:
+                await self.stats()
+            finally:
+                self._is_meeting = False
+
+        if self._life and incarnation not in (0, self._life) and not self._is_meeting:
+            self._is_meeting = True
+            self._calls.later(meet())
 
     async def _put(
         self,

@@ -56,6 +56,7 @@ class NearStore:
         if self.board is not None:
             self.board.close()
             self.board = None
+            self._spare.clear()  # slots of that life
 
     # Reading
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,40 @@ async def test_bytes_arrays_and_tensors_go_in_and_come_back(keep):
             await pool.get_into("tensor", bytearray(1))
         with pytest.raises(InvalidRequest):
             await pool.put("", b"x")
+
+
+async def test_a_store_that_was_restarted_is_used_as_before(keep):
+    """Every read of a short block raised for ever, and what a client of its host can do without asking stayed away."""
+    store = keep()
+    address = store.greeting["control"]
+    async with await kvstore.Client.connect(address) as pool:
+        assert await pool.put("k", data(1)) and await pool.get_into("k", bytearray(BLOCK)) == BLOCK
+        store.kill()
+        for call in (pool.get_into("k", bytearray(BLOCK)), pool.put("k", data(1))):
+            with pytest.raises(NodeUnavailable):
+                await call
+        keep(8, f"node.port={address.rpartition(':')[2]}")
+        into = bytearray(BLOCK)
+        async with asyncio.timeout(30):
+            while not await _answers(pool.get_into("k", into)) or not num_boards():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for number in range(4):
+            assert await pool.put(f"k{number}", data(number))
+            assert await pool.get_into(f"k{number}", into) == BLOCK and into == data(number)
+        assert num_boards() == 1
+
+
+async def _answers(call: Coroutine[Any, Any, int | None]) -> bool:
+    try:
+        assert await call is None
+    except NodeUnavailable:
+        return False
+    return True
+
+
+def num_boards() -> int:
+    """Of stores of this host, mapped by this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:mooncake-board")
 
 
 async def test_parts_are_read_and_verified_alone(keep):
