@@ -19,6 +19,7 @@ using vf8 = float __attribute__((vector_size(DW * 4)));
 
 constexpr double MINUS_INFINITY = -std::numeric_limits<double>::infinity();
 constexpr int64_t RUN = 256;               // tokens; a draw looks at the sums of runs first
+constexpr int64_t TOGETHER = 8;            // runs that are summed side by side
 constexpr int64_t PIECE = 2048;            // tokens that stay in the nearest cache while they are looked at again
 constexpr int BUCKETS = 4096;
 constexpr float BUCKETS_A_UNIT = 128;
@@ -178,18 +179,20 @@ private:
                 values_.push_back(logits_[i]);
             }
         }
-        weigh(values_);
+        weigh(values_.data(), int64_t(values_.size()));
     }
 
-    void weigh(const std::vector<float>& values) {
-        const size_t size = values.size(), padded = (size + DW - 1) / DW * DW;
-        weights_.resize(padded);
-        for (size_t i = 0; i < padded; i += DW) {
-            vf8 piece{};
-            std::memcpy(&piece, values.data() + i, std::min<size_t>(DW, size - i) * sizeof(float));
+    void weigh(const float* values, int64_t size) {
+        weights_.resize(size + DW);
+        const auto put = [&](int64_t i, vf8 piece) {
             const vd weight = exp_of((__builtin_convertvector(piece, vd) - double(best_)) / temperature_);
             std::memcpy(weights_.data() + i, &weight, sizeof weight);
-        }
+        };
+        int64_t i = 0;
+        for (; i + DW <= size; i += DW) put(i, load_as<vf8>(values + i));
+        vf8 rest{};
+        std::memcpy(&rest, values + i, (size - i) * sizeof(float));
+        put(i, rest);
         weights_.resize(size);
     }
 
@@ -197,14 +200,20 @@ private:
     int64_t drawn(double uniform) {
         const int64_t size = int64_t(weights_.size()), runs = (size + RUN - 1) / RUN;
         run_weights_.assign(runs, 0);
-        double total = 0;
-        for (int64_t run = 0; run < runs; run++) {
-            for (int64_t i = run * RUN; i < std::min(size, (run + 1) * RUN); i++) run_weights_[run] += weights_[i];
-            total += run_weights_[run];
+        int64_t run = 0;
+        for (; (run + TOGETHER) * RUN <= size; run += TOGETHER) {  // each in its order, and none waits for another
+            double sums[TOGETHER] = {};
+            for (int64_t i = 0; i < RUN; i++)
+                for (int64_t j = 0; j < TOGETHER; j++) sums[j] += weights_[(run + j) * RUN + i];
+            std::copy(sums, sums + TOGETHER, run_weights_.data() + run);
         }
+        for (; run < runs; run++)
+            for (int64_t i = run * RUN; i < std::min(size, (run + 1) * RUN); i++) run_weights_[run] += weights_[i];
+        double total = 0;
+        for (double weight : run_weights_) total += weight;
         double left = uniform * total;
-        const int64_t run = passes(run_weights_.data(), runs, left);
-        const int64_t first = run * RUN, place = first + passes(weights_.data() + first, std::min(RUN, size - first), left);
+        const int64_t first = passes(run_weights_.data(), runs, left) * RUN;
+        const int64_t place = first + passes(weights_.data() + first, std::min(RUN, size - first), left);
         return ids_.empty() ? place : ids_[place];
     }
 
