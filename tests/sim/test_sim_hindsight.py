@@ -3,7 +3,7 @@
 import numpy as np
 
 from mooncake.app.sim.cluster import Cluster, load_preset
-from mooncake.app.sim.hindsight import RetryProbe, false_rejections, keep_placements
+from mooncake.app.sim.hindsight import RetryProbe, false_rejections, keep_placements, told_with_hindsight
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.trace import TraceRequest
@@ -46,6 +46,7 @@ def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never(
     burst, later = prompts(12, every_ms=50.0), TraceRequest(90_000.0, 600, 2, (10**6,))
     simulation = Simulation(cluster(), [*burst, later], Run(jitter_s=0.0))
     probe = RetryProbe(simulation)
+    keep_placements(simulation)
     results = simulation.run()
     refused = set(np.flatnonzero(results.fate == Fate.REJECTED).tolist())
     assert refused and set(probe.waits_s) == refused, "the queue ends long before the last request comes"
@@ -53,3 +54,15 @@ def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never(
         assert 0.0 < wait_s <= 12.0
         assert np.isnan(results.ttft_s[at])
     assert len(probe.errors()) == len(refused)
+    assert len(probe.errors_with_hindsight()) == len(refused)
+
+
+def test_with_hindsight_is_told_what_is_right_for_most_that_are_alike() -> None:
+    rng = np.random.default_rng(3)
+    features, is_slow = rng.random((90, 2)), np.arange(90) < 60
+    features[:30] += 5.0  # slow ones behind a long queue
+    true_s = np.where(is_slow, np.where(features[:, 0] > 2.0, 30.0, 8.0), 1.0)
+    true_s[::30] = 60.0  # one of each kind is as no other
+    told_s = told_with_hindsight(features, is_slow, true_s)
+    right = np.abs(told_s / true_s - 1.0) <= 0.25
+    assert right.sum() == 87 and not right[::30].any()

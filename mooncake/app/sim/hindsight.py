@@ -9,7 +9,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from conductor.waits import MAX_RETRY_S
+from conductor.waits import MAX_RETRY_S, WAITS
 from mooncake.app.sim.requests import Fate, Flight
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
@@ -17,9 +17,12 @@ from mooncake.app.sim.summary import meets
 AFTER_S = 90.0  # of arrivals that a refused request could disturb: more than a queue and an answer take
 EVENTS_A_LOOK = 1000
 NEWS_S = 0.5  # how often it is seen who was refused; less than a second
+ALIKE = 20  # refusals that one is told from when all waits are known
+EXACT = 0.25  # of the true wait: what is told no worse is right
 
 Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def keep_placements(simulation: Simulation) -> None:
@@ -136,11 +139,25 @@ class RetryProbe:
         self._until_s = float(simulation.results.arrival_s.max()) - MAX_RETRY_S
         simulation.agenda.after(NEWS_S, self._look)
 
-    def errors(self) -> npt.NDArray[np.float64]:
+    def errors(self) -> Floats:
         """|told / true - 1| of each, both in whole seconds and none longer than the longest that is told."""
-        told = np.ceil(self._simulation.results.retry_after_s[list(self.waits_s)])
-        errors: npt.NDArray[np.float64] = np.abs(told / np.minimum(list(self.waits_s.values()), MAX_RETRY_S) - 1.0)
+        return self._errors(np.ceil(self._simulation.results.retry_after_s[list(self.waits_s)]))
+
+    def errors_with_hindsight(self) -> Floats:
+        """As ``errors``, had each been told by all others' true waits (``told_with_hindsight``): about the best that
+        anybody can do who knows what the conductor knows of a request. The placements must have been kept."""
+        kept, limit_ms = self._simulation.brain.kept, self._simulation.cluster.slo.ttft_s * 1e3
+        assert kept is not None
+        parts = [kept[at].breakdown for at in self.waits_s]
+        waits = np.array([(part.queue_ms + part.fetch_ms, part.prefill_ms) for part in parts]).reshape(-1, 2)
+        return self._errors(told_with_hindsight(waits, waits.sum(axis=1) > limit_ms, self._true_s()))
+
+    def _errors(self, told_s: Floats) -> Floats:
+        errors: Floats = np.abs(told_s / self._true_s() - 1.0)
         return errors
+
+    def _true_s(self) -> Floats:
+        return np.minimum(list(self.waits_s.values()), MAX_RETRY_S)
 
     def _look(self) -> None:
         """For who was refused since the last time."""
@@ -162,3 +179,19 @@ class RetryProbe:
             self.waits_s[flight.index] = np.inf
         else:
             simulation.agenda.after(1.0, self._ask, flight, waited_s + 1.0)
+
+
+def told_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floats:
+    """[requests] seconds: what is right for most of the ``ALIKE`` refusals most like each, itself left out. Alike are
+    those for the same reason (``is_slow``: the first token) that are near in the ranks of their features [requests,
+    features]."""
+    ranks = features.argsort(axis=0).argsort(axis=0) / max(len(features), 1)
+    is_right = np.abs(WAITS[:, None] / true_s - 1.0) <= EXACT  # [waits, requests]
+    told: Floats = np.zeros(len(features))
+    for one in range(len(features)):
+        distance = ((ranks - ranks[one]) ** 2).sum(axis=1)
+        distance[is_slow != is_slow[one]] += features.shape[1]  # farther than any
+        distance[one] = np.inf
+        alike = distance.argsort(kind="stable")[: min(ALIKE, len(features) - 1)]
+        told[one] = WAITS[is_right[:, alike].sum(axis=1).argmax()]
+    return told
