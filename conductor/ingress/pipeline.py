@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from conductor.api import Delta, Generator, InferenceRequest
@@ -253,7 +254,7 @@ class Pipeline:
         for rank, whole in enumerate(wholes[: sampling.n]):
             tokens = whole.tokens
             if sampling.logprobs is None:
-                tokens = tuple(replace(token, logprob=None) for token in tokens)
+                tokens = tuple(msgspec.structs.replace(token, logprob=None) for token in tokens)
             yield replace(whole, tokens=tokens, choice=rank)
 
     async def run(self, jobs: Sequence[Job], emit: Emit) -> None:
