@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -30,14 +30,13 @@ from mooncake.rpc.convert import (
 from mooncake.rpc.decode_pb2_grpc import DecodeStub
 from mooncake.rpc.errors import CODE_KEY, error_from_rpc
 from mooncake.rpc.prefill_pb2_grpc import PrefillStub
-from mooncake.rpc.server import Channels
+from mooncake.rpc.server import TAKEN_KEY, Channels
 from mooncake.types import Role, TokenIds
 
 log = logging.getLogger(__name__)
 
 END_CHOICE_TIMEOUT_S = 5.0
 INBOX_LIMIT = 256  # messages held for a client that reads slowly; beyond, gRPC's flow control holds the nodes back
-NOBODY_THERE = "failed to connect"  # how gRPC begins to say that a connection was refused
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
 
 
@@ -103,12 +102,10 @@ class AttemptFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A side's call is over. ``error`` is None when it ended well; ``is_lost`` when its node could not be reached,
-    ``met_nobody`` when it was so from the start."""
+    """A side's call is over. ``error`` is None when it ended well; ``is_lost`` when its node could not be reached."""
 
     error: MooncakeError | None = None
     is_lost: bool = False
-    met_nobody: bool = False
     is_retryable: bool = True
 
 
@@ -188,7 +185,7 @@ class Attempt:
         self._closed = False
         self._has_expired = False
         self.lost_nodes: list[NodeInfo] = []  # could not be reached
-        self.met_nobody = False  # where one of them should have been: it did not die of this request
+        self._took: set[Role] = set()  # nodes that have the call
         self._nodes: dict[Role, NodeInfo] = {Role.PREFILL: placement.prefill}
         left_s = max(deadline - clock(), 0.0)
         self._timers = [self._loop.call_later(left_s, self._deadline_is_over)]
@@ -211,6 +208,11 @@ class Attempt:
     @property
     def nodes(self) -> list[NodeInfo]:
         return list(self._nodes.values())
+
+    @property
+    def met_nobody(self) -> bool:
+        """A lost node was gone before it had the call: it did not die of this request."""
+        return any(info in self.lost_nodes and role not in self._took for role, info in self._nodes.items())
 
     async def next(self) -> Delta:
         """The next delta (its summary is not filled in). Raises AttemptFailed, or DeadlineExceeded."""
@@ -265,7 +267,6 @@ class Attempt:
         ended = said if isinstance(said, _Ended) else None
         if ended is not None and ended.is_lost:
             self.lost_nodes.append(self._nodes[role])
-            self.met_nobody |= ended.met_nobody
         try:
             match said:
                 case prefill_pb2.PrefillResponse():
@@ -305,10 +306,12 @@ class Attempt:
     async def _listen(
         self,
         role: Role,
-        call: AsyncIterable[prefill_pb2.PrefillResponse] | AsyncIterable[decode_pb2.DecodeResponse],
+        call: _PrefillCall | _DecodeCall,
     ) -> None:
         peer = f"{role} node {self._nodes[role].node_id}"
         try:
+            if (await call.initial_metadata()).get(TAKEN_KEY):
+                self._took.add(role)
             async for message in call:
                 await self._inbox.room()
                 self._inbox.post(role, message)
@@ -334,7 +337,7 @@ class Attempt:
                 return _Ended(error, is_retryable=False)
             return _Ended(HandoffFailed(f"{peer}: {error.message}"))
         if not told and isinstance(error, NodeUnavailable):
-            return _Ended(error, is_lost=True, met_nobody=NOBODY_THERE in (failure.details() or ""))
+            return _Ended(error, is_lost=True)
         if not told and isinstance(error, InternalError):
             return _Ended(error)  # a crash in one node's handler, or a broken stream
         return _Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))

@@ -22,6 +22,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 )
+TAKEN_KEY = "mooncake-taken"  # in the initial metadata of a stream: the server has the call, and works on it
 KEEPALIVE_MS = 10_000
 _SERVER_OPTIONS = (
     *_OPTIONS,
@@ -78,6 +79,7 @@ def _guard_unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[
 def _guard_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            await context.send_initial_metadata(((TAKEN_KEY, "1"),))
             async for response in inner(request, context):
                 yield response
         except Exception as error:
