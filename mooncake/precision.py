@@ -6,6 +6,7 @@ Decided once, before anything is loaded, and the same everywhere: it must not im
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,8 +35,10 @@ class Precision:
         return f"{weights_digest}+{self.coding}" if self.coding else weights_digest
 
 
-def resolve_precision(dtype: str, kv_dtype: str = "auto", weights: str = "auto") -> Precision:
-    """``dtype`` "auto": bfloat16 where the processor multiplies it natively, else float32. ``kv_dtype`` "auto": as
+def resolve_precision(
+    dtype: str, kv_dtype: str = "auto", weights: str = "auto", devices: Collection[str] = ("cpu",)
+) -> Precision:
+    """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
     ``dtype``. ``weights`` "auto": as ``dtype``. Raises ConfigError for anything unknown."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
@@ -45,11 +48,13 @@ def resolve_precision(dtype: str, kv_dtype: str = "auto", weights: str = "auto")
         if value not in known:
             raise ConfigError(f"model.{name} must be one of {', '.join(known)}, got {value!r}")
     if dtype == "auto":
-        dtype = "bfloat16" if has_native_bf16() else "float32"
+        has_it = "cpu" not in devices or has_native_bf16()  # all GPUs that we compile for have
+        dtype = "bfloat16" if has_it else "float32"
     return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, _CODINGS[weights])
 
 
 def has_native_bf16() -> bool:
+    """Of this machine's processor."""
     return not _BF16_FEATURES.isdisjoint(cpu_features())
 
 

@@ -129,7 +129,7 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         max_model_len=min(config.model.max_model_len or own_len, own_len),
         vocab_size=checkpoint.config.vocab_size,
         block_tokens=config.block.tokens,
-        dtype=config.model.precision().dtype,
+        dtype=config.precision().dtype,
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
         adapters={adapter.name: adapter.digest for adapter in open_adapters(parse_adapters(config.model.adapters))},

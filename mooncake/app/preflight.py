@@ -186,7 +186,7 @@ def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
     engines = cluster.num_prefill + cluster.num_decode
     on_cpus = cluster.num_prefill * (config.prefill.device == "cpu")
     on_cpus += cluster.num_decode * (config.decode.device == "cpu")
-    precision = config.model.precision()
+    precision = config.precision()
     weights_gb = parameter_count(model) * (1 if precision.coding else 4 if precision.dtype == "float32" else 2) / GB
     return MemoryNeed(
         weights_gb=on_cpus * weights_gb,

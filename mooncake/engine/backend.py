@@ -70,7 +70,7 @@ def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: in
         raise ConfigError(f"the draft model {path} has another vocabulary")
     if not max_tokens:
         raise ConfigError("a draft model needs speculative_tokens")
-    precision = resolve_precision(dtype)
+    precision = resolve_precision(dtype, devices=(device,))
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     num_blocks = size.num_blocks + -(-max_tokens // layout.block_tokens)
     max_model_len = size.max_model_len + max_tokens

@@ -53,7 +53,7 @@ class CachePlan:
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
     """Raises ConfigError when not even two blocks fit into ``kv_gb``."""
-    layout = checkpoint.kv_layout(config.block.tokens, config.model.precision().kv_dtype)
+    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype)
     num_blocks = int(section.kv_gb * 1e9) // layout.block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -133,7 +133,7 @@ class EngineHost:
         self.config = config
         self.plan = plan
         self.incarnation = secrets.randbits(63) | 1
-        self._precision = config.model.precision()
+        self._precision = config.precision()
         self.content = self._precision.identity(checkpoint.digest)
         self.fingerprint = kv_fingerprint(self.content, plan.layout)
         self.samples = StepSamples()
