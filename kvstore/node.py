@@ -34,7 +34,7 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
-LANE_SHARE = 1 / 8  # of the slots that writers may have in advance
+LANE_SHARE, MANY_SLOTS = 1 / 16, 64  # of the slots writers may have so many in advance; twice as many of many
 MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
 
@@ -104,7 +104,9 @@ class StoreNode:
     async def _start_store(self, board: Board | None, events: EventLog) -> None:
         config, cleanup, num_blocks = self.config, self._cleanup, self._segment.num_blocks
         loop = asyncio.get_running_loop()
-        lane_slots = 0 if config.store.tenant_dram_gb else int(num_blocks * LANE_SHARE)  # they could not be counted
+        lane_slots = int(num_blocks * LANE_SHARE * (2 if num_blocks >= MANY_SLOTS else 1))
+        if config.store.tenant_dram_gb:
+            lane_slots = 0  # they could not be counted
         self._segment_server = SegmentServer(
             self._segment,
             self.node_id,
