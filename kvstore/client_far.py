@@ -4,9 +4,10 @@ A fetch takes no lease. The store's data plane sends the checksums it has listed
 block that leaves its slot meanwhile comes back wrong, which the checksums show, and is then asked for with a lease. So
 is whatever else cannot be done like this: none of it is an error here.
 
-A call waits where it is for as long as a store that is near takes (``PROMPT_S``), because a turn of the event loop and
-a change of threads cost more than the answer; what takes longer goes on in a thread, and as long as answers are late,
-the next calls begin there. Each call has a connection to itself; there are a few, opened as they are needed.
+A call waits where it is for as long as a store that is near takes (``PROMPT_S``, and the time of the bytes), because a
+turn of the event loop and a change of threads cost more than the answer; what takes longer goes on in a thread, and as
+long as answers are late, the next calls begin there. Each call has a connection to itself; there are a few, opened as
+they are needed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4
 PROMPT_S = 0.002
-INLINE_BYTES = 2 << 20  # more is moved in a thread anyway
+PROMPT_BYTES_PER_S = 2e9
+INLINE_BYTES = 4 << 20  # more is moved in a thread anyway
 AGAIN_AFTER_S = 1.0  # after a connection failed, or a store had no slot for two blocks running
 
 
@@ -70,7 +72,7 @@ class FarStore:
         async with self._exchange(deadline) as connection:
             if connection is not None:
                 get = connection.get(key, into)
-                await self._go(connection, get.go, deadline, is_short=True)
+                await self._go(connection, get.go, deadline, into.nbytes)
                 room_in(into, get.length)
                 return get.length if get.length and get.is_right else None
         return None
@@ -85,11 +87,11 @@ class FarStore:
                 if connection is None:
                     break
                 fetch = connection.fetch(keys[start : start + MAX_KEYS])
-                await self._go(connection, fetch.ask, deadline, is_short=True)
+                await self._go(connection, fetch.ask, deadline)
                 here = [(start + index, *found) for index, found in enumerate(fetch.found()) if found[0]]
                 into = [(room(index, length), ranges) for index, length, ranges in here]
                 nbytes = sum(length for _, length, _ in here)
-                await self._go(connection, fetch.receive(into), deadline, nbytes <= INLINE_BYTES)
+                await self._go(connection, fetch.receive(into), deadline, nbytes)
                 for (index, length, _), is_right in zip(here, fetch.is_right, strict=True):
                     lengths[index] = length if is_right else None
         return lengths
@@ -102,7 +104,7 @@ class FarStore:
                 if connection is None:
                     break
                 ask = connection.ask(keys[start : start + MAX_KEYS])
-                await self._go(connection, ask.send, deadline, is_short=True)
+                await self._go(connection, ask.send, deadline)
                 known[start : start + MAX_KEYS] = ask.known()
         return known
 
@@ -114,7 +116,7 @@ class FarStore:
         async with self._exchange(deadline) as connection:
             if connection is not None:
                 put = connection.put(*name, self._tenant, view, ranges)
-                await self._go(connection, put.send, deadline, view.nbytes <= INLINE_BYTES)
+                await self._go(connection, put.send, deadline, view.nbytes)
                 return self._outcome(put.status())
         return None
 
@@ -125,7 +127,7 @@ class FarStore:
         async with self._exchange(deadline) as connection:
             if connection is not None:
                 commit = connection.commit(*name, self._tenant, slot.index, slot.epoch, length, sums)
-                await self._go(connection, commit.send, deadline, is_short=True)
+                await self._go(connection, commit.send, deadline)
                 return commit.status()
         return None
 
@@ -182,11 +184,12 @@ class FarStore:
         while self._idle:
             self._idle.pop().close()
 
-    async def _go(self, connection: KeyedWire, step: Step, deadline: float, is_short: bool) -> None:
+    async def _go(self, connection: KeyedWire, step: Step, deadline: float, nbytes: int = 0) -> None:
         """Here, or in a thread. Does not return while anything moves, also when it is cancelled."""
+        prompt_s, is_short = PROMPT_S + nbytes / PROMPT_BYTES_PER_S, nbytes <= INLINE_BYTES
         if is_short and self._is_prompt:
             try:
-                step(min(deadline, time.monotonic() + PROMPT_S))
+                step(min(deadline, time.monotonic() + prompt_s))
                 return
             except DeadlineExceeded:
                 self._is_prompt = False
@@ -200,7 +203,7 @@ class FarStore:
             await asyncio.wait([running])
             raise
         if is_short:
-            self._is_prompt = time.monotonic() - started < PROMPT_S
+            self._is_prompt = time.monotonic() - started < prompt_s
 
 
 def _close_late(connecting: asyncio.Future[KeyedWire]) -> None:
