@@ -6,10 +6,9 @@ Both go through the transfer engine from segments of another process, in turns. 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
+from mooncake.app.peers.spawned import spawned
 from mooncake.errors import ConfigError
 from mooncake.types import KVLayout, SegmentAddress
 
@@ -117,7 +117,7 @@ def _measure(case: Case, transport: str, options: Options, report: Report) -> No
     plain = _touched(total)
     transfer = TransferEngine("bench-layout", (transport,))
     reader = LayoutReader(transfer)
-    with _owner(formats, source_blocks, transport, options.seed) as addresses:
+    with spawned(dict, _own, formats, source_blocks, transport, options.seed) as addresses:
         shards = {rank: Shard(address, range(source_blocks)) for rank, address in addresses.items()}
 
         def convert() -> None:
@@ -170,27 +170,6 @@ def _alternate(ways: tuple[Callable[[], None], Callable[[], None]], reps: int) -
 
 def _touched(nbytes: int) -> npt.NDArray[np.uint8]:
     return np.full(nbytes, 1, np.uint8)
-
-
-@contextmanager
-def _owner(
-    block_bytes: dict[int, int], num_blocks: int, transport: str, seed: int
-) -> Iterator[dict[int, SegmentAddress]]:
-    """The segments of these ranks in a process of their own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_own, args=(theirs, block_bytes, num_blocks, transport, seed), daemon=True)
-    process.start()
-    try:
-        if not ours.poll(DEADLINE_S):
-            raise ConfigError("the process with the segments did not start")
-        yield ours.recv()
-    finally:
-        ours.close()
-        theirs.close()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
 
 
 def _own(pipe: Connection, block_bytes: dict[int, int], num_blocks: int, transport: str, seed: int) -> None:

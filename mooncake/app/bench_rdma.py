@@ -7,7 +7,6 @@ names a program that runs a command where some are. It must not know how a path 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import re
 import shutil
@@ -15,8 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +29,7 @@ from kvstore.transfer.rdma_verbs import Device
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
+from mooncake.app.peers.spawned import spawned
 from mooncake.errors import ConfigError
 from mooncake.types import SegmentAddress
 
@@ -104,7 +104,7 @@ def _measure(size: int, device: str, gid_index: int, options: Options, report: R
     loose = data.copy()
     transfer = TransferEngine("bench-rdma", ("rdma",))
     transfer.register(data.data)
-    with _owner(size, count) as address:
+    with spawned(SegmentAddress, _own, size, count) as address:
 
         def write(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> float:
             ranges = [WriteRange(block, 0, rows[block].data, EPOCH) for block in range(count)]
@@ -183,25 +183,6 @@ def _perftest(program: str, device: str, gid_index: int, size: int, count: int) 
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-@contextmanager
-def _owner(block_bytes: int, num_blocks: int) -> Iterator[SegmentAddress]:
-    """A segment in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_own, args=(theirs, block_bytes, num_blocks), daemon=True)
-    process.start()
-    try:
-        if not ours.poll(DEADLINE_S):
-            raise ConfigError("the process with the segment did not start")
-        yield ours.recv()
-    finally:
-        ours.close()
-        theirs.close()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
 
 
 def _own(pipe: Connection, block_bytes: int, num_blocks: int) -> None:
