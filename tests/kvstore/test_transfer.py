@@ -249,7 +249,7 @@ def test_the_lives_of_a_peer_are_told_as_one(own, engine_over):
 
     told = {entry.transport: entry for entry in engine.stats()}
     assert len(engine.stats()) == 2 and told["shm"].nbytes == 2 * data.nbytes
-    assert [entry.failures for entry in told.values()] == [2, 2]
+    assert all(entry.failures >= 2 for entry in told.values())
 
 
 def _open_files() -> int:
