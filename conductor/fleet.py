@@ -58,6 +58,13 @@ class Account:
     foreign_context: int = 0
     sending_flows: int = 0
     sending_bytes: float = 0.0
+    blocks: tuple[int, int] | None = None  # of a decode node, as the view has them: all, and free or cached
+
+    @property
+    def known(self) -> tuple[int, int, int, int, tuple[int, int] | None]:
+        """What a heartbeat would say when nothing has changed."""
+        foreign = self.foreign_tokens, self.foreign_decodes, self.foreign_context
+        return *foreign, self.unseen_blocks, self.blocks
 
     @property
     def is_empty(self) -> bool:
@@ -156,9 +163,13 @@ class Fleet:
     def heard(self, node_id: str, load: NodeLoad) -> None:
         """A heartbeat: what the node reports beyond our own placements is foreign."""
         account = self._accounts[node_id]
-        account.foreign_tokens = max(0, load.waiting_tokens - account.prefill_tokens)
-        account.foreign_decodes = max(0, load.running + load.waiting - account.decodes)
-        account.foreign_context = max(0, load.context_tokens - account.decode_tokens)
+        tokens = max(0, load.waiting_tokens - account.prefill_tokens)
+        decodes = max(0, load.running + load.waiting - account.decodes)
+        context = max(0, load.context_tokens - account.decode_tokens)
+        said = (tokens, decodes, context, 0, (load.blocks_total, load.blocks_free + load.blocks_cached))
+        if said == account.known:  # as mostly
+            return
+        account.foreign_tokens, account.foreign_decodes, account.foreign_context = tokens, decodes, context
         account.unseen_blocks = 0
         if account.foreign_tokens:
             self._has_foreign_tokens[node_id] = None
@@ -368,7 +379,8 @@ class Fleet:
         side.context_tokens[at] = context_tokens
         fixed, of_sequences = side.step_ms.item(at), side.sequence_ms.item(at) * (sequences + 1)
         side.next_step_ms[at] = fixed + of_sequences + side.context_ms.item(at) * context_tokens
-        free = load.blocks_free + load.blocks_cached - account.unseen_blocks if load.blocks_total else np.inf
+        account.blocks = (load.blocks_total, load.blocks_free + load.blocks_cached)
+        free = account.blocks[1] - account.unseen_blocks if load.blocks_total else np.inf
         free = -1.0 if info.max_sequences and sequences >= info.max_sequences else free
         side.free_blocks[at] = free
         side.total_blocks[at] = load.blocks_total

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from conductor.health import Health
 from mooncake.errors import ConfigError, StaleEpoch
@@ -79,8 +80,7 @@ class NodeInfo:
         return self.segment.host_id if self.segment else ""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLoad:
+class NodeLoad(NamedTuple):
     """What a node last said about its work; tokens and blocks."""
 
     running: int = 0
@@ -159,7 +159,7 @@ class Registry:
         node.heard_at, node.load = now, load
         if draining:
             self._move(node, NodeEvent.DRAINS)
-        elif now >= node.suspect_until:
+        elif node.state is not NodeState.LIVE and now >= node.suspect_until:
             self._move(node, NodeEvent.HEARD)
         return True
 

@@ -1,12 +1,14 @@
 """Placement: what it does with caches, queues and costs, and what it refuses."""
 
 from collections import Counter
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from placing import Cluster, incarnation, incarnations, pair
 
 from conductor.fleet import Ticket
+from conductor.health import Health
 from conductor.policies.milliseconds import COPY_RENT
 from conductor.registry import NodeLoad
 from conductor.scheduler import Placement, Scheduler
@@ -231,6 +233,47 @@ def test_the_search_in_cpp_answers_as_its_definition_in_python() -> None:
             assert compiled._replace(breakdown=defined.breakdown) == defined
             compared += 1
     assert compared == 300
+
+
+def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
+    rng, compared = np.random.default_rng(5), 0
+    for _ in range(8):
+        cluster = random_cluster(rng)
+        fleet, tickets = cluster.fleet, []
+        for step in range(60):
+            cluster.now += 0.02
+            name = f"{'pd'[rng.integers(2)]}{rng.integers(5)}"
+            match rng.integers(4):
+                case 0:
+                    tickets.append(
+                        Ticket(f"p{rng.integers(6)}", f"d{rng.integers(5)}", 10, 40.0, 64, int(rng.integers(4)))
+                    )
+                    fleet.book(tickets[-1], cluster.now)
+                case 1 if tickets:
+                    ticket = tickets[rng.integers(len(tickets))]
+                    (fleet.prefill_done if rng.integers(2) else fleet.close)(ticket, cluster.now)
+                case 2:
+                    fleet.costs.observe_decode(f"d{rng.integers(5)}", 4, 400, float(rng.uniform(5, 50)))
+                case _:  # often what it said before
+                    load = NodeLoad(
+                        int(rng.integers(2)), 0, 64 * int(rng.integers(2)), 0, 100, 50 * int(rng.integers(2))
+                    )
+                    fleet.registry.heartbeat(name, incarnation(name), load, False, cluster.now)
+                    fleet.heard(name, load)
+            if step % 5 == 0:
+                for _ in range(12):  # few changed costs are looked at each time
+                    cluster.now += 0.02
+                    kept = fleet.view(cluster.now)
+                fleet.registry.judge("p0", Health.HEALTHY, "")
+                built = fleet.view(cluster.now)
+                assert built is not kept
+                for side in ("prefill", "decode", "stores"):
+                    for part in fields(getattr(built, side)):
+                        a, b = getattr(getattr(kept, side), part.name), getattr(getattr(built, side), part.name)
+                        if isinstance(a, np.ndarray) and part.name != "slots":
+                            np.testing.assert_allclose(a, b, err_msg=f"{side}.{part.name}")
+                            compared += 1
+    assert compared > 500
 
 
 NAMES = [f"{kind}{i}" for kind, count in (("p", 6), ("d", 5), ("s", 6)) for i in range(count)]
