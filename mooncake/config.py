@@ -26,6 +26,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""  # as clients name it; "": the model's own name
     dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": what all devices multiply natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
+    key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
     weights: str = "auto"  # "int8": int8 weights | "w8a8": int8 weights and activations | "auto": as dtype
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
@@ -183,7 +184,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def precision(self) -> Precision:
         """What "auto" means here: all nodes must have the same formats. Raises ConfigError for an unknown one."""
         devices = {self.prefill.device} if self.cluster.coupled else {self.prefill.device, self.decode.device}
-        return resolve_precision(self.model.dtype, self.model.kv_dtype, self.model.weights, devices)
+        model = self.model
+        return resolve_precision(model.dtype, model.kv_dtype, model.weights, devices, model.key_scales)
 
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:

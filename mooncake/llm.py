@@ -104,6 +104,7 @@ class LLM:
         threads: int = 0,
         kv_dtype: str = "auto",
         weights: str = "auto",
+        key_scales: str = "",
         speculative_tokens: int = 0,
         tbt_limit_ms: float = 0.0,
         swap_gb: float = 0.25,
@@ -115,7 +116,8 @@ class LLM:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
 
-        ``dtype``, ``kv_dtype`` ("int8" too) and ``weights`` ("int8", "w8a8") are those of the configuration's [model].
+        ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("int8", "w8a8") are those of the
+        configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, sooner
         where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With ``tbt_limit_ms``
         prompts are cut so that answers under way get a token as often as that. ``swap_gb`` keeps blocks of sequences
@@ -128,7 +130,7 @@ class LLM:
         if threads:
             torch.set_num_threads(threads)
         checkpoint = open_checkpoint(model)
-        precision = resolve_precision(dtype, kv_dtype, weights, (device,))
+        precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales)
         layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         if num_blocks < 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from mooncake.errors import ConfigError
+from mooncake.key_scales import KeyScales, load_key_scales
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -29,17 +30,24 @@ class Precision:
     dtype: str  # "float32" | "bfloat16": of the weights
     kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
+    key_scales: KeyScales | None = None  # for the channels of keys, before they are coded
 
     def identity(self, weights_digest: str) -> str:
         """What tells KV of this precision from KV of the same weights in another; for the cache's fingerprint."""
-        return f"{weights_digest}+{self.coding}" if self.coding else weights_digest
+        of_keys = f"keys-{self.key_scales.digest}" if self.key_scales else ""
+        return "+".join([weights_digest, *filter(None, (self.coding, of_keys))])
 
 
 def resolve_precision(
-    dtype: str, kv_dtype: str = "auto", weights: str = "auto", devices: Collection[str] = ("cpu",)
+    dtype: str,
+    kv_dtype: str = "auto",
+    weights: str = "auto",
+    devices: Collection[str] = ("cpu",),
+    key_scales: str = "",
 ) -> Precision:
     """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
-    ``dtype``. ``weights`` "auto": as ``dtype``. Raises ConfigError for anything unknown."""
+    ``dtype``. ``weights`` "auto": as ``dtype``. ``key_scales``: a file of ``mooncake key-scales``, for int8 pages.
+    Raises ConfigError for anything unknown."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -50,7 +58,10 @@ def resolve_precision(
     if dtype == "auto":
         has_it = "cpu" not in devices or has_native_bf16()  # all GPUs that we compile for have
         dtype = "bfloat16" if has_it else "float32"
-    return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, _CODINGS[weights])
+    if key_scales and kv_dtype != "int8":
+        raise ConfigError(f"model.key_scales is for model.kv_dtype=int8, not for {kv_dtype}")
+    scales = load_key_scales(key_scales) if key_scales else None
+    return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, _CODINGS[weights], scales)
 
 
 def has_native_bf16() -> bool:

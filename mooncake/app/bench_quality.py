@@ -26,6 +26,7 @@ import mooncake.kernels as kernels
 import mooncake.model as models
 from mooncake.app.bench_kernels import weight_bytes
 from mooncake.app.bench_report import Figure, Report, tell
+from mooncake.app.key_scales import measured
 from mooncake.app.outputs import output_file
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.kv_cache import KVCache
@@ -36,11 +37,13 @@ from mooncake.types import KVLayout
 
 BLOCK_TOKENS = 64
 BASELINE = "float32"
+SCALED = "kv-int8-key-scales"  # as measured here, on another text
 FORMATS: dict[str, Precision] = {
     BASELINE: resolve_precision("float32"),
     "bfloat16": resolve_precision("bfloat16"),
     "kv-bfloat16": resolve_precision("float32", "bfloat16"),
     "kv-int8": resolve_precision("float32", "int8"),
+    SCALED: resolve_precision("float32", "int8"),
     "int8": resolve_precision("float32", weights="int8"),
     "w8a8": resolve_precision("float32", weights="w8a8"),
     "w8a8-kv-int8": resolve_precision("float32", "int8", "w8a8"),
@@ -119,7 +122,8 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         losses = begun.losses.setdefault(name, [])
         if len(losses) < len(windows):
             tell(shown, f"{name}: loading")
-            model = load_model(checkpoint, precision.dtype, options.window, precision.coding)
+            scales = measured(checkpoint) if name == SCALED else None
+            model = load_model(checkpoint, precision.dtype, options.window, precision.coding, key_scales=scales)
             if not isinstance(model, CausalLM):
                 raise ConfigError(
                     f"formats are compared for the Llama family, not for {checkpoint.config.architecture}"

@@ -232,6 +232,21 @@ def calibrate(context: typer.Context) -> None:
     measure(context.args)
 
 
+@app.command("key-scales")
+def key_scales(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write them.")],
+    model: Annotated[str, typer.Option(help="A folder, a .gguf file, or smollm2.")] = "smollm2",
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to measure on.", show_default="a module of Python's own")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, max=8192, help="How much of the text.")] = 512,
+) -> None:
+    """Measure the channels of a model's keys, for finer int8 pages (model.key_scales)."""
+    from mooncake.app.key_scales import ScaleOptions, measure
+
+    measure(ScaleOptions(model, out, text, tokens))
+
+
 @app.command(context_settings=_PASS_FLAGS_ON)
 def validate(context: typer.Context) -> None:
     """Play a trace on a live pair of nodes and in the simulator."""

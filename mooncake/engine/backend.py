@@ -16,6 +16,7 @@ from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import Cache, CausalModel
 from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache, Mirror
 from mooncake.errors import ConfigError, ModelError
+from mooncake.kernels import Kernels
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
@@ -90,7 +91,7 @@ def on_cpu(
     buffer: memoryview | None = None,
 ) -> Backend:
     """The cache lies over ``buffer``, where one is given. Raises ModelError."""
-    model = load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, adapters=adapters)
+    model = _model(checkpoint, precision, size, None, adapters)
     cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
     return Backend(model, cache, mirror=cache)
 
@@ -110,7 +111,7 @@ def on_gpu(
         raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
 
     def build(kernels: PlannedKernels) -> CausalLM | Decoder:
-        return load_model(checkpoint, precision.dtype, size.max_model_len, precision.coding, kernels, adapters)
+        return _model(checkpoint, precision, size, kernels, adapters)
 
     # Which experts a step needs is known on the host only: such a step is no graph.
     buckets = () if INTERPRETED or checkpoint.config.num_experts else BUCKETS
@@ -133,9 +134,16 @@ def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int)
     """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or size.layout.dtype != precision.dtype:
+    if precision.coding or precision.key_scales or size.layout.dtype != precision.dtype:
         raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
     model = TensorParallelModel(
         path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
     )
     return Backend(model, model, close=model.close)
+
+
+def _model(
+    checkpoint: Checkpoint, precision: Precision, size: CacheSize, kernels: Kernels | None, adapters: Sequence[Adapter]
+) -> CausalLM | Decoder:
+    dtype, coding, key_scales = precision.dtype, precision.coding, precision.key_scales
+    return load_model(checkpoint, dtype, size.max_model_len, coding, kernels, adapters, key_scales)

@@ -9,9 +9,11 @@ from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels
 from mooncake.kernels.reference import Coding
+from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.gemma3 import Gemma3
 from mooncake.model.gpt import Gpt2, GptNeoX, Opt
+from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.qwen3_moe import Qwen3Moe
@@ -34,6 +36,7 @@ def load_model(
     coding: Coding = "",
     kernels: Kernels | None = None,
     adapters: Sequence[Adapter] = (),
+    key_scales: KeyScales | None = None,
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
     their places.
@@ -44,10 +47,15 @@ def load_model(
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = checkpoint.config
     family = OTHER_FAMILIES.get(config.architecture)
+    if key_scales and adapters:
+        raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
     if family is None:
         layers = [load_adapter(adapter, config) for adapter in adapters]
-        return CausalLM(config, load_weights(checkpoint, dtype), max_model_len, kernels, coding, adapters=layers)
-    if coding or adapters:
-        what = "int8 weights" if coding else "adapters"
+        weights = load_weights(checkpoint, dtype)
+        if key_scales:
+            weights = with_scaled_keys(weights, config, key_scales)
+        return CausalLM(config, weights, max_model_len, kernels, coding, adapters=layers)
+    if coding or adapters or key_scales:
+        what = "int8 weights" if coding else "adapters" if adapters else "model.key_scales"
         raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")
     return family(config, load_weights(checkpoint, dtype), max_model_len, kernels)

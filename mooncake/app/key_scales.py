@@ -1,0 +1,83 @@
+"""``mooncake key-scales``: how large each channel of a model's keys becomes, measured on a text."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mooncake.app.console import err
+from mooncake.app.outputs import writable
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.errors import ConfigError
+from mooncake.key_scales import Exponents, KeyScales, save_key_scales
+from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+
+BLOCK_TOKENS = 64
+STRENGTH = 0.5  # SmoothQuant's alpha (Xiao et al. 2023): how much of a channel's size goes over to the queries
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOptions:
+    model: str
+    out: Path
+    text: Path | None = None
+    tokens: int = 512
+
+
+def measure(options: ScaleOptions) -> None:
+    """Raises ConfigError, ModelError."""
+    writable(options.out)
+    checkpoint = open_checkpoint(options.model)
+    text = "" if options.text is None else _read(options.text)
+    scales = measured(checkpoint, options.tokens, text)
+    save_key_scales(options.out, scales, checkpoint.name, options.tokens)
+    err.print(f"written: {options.out}. Use it with model.kv_dtype=int8 model.key_scales={options.out} on every node.")
+
+
+def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str = "") -> KeyScales:
+    """On the first tokens of ``text``, or of a module of Python's own. Raises ConfigError, ModelError."""
+    text = text or inspect.getsource(argparse)  # English and code, and every Python has it
+    ids = checkpoint.load_tokenizer().encode(text[: 32 * num_tokens])[:num_tokens]
+    if len(ids) < BLOCK_TOKENS:
+        raise ConfigError(f"{len(ids)} tokens of text tell too little of keys; {BLOCK_TOKENS} are the least")
+    model = load_model(checkpoint, "float32", len(ids))
+    if not isinstance(model, CausalLM):
+        raise ConfigError(f"keys are scaled in the Llama family, not in {checkpoint.config.architecture}")
+    return KeyScales(_exponents(model, torch.tensor(np.asarray(ids, np.int64))))
+
+
+def _exponents(model: CausalLM, tokens: torch.Tensor) -> Exponents:
+    """``[layers, Hkv, D / 2]``, from the largest of each pair of channels over ``tokens`` [T]."""
+    config, count = model.config, len(tokens)
+    blocks = -(-count // BLOCK_TOKENS)
+    positions = torch.arange(count)
+    batch = ForwardBatch(
+        tokens=tokens,
+        positions=positions,
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=torch.tensor([count], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        slots=positions,
+        logit_rows=positions[-1:],
+    )
+    shape = blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
+    cache = torch.zeros(shape)
+    model.forward(batch, cache, NoHook())
+    size = cache[:, :, 0].abs().amax((0, 3))  # [layers, Hkv, D]; rows that nobody wrote are 0
+    if config.qk_norm:
+        size = size.amax(1, keepdim=True).repeat(1, config.num_kv_heads, 1)  # of all heads
+    pairs = size.view(*size.shape[:-1], 2, -1).amax(-2).clamp_min(1e-20).log2() * STRENGTH
+    exponents = (pairs - pairs.median(-1, keepdim=True).values).round().clamp(-32, 32)
+    return np.asarray(exponents.numpy(), dtype=np.int8)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
