@@ -241,7 +241,7 @@ def key_scales(
     ] = None,
     tokens: Annotated[int, typer.Option(min=64, max=8192, help="How much of the text.")] = 512,
 ) -> None:
-    """Measure the channels of a model's keys, for finer int8 pages (model.key_scales)."""
+    """Measure factors for the channels of int8 keys."""
     from mooncake.app.key_scales import ScaleOptions, measure
 
     measure(ScaleOptions(model, out, text, tokens))
