@@ -8,24 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import prefill_node.node
-from kvstore.transfer.engine import Priority, TransferEngine, WriteRange
-from kvstore.transfer.requests import TransferReport
+from kvstore.transfer.engine import Request, Transfer, TransferEngine, WriteRange
 from mooncake.app.role_main import run_role
-from mooncake.types import SegmentAddress
 
 
 class BadMemory(TransferEngine):
-    def write(
-        self,
-        address: SegmentAddress,
-        ranges: Sequence[WriteRange],
-        deadline: float,
-        priority: Priority = Priority.NORMAL,
-    ) -> TransferReport:
-        return super().write(address, [_one_bit_wrong(one) for one in ranges], deadline, priority)
+    def submit(self, requests: Sequence[Request]) -> list[Transfer]:
+        return super().submit([_one_bit_wrong(request) for request in requests])
 
 
-def _one_bit_wrong(one: WriteRange) -> WriteRange:
+def _one_bit_wrong(request: Request) -> Request:
+    ranges = [_spoilt(one) if isinstance(one, WriteRange) else one for one in request.ranges]
+    return request._replace(ranges=ranges)
+
+
+def _spoilt(one: WriteRange) -> WriteRange:
     data = bytearray(memoryview(one.data).cast("B"))
     data[len(data) // 2] ^= 1
     return one._replace(data=data)
