@@ -76,7 +76,8 @@ class _Journey:
     has_report: bool = False
     error: MooncakeError | None = None  # of the last attempt
     retries: int = 0
-    dead: frozenset[int] = frozenset()  # incarnations that could not be reached
+    dead: frozenset[int] = frozenset()  # incarnations that could not be reached, and have not been heard since
+    unreached: frozenset[int] = frozenset()  # these, and those that were heard again
     avoid: frozenset[int] = frozenset()  # incarnations of failed attempts: only when there is no other
 
     @property
@@ -246,6 +247,7 @@ class Dispatcher:
             error=journey.error,
             retries=journey.retries,
             dead=journey.dead,
+            unreached=journey.unreached,
             avoid=journey.avoid,
         )
 
@@ -453,9 +455,10 @@ class Dispatcher:
         if isinstance(failure.error, ChecksumMismatch):
             self.on_corrupt(attempt.nodes)
         lost = {info.incarnation for info in attempt.lost_nodes}
-        # Free, and no more often than there are nodes: the failure before was this loss, as the other node had seen
-        # it; or the node was gone already.
-        is_free = bool(lost & journey.avoid) or attempt.met_nobody
+        # Free: the failure before was this loss, as the other node had seen it; or the node was gone already. But one
+        # that goes on beating where nobody can reach it would be tried until the deadline.
+        is_free = bool(lost & journey.avoid) or (attempt.met_nobody and not lost & journey.unreached)
+        journey.unreached |= lost
         journey.dead |= lost
         journey.avoid = journey.avoid - lost if lost else journey.avoid | {info.incarnation for info in attempt.nodes}
         if not failure.is_retryable or (journey.retries >= self._limits.retries and not is_free):

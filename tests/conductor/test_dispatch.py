@@ -202,6 +202,15 @@ async def test_nodes_that_die_together_cost_one_try(start_cluster: Any) -> None:
     await cluster.is_quiet()
 
 
+async def test_a_node_that_beats_but_cannot_be_reached_ends_the_request_soon(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, node_wait_s=60)
+    await cluster.decode[0].relay.kill()  # its heartbeats take another way
+    with pytest.raises(NodeUnavailable, match="d0"):
+        await cluster.generate(cluster.request(PROMPT, 8, timeout_s=60))
+    assert cluster.core.dispatcher.stats.failed_attempts == {"unavailable": 3}
+    await cluster.is_quiet()
+
+
 async def test_a_node_that_falls_silent_loses_its_requests_to_another(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, node_timeout_s=0.5)
     victim = cluster.decode[0]
