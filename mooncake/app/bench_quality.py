@@ -182,33 +182,12 @@ def window_losses(model: CausalLM, layout: KVLayout, windows: npt.NDArray[np.int
     length = windows.shape[1]
     num_blocks = -(-length // layout.block_tokens)
     cache = KVCache(layout, num_blocks)
-    positions = torch.arange(length)
-    batch = ForwardBatch(
-        tokens=positions,
-        positions=positions,
-        query_starts=torch.tensor([0, length], dtype=torch.int32),
-        context_lens=torch.tensor([length], dtype=torch.int32),
-        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-        slots=positions,
-        logit_rows=positions[:-1],
-    )
+    rows = torch.arange(length - 1)
     for window in windows:
         tokens = torch.from_numpy(window)
-        logits = model.forward(_with_tokens(batch, tokens), cache.tensor, NoHook())
+        logits = model.forward(ForwardBatch.of_prompt(tokens, layout.block_tokens, rows), cache.tensor, NoHook())
         chosen = logits.gather(1, tokens[1:, None]).squeeze(1)
         yield float((logits.logsumexp(1) - chosen).double().sum())
-
-
-def _with_tokens(batch: ForwardBatch, tokens: torch.Tensor) -> ForwardBatch:
-    return ForwardBatch(
-        tokens,
-        batch.positions,
-        batch.query_starts,
-        batch.context_lens,
-        batch.block_tables,
-        batch.slots,
-        batch.logit_rows,
-    )
 
 
 def compare(report: Report, options: Options) -> None:

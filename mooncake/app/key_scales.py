@@ -53,21 +53,10 @@ def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str = "") -> K
 
 def _exponents(model: CausalLM, tokens: torch.Tensor) -> Exponents:
     """``[layers, Hkv, D / 2]``, from the largest of each pair of channels over ``tokens`` [T]."""
-    config, count = model.config, len(tokens)
-    blocks = -(-count // BLOCK_TOKENS)
-    positions = torch.arange(count)
-    batch = ForwardBatch(
-        tokens=tokens,
-        positions=positions,
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        context_lens=torch.tensor([count], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        slots=positions,
-        logit_rows=positions[-1:],
-    )
+    config, blocks = model.config, -(-len(tokens) // BLOCK_TOKENS)
     shape = blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
     cache = torch.zeros(shape)
-    model.forward(batch, cache, NoHook())
+    model.forward(ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([len(tokens) - 1])), cache, NoHook())
     size = cache[:, :, 0].abs().amax((0, 3))  # [layers, Hkv, D]; rows that nobody wrote are 0
     if config.qk_norm:
         size = size.amax(1, keepdim=True).repeat(1, config.num_kv_heads, 1)  # of all heads

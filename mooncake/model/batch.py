@@ -23,6 +23,21 @@ class ForwardBatch:
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
     adapters: torch.Tensor | None = None  # int32 [B]: place of each sequence's adapter, -1: none; None: none has one
 
+    @classmethod
+    def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:
+        """One whole prompt, ``tokens`` [T], in the first blocks of a cache."""
+        count = tokens.shape[0]
+        positions = torch.arange(count)
+        return cls(
+            tokens=tokens,
+            positions=positions,
+            query_starts=torch.tensor([0, count], dtype=torch.int32),
+            context_lens=torch.tensor([count], dtype=torch.int32),
+            block_tables=torch.arange(-(-count // block_tokens), dtype=torch.int32)[None],
+            slots=positions,
+            logit_rows=logit_rows,
+        )
+
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]

@@ -43,16 +43,8 @@ def scales_of(checkpoint: Checkpoint, exponent: int) -> KeyScales:
 
 def logits_of(checkpoint: Checkpoint, weights: Weights, kv_dtype: str, compiled: bool = True) -> torch.Tensor:
     model = CausalLM(checkpoint.config, weights, 64, choose_kernels() if compiled else reference)
-    positions = torch.arange(TOKENS)
-    batch = ForwardBatch(
-        tokens=positions * 37 % 300,
-        positions=positions,
-        query_starts=torch.tensor([0, TOKENS], dtype=torch.int32),
-        context_lens=torch.tensor([TOKENS], dtype=torch.int32),
-        block_tables=torch.arange(4, dtype=torch.int32)[None],
-        slots=positions,
-        logit_rows=positions,
-    )
+    rows = torch.arange(TOKENS)
+    batch = ForwardBatch.of_prompt(rows * 37 % 300, 16, rows)
     return model.forward(batch, KVCache(checkpoint.kv_layout(16, kv_dtype), 4).tensor, NoHook())
 
 
