@@ -40,17 +40,23 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save_key_scales(path: Path, scales: KeyScales, model: str, tokens: int) -> None:
-    """``model`` and ``tokens`` say where they are from. Raises OSError."""
-    path.write_bytes(msgspec.json.encode(_File(model, tokens, scales.exponents.tolist())) + b"\n")
+    """``model`` and ``tokens`` say where they are from. No reader sees a part. Raises ConfigError when there is no
+    room."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(msgspec.json.encode(_File(model, tokens, scales.exponents.tolist())) + b"\n")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def load_key_scales(path: str) -> KeyScales:
     """Raises ConfigError when there is no such file, or it is of another kind."""
     try:
-        data = Path(path).read_bytes()
-        if len(data) > MAX_FILE_BYTES:
+        if Path(path).stat().st_size > MAX_FILE_BYTES:
             raise ValueError("it is too long")
-        exponents = np.array(msgspec.json.decode(data, type=_File).exponents, dtype=np.int8)
+        exponents = np.array(msgspec.json.decode(Path(path).read_bytes(), type=_File).exponents, dtype=np.int8)
         if exponents.ndim != 3 or not exponents.size or np.abs(exponents.astype(int)).max() > 32:
             raise ValueError("its exponents are none")
     except OSError as error:

@@ -15,7 +15,7 @@ from mooncake.config import load_config
 from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels import choose_kernels, reference
-from mooncake.key_scales import KeyScales, load_key_scales
+from mooncake.key_scales import KeyScales, load_key_scales, save_key_scales
 from mooncake.llm import LLM
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.key_channels import with_scaled_keys
@@ -117,6 +117,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is for model"):
         resolve_precision("float32", key_scales=str(file))
     checkpoint = checkpoint_of("llama", tmp_path / "model")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="cannot write"):
+        save_key_scales(tmp_path / "folder", scales_of(checkpoint, 1), "m", 64)
+    assert not list(tmp_path.glob("*.part"))
     with pytest.raises(ModelError, match="this model needs"):
         load_model(checkpoint, "float32", key_scales=KeyScales(np.zeros((1, 1, 1), np.int8)))
     write_tiny_model(tmp_path / "other", "gpt_neox", num_key_value_heads=4)
