@@ -110,12 +110,12 @@ class Sink:
         """Begin to write up to LAYERS_PER_TURN runs; ``ended`` wants to be told when they are. None when there is
         nothing to write now. Only for the outbox's thread, and not while something is on its way."""
         with self._starting:
+            self._began_s = time.monotonic()
             try:
                 while (runs := self._take()) and not (ranges := self._ranges(runs, memory)):
                     pass
                 if runs:
                     assert self._destination is not None
-                    self._began_s = time.monotonic()
                     [self._moving] = transfer.submit(
                         [Request(self._destination.address, ranges, self.deadline, priority)]
                     )
@@ -129,7 +129,7 @@ class Sink:
             return self._moving
 
     def ended(self, moved: Transfer) -> float:
-        """What was begun has ended. The ms that it took."""
+        """What was begun has ended. The ms that it took, checksums and all."""
         self._moving = None
         if moved.error is not None:
             self.fail(moved.error)
