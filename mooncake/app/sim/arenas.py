@@ -1,5 +1,5 @@
-"""Memory for millions of small objects that are visited in no order: without huge pages the processor spends an eighth
-of a simulation of a thousand machines on finding out where in memory they are. It knows nothing of what they are.
+"""Memory for millions of small objects that are visited in no order: in small pages the processor looks most of them up
+in its page tables first. It knows nothing of what they are.
 """
 
 from __future__ import annotations
