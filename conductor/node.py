@@ -13,9 +13,11 @@ from conductor.api import DRAIN_S
 from conductor.calibration import read_calibration
 from conductor.core import Core
 from conductor.dispatch import ModelFacts
+from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
 from conductor.service import ClusterServicer
 from conductor.view import Shape
+from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
 from mooncake.directory import Directory
@@ -54,7 +56,7 @@ class ConductorNode:
         if config.conductor.calibration:
             core.costs.start_from(read_calibration(Path(config.conductor.calibration)))
         cluster = ClusterServicer(core, config.model.name or checkpoint.name)
-        server = self._server = RpcServer()
+        server = self._server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")
         ingress = self._ingress = Ingress(
             config, checkpoint, tokenizer, core.dispatcher, cluster.status, core.dispatcher.stats

@@ -19,6 +19,7 @@ from types import TracebackType
 
 import grpc
 
+from mooncake.api_keys import bearer, own_api_key
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
@@ -88,18 +89,22 @@ class Model:
 class Client:
     """One channel to a conductor; safe to use from several threads. Close it, or use it in a ``with``.
 
-    A call raises InvalidRequest or NotFound (fix the request), Overloaded (with a retry time), NodeUnavailable (nobody
-    there, or a node died and the retry failed too), DeadlineExceeded, or InternalError.
+    A call raises InvalidRequest, NotFound or Unauthenticated (fix the request), Overloaded (with a retry time),
+    NodeUnavailable (nobody there, or a node died and the retry failed too), DeadlineExceeded, or InternalError.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051") -> None:
-        """Connects with the first call. Raises InvalidRequest when ``address`` is not ``host:port``."""
+    def __init__(self, address: str = "127.0.0.1:50051", api_key: str | None = None) -> None:
+        """Connects with the first call. ``api_key`` None is that of ``MOONCAKE_API_KEY``, if it is set.
+
+        Raises InvalidRequest when ``address`` is not ``host:port``.
+        """
         self.address = check_address(address)
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         )
         self._channel = grpc.insecure_channel(address, options=options)
+        self._metadata = bearer(own_api_key() if api_key is None else api_key)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
 
@@ -160,7 +165,7 @@ class Client:
             else:
                 request = pb.TokenizeRequest(model=model, text=text or "")
         try:
-            return list(self._inference.Tokenize(request, timeout=_SHORT_CALL_S).ids)
+            return list(self._inference.Tokenize(request, timeout=_SHORT_CALL_S, metadata=self._metadata).ids)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
@@ -168,13 +173,15 @@ class Client:
         with _refusing_what_cannot_be_sent():
             request = pb.DetokenizeRequest(model=model, ids=token_ids)
         try:
-            return self._inference.Detokenize(request, timeout=_SHORT_CALL_S).text
+            return self._inference.Detokenize(request, timeout=_SHORT_CALL_S, metadata=self._metadata).text
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
     def models(self) -> list[Model]:
         try:
-            response = self._inference.ListModels(pb.ListModelsRequest(), timeout=_SHORT_CALL_S)
+            response = self._inference.ListModels(
+                pb.ListModelsRequest(), timeout=_SHORT_CALL_S, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
         return [
@@ -185,7 +192,7 @@ class Client:
     def status(self) -> cluster_pb2.StatusResponse:
         """Nodes, their load and their links; requests and cache hits so far."""
         try:
-            return self._cluster.Status(cluster_pb2.StatusRequest(), timeout=_SHORT_CALL_S)
+            return self._cluster.Status(cluster_pb2.StatusRequest(), timeout=_SHORT_CALL_S, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
@@ -193,7 +200,7 @@ class Client:
         """Ask a node to become a "prefill" or a "decode" node; it drains first. Raises InvalidRequest if it cannot."""
         request = cluster_pb2.SetRoleRequest(node_id=node_id, role=role)
         try:
-            self._cluster.SetRole(request, timeout=_SHORT_CALL_S)
+            self._cluster.SetRole(request, timeout=_SHORT_CALL_S, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
@@ -209,7 +216,7 @@ class Client:
         self.close()
 
     def _chunks(self, request: pb.GenerateRequest, session: str, timeout_s: float | None) -> Iterator[GenerateChunk]:
-        metadata = (("x-session-affinity", session),) if session else ()
+        metadata = (*self._metadata, *((("x-session-affinity", session),) if session else ()))
         with _refusing_what_cannot_be_sent():
             call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import get_type_hints
 
 import msgspec
+from msgspec.structs import replace
 
 from mooncake.adapters import parse_adapters
+from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.precision import Precision, resolve_precision
 
@@ -39,6 +42,7 @@ class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     http_port: int = 8000
+    api_keys: tuple[str, ...] = ()  # callers show one of them; (): that of MOONCAKE_API_KEY, or none is asked for
     grpc_port: int = 50051
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # without a heartbeat, a node is taken as gone
@@ -60,6 +64,15 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica_ttl_s: float = 120.0  # a copy that nobody asks for in that time is given up
     max_tail_tokens: int = 64  # a prompt of which a switchable decode node lacks no more may stay there; 0: never
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
+
+    def __repr__(self) -> str:
+        """For logs and tracebacks: without keys."""
+        return msgspec.Struct.__repr__(replace(self, api_keys=(HIDDEN,) * len(self.api_keys)))
+
+    @property
+    def api_key(self) -> str:
+        """That the cluster's own processes show; "" for none."""
+        return self.api_keys[0] if self.api_keys else ""
 
 
 class HealthSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,7 +202,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. Raises ConfigError."""
+    """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. API keys that neither has come
+    from the environment. Raises ConfigError."""
     tree: dict[str, object] = {}
     if path is not None:
         try:
@@ -206,8 +220,20 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
         raise ConfigError(f"{where.rstrip('`') or 'configuration'}: {what}") from None
+    if not config.conductor.api_keys and (key := os.environ.get(API_KEY_ENV)):
+        config = replace(config, conductor=replace(config.conductor, api_keys=(key,)))
     _check_values(config)
     return config
+
+
+def masked(config: Config) -> Config:
+    """The same without secrets, for whoever is shown it."""
+    conductor, redis = config.conductor, config.directory.redis
+    return replace(
+        config,
+        conductor=replace(conductor, api_keys=(HIDDEN,) * len(conductor.api_keys)),
+        directory=replace(config.directory, redis=re.sub(r"(?<=://)[^/]*(?=@)", HIDDEN, redis)),
+    )
 
 
 def dump_toml(config: Config) -> str:
@@ -233,7 +259,7 @@ def _apply_override(tree: dict[str, object], override: str) -> None:
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(f"--set takes section.key=value, got {override!r}")
+        raise ConfigError(f"--set takes section.key=value, got {name + equals + ('…' if text else '')!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -333,6 +359,8 @@ def _check_values(config: Config) -> None:
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
+    if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in config.conductor.api_keys):
+        raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
     config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:

@@ -2,6 +2,7 @@
 
     MooncakeError
     ├── CallerError                 fix your request
+    │   ├── Unauthenticated         no API key, or a wrong one
     │   ├── InvalidRequest          a value is malformed or out of range
     │   │   └── ContextTooLong      the prompt and the answer do not fit the model
     │   └── NotFound                no such model, node or block
@@ -62,6 +63,14 @@ class ContextTooLong(InvalidRequest):
     """Prompt plus requested answer exceed the model's context."""
 
     code = "context_length_exceeded"
+
+
+class Unauthenticated(CallerError):
+    """No API key, or a wrong one."""
+
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+    code = "invalid_api_key"
 
 
 class NotFound(CallerError):

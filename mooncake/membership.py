@@ -14,8 +14,16 @@ from collections.abc import Callable
 
 import grpc
 
+from mooncake.api_keys import bearer
 from mooncake.config import Config
-from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError, NodeUnavailable, StaleEpoch
+from mooncake.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MooncakeError,
+    NodeUnavailable,
+    StaleEpoch,
+    Unauthenticated,
+)
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
 from mooncake.rpc.errors import error_from_rpc
@@ -44,6 +52,7 @@ class Membership:
         self.draining = False  # told with every heartbeat: this node takes nothing new
         self._address = config.conductor_address
         self._interval_s = config.conductor.heartbeat_interval_s
+        self._metadata = bearer(config.conductor.api_key)
         self._info = info
         self._report = report
         self._channels = Channels()
@@ -61,7 +70,8 @@ class Membership:
     async def start(self) -> None:
         """Try once, and go on in the background when the conductor is not there yet.
 
-        Raises ConfigError when the conductor refuses this node, and StaleEpoch when another process took its id.
+        Raises ConfigError when the conductor refuses this node, Unauthenticated when it wants another API key, and
+        StaleEpoch when another process took the node's id.
         """
         await self._try_register()
         self._task = asyncio.create_task(self._run(), name="membership")
@@ -104,7 +114,7 @@ class Membership:
                 log.error("%s leaves the cluster: %s", self._info.node_id, error)
                 self._registered.clear()
                 return
-            except ConfigError as error:
+            except (ConfigError, Unauthenticated) as error:
                 if error.message != said:
                     log.error("%s", error)
                 said = error.message
@@ -118,7 +128,7 @@ class Membership:
         self._recent.add(self._report().samples)
         request = pb.RegisterRequest(node=self._info, samples=self._recent.all())
         try:
-            response = await self._stub.Register(request, timeout=RPC_TIMEOUT_S)
+            response = await self._stub.Register(request, timeout=RPC_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as failure:
             error = error_from_rpc(failure, f"conductor {self._address}")
             if not isinstance(error, (NodeUnavailable, DeadlineExceeded)):
@@ -156,7 +166,9 @@ class Membership:
         request.incarnation = self._info.incarnation
         request.draining = request.draining or draining
         try:
-            response: pb.HeartbeatResponse = await self._stub.Heartbeat(request, timeout=timeout_s)
+            response: pb.HeartbeatResponse = await self._stub.Heartbeat(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as failure:
             raise error_from_rpc(failure, f"conductor {self._address}") from None
         return response

@@ -17,12 +17,14 @@ from starlette.types import ASGIApp
 
 from conductor.api import Generator
 from conductor.ingress import http
+from conductor.ingress.access import KeyMiddleware
 from conductor.ingress.grpc import SERVICE, InferenceService
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
 from conductor.ingress.pipeline import Pipeline, ServedModel
 from conductor.stats import DispatchStats
 from mooncake.adapters import open_adapters, parse_adapters
+from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
 from mooncake.errors import MooncakeError
@@ -59,7 +61,8 @@ class Ingress:
         # the core refuses with a better retry time; this bound only keeps what waits before it finite
         self._pipeline = Pipeline(model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests)
         api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
-        self._server = http.HttpServer(self._app(api, 2 * limits.max_requests))
+        app = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
+        self._server = http.HttpServer(http.EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests))
 
     def add_grpc(self, server: RpcServer) -> None:
         """Before the server starts."""
@@ -79,7 +82,7 @@ class Ingress:
         await self._pipeline.close()
         await self._server.stop()
 
-    def _app(self, api: OpenAIApi, max_posts: int) -> ASGIApp:
+    def _app(self, api: OpenAIApi) -> ASGIApp:
         routes = [
             *api.routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
@@ -90,8 +93,7 @@ class Ingress:
             Route("/status.json", guarded(self._status_json), methods=["GET"]),
             Route("/", guarded(self._page), methods=["GET"]),
         ]
-        app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
-        return http.EdgeMiddleware(app, self._metrics.http_response, max_posts)
+        return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
 
     async def _version(self, request: Request) -> Response:
         return http.json_response({"version": project_version()})

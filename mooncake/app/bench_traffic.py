@@ -16,6 +16,7 @@ from typing import Protocol
 
 import grpc
 
+from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.peers.own import OwnEngine
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.loop import EngineThread
@@ -83,7 +84,8 @@ class ServedByCluster:
         last = inference_pb2.GenerateResponse()
         sent_s = time.monotonic()
         try:
-            async for last in InferenceStub(self._channels.get(self._address)).Generate(request, timeout=TIMEOUT_S):
+            stub = InferenceStub(self._channels.get(self._address))
+            async for last in stub.Generate(request, timeout=TIMEOUT_S, metadata=bearer(own_api_key())):
                 times += [time.monotonic()] * len(last.tokens)
                 if on_token is not None and last.tokens:
                     on_token(len(times))

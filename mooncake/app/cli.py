@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import secrets
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mooncake.api_keys import API_KEY_ENV
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
@@ -90,6 +92,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter of PEFT; may be repeated.", show_default=False),
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Callers need one; may be repeated. MOONCAKE_API_KEY and conductor.api_keys keep it out of ps.",
+            show_default=False,
+        ),
+    ] = None,
     restart: Annotated[bool, typer.Option(help="Start a process that died again.")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
     log_level: Annotated[str, typer.Option(help="Of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
@@ -102,6 +112,7 @@ def serve(
         "conductor.http_port": http_port,
         "conductor.grpc_port": grpc_port,
         "model.adapters": lora,
+        "conductor.api_keys": api_key,
     }
     settings = _load(config, overrides, flags)
     log_level = log_level.upper()
@@ -318,7 +329,10 @@ def config_show(
 def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:
     """Flags win over --set, --set over the file, the file over the defaults."""
     given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
-    return load_config(path, [*(overrides or []), *given])
+    config = load_config(path, [*(overrides or []), *given])
+    if config.conductor.api_key:
+        os.environ[API_KEY_ENV] = config.conductor.api_key  # where clients look
+    return config
 
 
 def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:

@@ -153,7 +153,8 @@ class LocalCluster:
         meanwhile. Raises NodeUnavailable after ``ready_timeout_s``, or the error that ended a process for good."""
         assert self._fatal is not None, "start() comes first"
         nodes = [child.node_id for child in self.children.values() if child.role != "conductor"]
-        readiness = Readiness(self.grpc_address, nodes, self._tell, frozenset(self._dead))
+        api_key = self.config.conductor.api_key
+        readiness = Readiness(self.grpc_address, nodes, self._tell, frozenset(self._dead), api_key)
         ready = asyncio.create_task(readiness.wait(self._ready_timeout_s), name="wait until ready")
         try:
             await asyncio.wait((ready, self._fatal), return_when=asyncio.FIRST_COMPLETED)

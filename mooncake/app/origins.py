@@ -9,28 +9,30 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake.config import load_config
+from mooncake.config import Config, load_config, masked
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     name: str  # "section.key"
     value: object
-    origin: str  # "default", the file's name, or "flag"
+    origin: str  # "default", "environment", the file's name, or "flag"
     default: object
 
 
 def settings(path: Path | None, overrides: list[str]) -> list[Setting]:
-    """Every value of the configuration, in its own order. Raises ConfigError for a configuration that is wrong."""
-    values = dict(_flat(msgspec.to_builtins(load_config(path, overrides))))
-    defaults = dict(_flat(msgspec.to_builtins(load_config())))
+    """Every value of the configuration, in its own order, secrets hidden. Raises ConfigError for one that is wrong."""
+    values = dict(_flat(msgspec.to_builtins(masked(load_config(path, overrides)))))
+    defaults = dict(_flat(msgspec.to_builtins(Config())))
     in_file = {name for name, _ in _flat(tomllib.loads(path.read_text()))} if path is not None else set()
     flagged = {override.partition("=")[0].strip() for override in overrides}
 
     def origin(name: str) -> str:
         if name in flagged:
             return "flag"
-        return str(path) if name in in_file else "default"
+        if name in in_file:
+            return str(path)
+        return "default" if values[name] == defaults[name] else "environment"
 
     return [Setting(name, value, origin(name), defaults[name]) for name, value in values.items()]
 

@@ -168,7 +168,8 @@ class RayCluster:
     async def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Return once the conductor knows every node; also after Ray has started one again."""
         nodes = [node_id for node_id in self.actors if node_id != "conductor"]
-        await Readiness(self._grpc_address, nodes, self._tell).wait(timeout_s)
+        api_key = self.config.conductor.api_key
+        await Readiness(self._grpc_address, nodes, self._tell, api_key=api_key).wait(timeout_s)
 
     async def pids(self) -> dict[str, int]:
         """Processes by node id, asked of the actors."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from mooncake.api_keys import bearer
 from mooncake.errors import NodeUnavailable
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
@@ -30,12 +31,14 @@ class Readiness:
         node_ids: Sequence[str],
         tell: Callable[[str], None],
         dead: frozenset[int] = frozenset(),
+        api_key: str = "",
     ) -> None:
         self.incarnations: dict[str, int] = {}  # of the live nodes, at the last look
         self._address = address
         self._node_ids = node_ids
         self._tell = tell
         self._dead = dead
+        self._metadata = bearer(api_key)
         self._missing: list[str] = []  # at the last look
 
     async def wait(self, timeout_s: float) -> None:
@@ -65,7 +68,9 @@ class Readiness:
 
     async def _who_is_missing(self, channel: grpc.aio.Channel) -> list[str]:
         try:
-            status: pb.StatusResponse = await ClusterStub(channel).Status(pb.StatusRequest(), timeout=CALL_S)
+            status: pb.StatusResponse = await ClusterStub(channel).Status(
+                pb.StatusRequest(), timeout=CALL_S, metadata=self._metadata
+            )
         except grpc.RpcError:
             return ["conductor"]
         self.incarnations = {

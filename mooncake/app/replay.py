@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import grpc
 import msgspec
 
+from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, Spread, summarize
 from mooncake.errors import InternalError, MooncakeError, NotFound, TryLater
 from mooncake.hashing import extend_chain
@@ -92,6 +93,7 @@ class Replay:
         self._on_result = on_result
         self._slots = asyncio.Semaphore(options.concurrency)
         self._channels = Channels()
+        self._metadata = bearer(own_api_key())
         self._model = inference_pb2.ModelInfo()
         self._start_s = time.monotonic()
 
@@ -138,7 +140,7 @@ class Replay:
     async def _served_model(self) -> inference_pb2.ModelInfo:
         try:
             response: inference_pb2.ListModelsResponse = await self._stub().ListModels(
-                inference_pb2.ListModelsRequest(), timeout=10.0
+                inference_pb2.ListModelsRequest(), timeout=10.0, metadata=self._metadata
             )
         except grpc.RpcError as failure:
             raise error_from_rpc(failure, f"conductor {self._address}") from None
@@ -188,7 +190,8 @@ class Replay:
         times_s: list[float] = []
         last = inference_pb2.GenerateResponse()
         self.sent += 1
-        async for last in self._stub().Generate(message, timeout=self._options.timeout_s):
+        timeout_s = self._options.timeout_s
+        async for last in self._stub().Generate(message, timeout=timeout_s, metadata=self._metadata):
             times_s.extend([self._now_s()] * len(last.tokens))
         usage = last.usage
         if not times_s or len(times_s) != usage.completion_tokens:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from rich.markup import escape
 
 from conductor.api import DRAIN_S
+from mooncake.api_keys import API_KEY_ENV
 from mooncake.app.console import err, out
 from mooncake.app.local import LocalCluster
 from mooncake.app.ray_cluster import RayCluster, is_loopback
@@ -42,7 +43,7 @@ async def _live(cluster: LocalCluster | RayCluster, end: Callable[[], Awaitable[
     async with cluster:
         out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
         _tell_addresses(cluster.http_url, cluster.grpc_address)
-        _tell_next(cluster.http_url, cluster.grpc_address)
+        _tell_next(cluster.http_url, cluster.grpc_address, bool(cluster.config.conductor.api_keys))
         try:
             raise await end()
         except asyncio.CancelledError:
@@ -60,7 +61,7 @@ def _announce(config: Config) -> None:
     engines = f"{cluster.coupled} coupled" if cluster.coupled else f"{cluster.prefill} prefill, {cluster.decode} decode"
     nodes = f"{engines}, {cluster.store} store"
     out.print(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
-    if not is_loopback(config.conductor.host):
+    if not is_loopback(config.conductor.host) and not config.conductor.api_keys:
         _tell(f"nobody is asked who they are: whoever reaches {config.conductor.host} can use this cluster and join it")
 
 
@@ -70,15 +71,17 @@ def _tell_addresses(http_url: str, grpc_address: str) -> None:
     out.print(f"  metrics  {http_url}/metrics", soft_wrap=True)
 
 
-def _tell_next(http_url: str, grpc_address: str) -> None:
+def _tell_next(http_url: str, grpc_address: str, needs_key: bool) -> None:
     address = "" if grpc_address == load_config().conductor_address else f" --address {grpc_address}"
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    key = f' -H "authorization: Bearer ${API_KEY_ENV}"' if needs_key else ""
     out.print("\nNow, in another terminal:")
     for line in (
+        *([f"export {API_KEY_ENV}=…  # one of the keys"] if needs_key else []),
         f'mooncake generate{address} "Why is the sky blue?"',
         f"mooncake chat{address}",
         f"mooncake status{address}",
-        f"curl {http_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"curl {http_url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'",
     ):
         out.print(f"  {escape(line)}", soft_wrap=True)
     out.print("\nCtrl-C stops the cluster.")

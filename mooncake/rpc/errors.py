@@ -28,6 +28,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[MooncakeError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.ABORTED: errors.StaleEpoch,
     grpc.StatusCode.INTERNAL: errors.InternalError,
 }

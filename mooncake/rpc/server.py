@@ -102,8 +102,9 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
 class RpcServer:
     """A grpc.aio server with its health service. ``add`` the servicers, then ``start``."""
 
-    def __init__(self) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    def __init__(self, *guards: grpc.aio.ServerInterceptor) -> None:
+        """``guards`` see each call before the servicers do; what they raise is mapped as theirs is."""
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []

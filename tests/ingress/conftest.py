@@ -13,8 +13,10 @@ import pytest
 import pytest_asyncio
 
 from conductor.api import Delta, RequestSummary
+from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
 from conductor.stats import DispatchStats
+from mooncake.api_keys import ApiKeys
 from mooncake.config import ConductorSection, Config
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
@@ -202,7 +204,7 @@ async def running_front(script=None, **limits):
     )
     status = cluster_status()
     ingress = Ingress(config, checkpoint, ByteTokenizer(), script, lambda: status, DispatchStats(), keep_alive_s)
-    server = RpcServer()
+    server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
     ingress.add_grpc(server)
     grpc_port = await server.start("127.0.0.1", 0)
     http_port = await ingress.start_http()

@@ -1,0 +1,72 @@
+"""Who may come in: API keys, over HTTP and over gRPC.
+
+Health and metrics stay open, as in vLLM, for probes and scrapers that have no key; so do the version and the status
+page, which holds nothing by itself. Everything else needs a key once one is configured, the nodes' own calls too: who
+could join a cluster without one would be sent what its users say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from conductor.ingress.http import error_response
+from mooncake.api_keys import HEADER, ApiKeys
+from mooncake.errors import Unauthenticated
+
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/version"})
+OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_MISSING = "an API key is needed: send the header Authorization: Bearer KEY"
+_WRONG = "the API key is not one of this server's"
+
+
+def _refusal(has_header: bool) -> Unauthenticated:
+    return Unauthenticated(_WRONG if has_header else _MISSING)
+
+
+class KeyMiddleware:
+    """Answers 401 in place of ``app`` unless the request has a key or its path is open."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+            shown = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
+            if not self._keys.allow(shown):
+                app = error_response(_refusal(bool(shown)))
+                app.headers["www-authenticate"] = "Bearer"
+        await app(scope, receive, send)
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """The same for a gRPC server, with the metadata ``authorization``."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        shown = _metadata(handler_call_details)
+        if handler_call_details.method.startswith(OPEN_SERVICES) or self._keys.allow(shown):
+            return await continuation(handler_call_details)
+
+        async def refuse(request: Any, context: Any) -> Any:
+            raise _refusal(bool(shown))
+
+        return grpc.unary_unary_rpc_method_handler(refuse)  # an end without a response, whatever was called
+
+
+def _metadata(details: grpc.HandlerCallDetails) -> bytes:
+    for key, value in details.invocation_metadata or ():
+        if key == HEADER:
+            return value if isinstance(value, bytes) else value.encode()
+    return b""
