@@ -55,7 +55,7 @@ class Sampler:
         elif is_plain:
             tokens = self._library.sample(logits, edited)
         else:
-            draws = [sequence.draw or _keep_draw(sequence) for sequence in sequences]
+            draws = [sequence.draw or keep_draw(sequence) for sequence in sequences]
             tokens = self._library.sample(logits, edited, b"".join(draws), list(map(_NUM_TOKENS, sequences)))
         if -1 in tokens:
             raise InternalError("the model's logits are not finite")
@@ -102,7 +102,7 @@ def _most_likely(logits: Row) -> int:
     return int((logits == logits.max()).argmax())
 
 
-def _keep_draw(sequence: Sequence) -> bytes:
+def keep_draw(sequence: Sequence) -> bytes:
     """How its tokens are chosen, as the library takes it: the same at each of its steps."""
     sampling = sequence.sampling
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
