@@ -24,6 +24,7 @@ from mooncake.directory import Directory
 from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer, join_address
+from mooncake.tls import check_tls
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class ConductorNode:
 
     async def start(self) -> None:
         config = self._config
+        check_tls(config.conductor)
         checkpoint = open_checkpoint(config.model.path)
         tokenizer = checkpoint.load_tokenizer()
         facts = model_facts(config, checkpoint)
@@ -66,9 +68,10 @@ class ConductorNode:
         self.grpc_port = await server.start(config.conductor.host, config.conductor.grpc_port)
         self.http_port = await ingress.start_http()
         log.info(
-            "conductor of %s: gRPC on %s, HTTP on %s",
+            "conductor of %s: gRPC on %s, %s on %s",
             config.model.name or checkpoint.name,
             self.control_address,
+            config.conductor.http_scheme.upper(),
             join_address(config.conductor.host, self.http_port),
         )
 

@@ -43,6 +43,10 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     http_port: int = 8000
     api_keys: tuple[str, ...] = ()  # callers show one of them; (): that of MOONCAKE_API_KEY, or none is asked for
+    ssl_certfile: str = ""  # PEM, with what lies between it and a root: HTTPS in place of HTTP
+    ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
+    ssl_ca_certs: str = ""  # PEM: who signs clients' certificates
+    ssl_cert_reqs: int = 0  # 0: clients show none, 1: they may, 2: they must
     grpc_port: int = 50051
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # without a heartbeat, a node is taken as gone
@@ -68,6 +72,10 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __repr__(self) -> str:
         """For logs and tracebacks: without keys."""
         return msgspec.Struct.__repr__(replace(self, api_keys=(HIDDEN,) * len(self.api_keys)))
+
+    @property
+    def http_scheme(self) -> str:
+        return "https" if self.ssl_certfile else "http"
 
     @property
     def api_key(self) -> str:
@@ -348,6 +356,7 @@ _BETWEEN = {
     "block.tokens": range(1, 1025),
     "transfer.streams": range(1, 17),
     "conductor.http_port": range(65536),
+    "conductor.ssl_cert_reqs": range(3),
     "conductor.grpc_port": range(65536),
     "node.port": range(65536),
 }
@@ -361,6 +370,11 @@ def _check_values(config: Config) -> None:
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
     if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in config.conductor.api_keys):
         raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
+    for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+        if getattr(config.conductor, name) and not config.conductor.ssl_certfile:
+            raise ConfigError(f"conductor.{name} needs conductor.ssl_certfile")
+    if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
+        raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
     config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:

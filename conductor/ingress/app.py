@@ -62,7 +62,8 @@ class Ingress:
         self._pipeline = Pipeline(model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests)
         api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
         app = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
-        self._server = http.HttpServer(http.EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests))
+        edge = http.EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
+        self._server = http.HttpServer(edge, limits)
 
     def add_grpc(self, server: RpcServer) -> None:
         """Before the server starts."""

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from mooncake.config import ConductorSection
 from mooncake.errors import (
     CallerError,
     Cancelled,
@@ -383,7 +384,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One listening socket and its uvicorn server."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: ConductorSection | None = None) -> None:
+        """``tls`` names the files of HTTPS, if it names any; ``check_tls`` has read them."""
+        tls = tls or ConductorSection()
         config = uvicorn.Config(
             app,
             http=_BoundedProtocol,
@@ -396,6 +399,10 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=int(IDLE_TIMEOUT_S),
             timeout_graceful_shutdown=STOP_GRACE_S,
+            ssl_certfile=tls.ssl_certfile or None,
+            ssl_keyfile=tls.ssl_keyfile or None,
+            ssl_ca_certs=tls.ssl_ca_certs or None,
+            ssl_cert_reqs=tls.ssl_cert_reqs,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

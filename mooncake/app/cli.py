@@ -100,6 +100,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate: HTTPS.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Certificates of who signs those of clients.")
+    ] = None,
+    ssl_cert_reqs: Annotated[
+        int | None, typer.Option(min=0, max=2, help="Clients show a certificate: 0 no, 1 may, 2 must.")
+    ] = None,
     restart: Annotated[bool, typer.Option(help="Start a process that died again.")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
     log_level: Annotated[str, typer.Option(help="Of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
@@ -113,6 +121,10 @@ def serve(
         "conductor.grpc_port": grpc_port,
         "model.adapters": lora,
         "conductor.api_keys": api_key,
+        "conductor.ssl_certfile": ssl_certfile,
+        "conductor.ssl_keyfile": ssl_keyfile,
+        "conductor.ssl_ca_certs": ssl_ca_certs,
+        "conductor.ssl_cert_reqs": ssl_cert_reqs,
     }
     settings = _load(config, overrides, flags)
     log_level = log_level.upper()

@@ -30,6 +30,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address
+from mooncake.tls import check_tls
 from mooncake.types import Role
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,8 @@ class LocalCluster:
 
     @property
     def http_url(self) -> str:
-        return f"http://{join_address(self.config.conductor.host, self.config.conductor.http_port)}"
+        section = self.config.conductor
+        return f"{section.http_scheme}://{join_address(section.host, section.http_port)}"
 
     @property
     def grpc_address(self) -> str:
@@ -138,6 +140,7 @@ class LocalCluster:
         """Check everything that can be checked, then start the processes. ``wait_ready`` comes next."""
         check_choices(self.config)
         check_ports(self.config)
+        check_tls(self.config.conductor)
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
         await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
         check_memory(self.config, checkpoint.config)

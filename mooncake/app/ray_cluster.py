@@ -38,6 +38,7 @@ from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address, split_address
+from mooncake.tls import check_tls
 from mooncake.types import Role
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class RayCluster:
 
     @property
     def http_url(self) -> str:
-        return f"http://{join_address(split_address(self._grpc_address)[0], self.config.conductor.http_port)}"
+        section = self.config.conductor
+        return f"{section.http_scheme}://{join_address(split_address(self._grpc_address)[0], section.http_port)}"
 
     async def __aenter__(self) -> RayCluster:
         require("ray", "ray", "--ray")
@@ -190,6 +192,7 @@ class RayCluster:
             raise ConfigError("cluster.pin is for nodes on this machine; with Ray, Ray decides where they run")
         if is_loopback(self.config.conductor.host):
             check_ports(self.config)
+            check_tls(self.config.conductor)
         children = children_of(self.config)
         needs = [needs_of(self.config, child.role) for child in children]
         if self._private is not None:

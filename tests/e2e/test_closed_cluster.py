@@ -1,0 +1,68 @@
+"""A real cluster that wants an API key and speaks HTTPS: who knows the key gets in, nodes do by themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from live import SMALL, running_cluster, small_config
+
+from mooncake.api_keys import API_KEY_ENV
+from mooncake.app.cli import exit_code
+from mooncake.client import Client
+from mooncake.errors import Unauthenticated
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate"),
+]
+
+KEY, OTHER = "sk-cluster-5d1f", "sk-second-77aa"
+
+
+def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY_ENV, raising=False)
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=mooncake"]
+    alternative = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*make, *alternative], check=True, capture_output=True)
+    config = small_config(
+        f'conductor.api_keys=["{KEY}", "{OTHER}"]',
+        f"conductor.ssl_certfile={certificate}",
+        f"conductor.ssl_keyfile={key}",
+    )
+    with running_cluster(config) as cluster:  # its nodes have joined, so they knew the key
+        assert cluster.http_url.startswith("https://")
+        context = ssl.create_default_context(cafile=certificate)
+        for shown, is_known in ((OTHER, True), ("sk-wrong", False)):
+            http = httpx.Client(verify=context, trust_env=False, timeout=60)
+            with openai.OpenAI(
+                base_url=f"{cluster.http_url}/v1", api_key=shown, http_client=http, max_retries=0
+            ) as client:
+
+                def ask(client: openai.OpenAI = client) -> str:
+                    return client.completions.create(model="", prompt="One, two,", max_tokens=4).choices[0].text
+
+                if is_known:
+                    assert ask()
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        ask()
+        with Client(cluster.grpc_address) as stranger, pytest.raises(Unauthenticated) as refused:
+            stranger.status()
+        assert exit_code(refused.value) == 2
+        with Client(cluster.grpc_address, KEY) as known:
+            assert known.generate("One, two,").text
+            assert KEY not in str(known.status())
+        nosy = [sys.executable, "-m", "decode_node", *(f"--set={value}" for value in SMALL)]
+        nosy += [f"--set=node.conductor={cluster.grpc_address}", "--set=node.id=nosy"]
+        node = subprocess.run(nosy, capture_output=True, text=True, timeout=120, env=os.environ | {API_KEY_ENV: "sk-x"})
+        assert node.returncode == 1 and "the API key is not one of this server's" in node.stderr
+        assert not [text for child in cluster.children.values() for text in child.last_lines if "sk-" in text]
