@@ -9,6 +9,7 @@ Knows nothing about token ids.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ MAX_TEMPLATE_CHARS = 1 << 20
 MAX_RENDER_S = 2.0
 MAX_GROWTH_CHARS = 1 << 20  # what a template may add to its messages
 MAX_MESSAGE_CHARS = 64 << 20
+MAX_VARIABLE_CHARS = 64 << 10  # of a user's own variables, as JSON
 
 # A private-use plane: not white space, without case, and in no text that people exchange.
 _ALIAS_FIRST, _ALIAS_LAST = 0xF0000, 0xFFFFD
@@ -74,18 +76,22 @@ class ChatTemplate:
         for probe in _PROBES:
             messages = [ChatMessage(role, content) for role, content in probe]
             try:
-                expected = self._run(plain, messages, variables, True)
+                expected = self._run(plain, messages, variables)
                 pieces = self.render(messages)
             except InvalidRequest:
                 continue
             if pieces != self._split_plain(expected):
                 raise ModelError("the model's chat template builds control tokens out of parts, which is not supported")
 
-    def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[Piece]:
-        """The prompt of a conversation. Raises InvalidRequest when the template refuses it or exceeds its limits."""
+    def render(self, messages: Sequence[ChatMessage], variables: Mapping[str, object] | None = None) -> list[Piece]:
+        """The prompt of a conversation, with ``variables`` (JSON) of the user's for the template to read.
+
+        Raises InvalidRequest when the template refuses it or exceeds its limits.
+        """
         if any(self._nonce in message.content or self._nonce in message.role for message in messages):
             raise InvalidRequest("a message holds characters that are not allowed", "messages")
-        text = self._run(self._template, messages, self._variables, add_generation_prompt)
+        self._check_variables(variables or {})
+        text = self._run(self._template, messages, {**(variables or {}), **self._variables})
         pieces: list[Piece] = []
         for number, part in enumerate(self._alias.split(text)):
             if number % 2:
@@ -94,18 +100,29 @@ class ChatTemplate:
                 pieces.append(Piece(part))
         return pieces
 
-    def _run(
-        self, template: Template, messages: Sequence[ChatMessage], variables: Mapping[str, str], add_prompt: bool
-    ) -> str:
+    def _check_variables(self, variables: Mapping[str, object]) -> None:
+        if taken := sorted(variables.keys() & {"messages", *self._variables}):
+            raise InvalidRequest(f"{taken[0]} is not for a request to set", "chat_template_kwargs")
+        try:
+            text = json.dumps(variables, ensure_ascii=False)
+        except (RecursionError, TypeError, ValueError):
+            raise InvalidRequest("chat_template_kwargs are no JSON object", "chat_template_kwargs") from None
+        if len(text) > MAX_VARIABLE_CHARS:
+            what = f"chat_template_kwargs have at most {MAX_VARIABLE_CHARS} characters"
+            raise InvalidRequest(what, "chat_template_kwargs")
+        if self._nonce in text:
+            raise InvalidRequest("a variable holds characters that are not allowed", "chat_template_kwargs")
+
+    def _run(self, template: Template, messages: Sequence[ChatMessage], variables: Mapping[str, object]) -> str:
         num_chars = sum(len(message.role) + len(message.content) for message in messages)
         if num_chars > MAX_MESSAGE_CHARS:
             raise InvalidRequest(f"the messages hold more than {MAX_MESSAGE_CHARS} characters", "messages")
         context: dict[str, object] = {
-            **variables,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
-            "add_generation_prompt": add_prompt,
+            "add_generation_prompt": True,
             "tools": None,
             "documents": None,
+            **variables,
+            "messages": [{"role": message.role, "content": message.content} for message in messages],
         }
         try:
             # What a template may build at once: its messages a few times over, and what it adds of its own.

@@ -13,6 +13,8 @@ from mooncake.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,21 @@ def check_stop(stop: Sequence[str]) -> None:
         raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", "stop")
 
 
+def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of words that an answer must not hold, each at the beginning of a word and within one, so
+    with and without a space before it (as vLLM does, which leaves the former out where its tokens are more or fewer).
+
+    Raises InvalidRequest for empty, too long or too many words.
+    """
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"at most {MAX_BAD_WORDS} bad_words are allowed", "bad_words")
+    bare = [word.lstrip() for word in words]
+    if not all(0 < len(word) <= MAX_BAD_WORD_CHARS for word in bare):
+        raise InvalidRequest(f"a bad word has 1 to {MAX_BAD_WORD_CHARS} characters", "bad_words")
+    runs = (tokenizer.encode_more(text) for word in bare for text in (word, f" {word}"))
+    return tuple(dict.fromkeys(tuple(run.tolist()) for run in runs))
+
+
 class TextAssembler:
     """The text of one answer as it grows.
 
@@ -38,11 +55,12 @@ class TextAssembler:
     string that is complete first ends the answer; of several that end together, the one that begins first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Raises as ``check_stop``."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+        """``include_stop``: the stop string is the end of the text. Raises as ``check_stop``."""
         check_stop(stop)
         self._stream = tokenizer.stream()
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._longest = max(map(len, stop), default=0)
         self._held = ""
         self._stopped = False
@@ -73,7 +91,7 @@ class TextAssembler:
     def _first_stop(self, text: str) -> int | None:
         """Where to cut ``text``, or None when no stop string is in it."""
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        return min(found)[0 if self._include_stop else 1] if found else None
 
     def _open_chars(self, text: str) -> int:
         """How many characters at the end of ``text`` may be the beginning of a stop string."""

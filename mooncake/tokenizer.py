@@ -63,8 +63,13 @@ class Tokenizer:
         ids = self._text_ids(text, self._backend)
         return np.concatenate([self._bos, ids]) if len(self._bos) else ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
-        """Ids of a conversation in the model's template, ready for the assistant's turn.
+    def encode_more(self, text: str) -> TokenIds:
+        """Ids of a text that goes on from another one. Raises InvalidRequest."""
+        return self._text_ids(text, self._continuing)
+
+    def encode_chat(self, messages: Sequence[ChatMessage], variables: Mapping[str, object] | None = None) -> TokenIds:
+        """Ids of a conversation in the model's template, ready for the assistant's turn. The template may read
+        ``variables`` too, which are a user's.
 
         Special tokens of the template become ids, the same strings inside a message do not. The template alone decides
         about a begin-of-sequence token. Raises InvalidRequest: no template, or one that refuses these messages.
@@ -72,7 +77,7 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt instead", "messages")
         runs: list[TokenIds] = []
-        for number, piece in enumerate(self._template.render(messages)):
+        for number, piece in enumerate(self._template.render(messages, variables)):
             if piece.is_control:
                 runs.append(np.array([self._control_ids[piece.text]], dtype=np.uint32))
             else:

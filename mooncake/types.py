@@ -5,7 +5,7 @@ Plain frozen data. This module must not know about torch, gRPC, sockets or files
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from numbers import Integral, Real
@@ -38,6 +38,9 @@ class FinishReason(StrEnum):
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 1024  # token sequences
+MAX_BAD_WORD_TOKENS = 64  # of one
 MAX_TOP_LOGPROBS = 20
 MAX_ANSWERS = 128  # to one prompt
 MAX_BEAMS = 32
@@ -88,6 +91,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): any
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as tokens: the last one is not drawn where the answer has the others
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -125,6 +130,19 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
         self._check_biases()
+        self._check_forbidden()
+
+    def _check_forbidden(self) -> None:
+        check_type("allowed_token_ids", self.allowed_token_ids, Collection, "a list of token ids")
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+            raise InvalidRequest(f"at most {MAX_ALLOWED_TOKEN_IDS} allowed_token_ids are possible", "allowed_token_ids")
+        check_type("bad_words", self.bad_words, tuple, "a tuple of tuples of token ids")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"at most {MAX_BAD_WORDS} token sequences of bad_words are possible", "bad_words")
+        for word in self.bad_words:
+            check_type("bad_words", word, tuple, "a tuple of tuples of token ids")
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(f"a bad word has 1 to {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
 
     def _check_biases(self) -> None:
         try:
@@ -150,10 +168,16 @@ class SamplingParams:
         _in_range("length_penalty", beams.length_penalty, -10.0, 10.0)
         if self.best_of not in (0, self.n):
             raise InvalidRequest("beam search ranks its n beams itself: best_of must be n", "best_of")
-        if self.needs_history or self.logit_bias or self.min_tokens or self.guide is not None:
-            raise InvalidRequest(
-                "beam search takes no penalties, logit_bias, min_tokens or guide: it ranks what the model says", "n"
-            )
+        edits = self.needs_history or self.logit_bias or self.allowed_token_ids or self.bad_words
+        if edits or self.min_tokens or self.guide is not None:
+            what = "penalties, logit_bias, allowed_token_ids, bad_words, min_tokens or guide"
+            raise InvalidRequest(f"beam search takes no {what}: it ranks what the model says", "n")
+
+    def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Ids that the vocabulary must have, with the field that names them."""
+        yield "logit_bias", [token_id for token_id, _ in self.logit_bias]
+        yield "allowed_token_ids", self.allowed_token_ids
+        yield "bad_words", [token_id for word in self.bad_words for token_id in word]
 
     @property
     def num_answers(self) -> int:

@@ -24,6 +24,7 @@ class Job:
     request: InferenceRequest
     stop: tuple[str, ...]
     arrived_at: float
+    include_stop: bool = False  # what stops the answer, a string or a token, is part of its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Answer:
         self._job = job
         self._choice = choice
         self._observer = observer
-        self._assembler = TextAssembler(tokenizer, job.stop)
+        self._assembler = TextAssembler(tokenizer, job.stop, job.include_stop)
         self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
         self._watch = Stopwatch(job.arrived_at)
         self._summary = RequestSummary()
@@ -123,7 +124,7 @@ class Answer:
         for token in delta.tokens:
             self._count(token, now)
             tokens.append(token)
-            if token.token_id in self._end_ids:
+            if token.token_id in self._end_ids and not self._job.include_stop:
                 continue  # it ends the answer and is no part of its text
             piece = self._assembler.push(token.token_id)
             text.append(piece.text)

@@ -104,6 +104,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         wanted.CopyFrom(request.sampling)
         asked = wanted.max_tokens if wanted.HasField("max_tokens") else None
         wanted.max_tokens = self._pipeline.max_tokens(len(tokens), asked, default)
+        bad_words = self._pipeline.bad_words(request.bad_words)
+        wanted.bad_words.extend(common_pb2.TokenRun(ids=word) for word in bad_words)
         sampling = sampling_from_wire(wanted)
         await self._pipeline.check_guide(sampling.guide)
         return self._pipeline.job(
@@ -113,6 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             deadline=deadline,
             arrived_at=arrived_at,
             stop=request.stop,
+            include_stop=request.include_stop_str_in_output,
             salt=request.cache_salt,
             session=_session(context),
             priority=request.priority,

@@ -143,18 +143,21 @@ class OpenAIApi:
     async def complete(self, request: Request) -> Response:
         call, body = await self._receive(request, CompletionRequest, COMPLETION)
         check_completion(body)
-        prompts = await self._prompts(body.prompt)
+        asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        keep = self._pipeline.num_to_keep(body.truncate_prompt_tokens, asked)
+        prompts = await self._prompts(body.prompt, keep)
         n = _num_choices(body, len(prompts))
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self._extras(body, logprobs=body.logprobs is not None)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # how likely a text is, as evaluations ask
-        asked = 1 if is_echo_alone else body.max_tokens
+        asked = 1 if is_echo_alone else asked
+        bad_words = self._pipeline.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
-            max_tokens = self._pipeline.max_tokens(len(tokens), asked, COMPLETION_MAX_TOKENS)
+            max_tokens = self._pipeline.max_tokens(len(tokens), asked, None)
             scores = body.logprobs if body.echo else None
-            sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores)
+            sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
             await self._pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self._pipeline.decode(tokens) if body.echo else ""
@@ -166,11 +169,17 @@ class OpenAIApi:
         call, body = await self._receive(request, ChatRequest, CHAT)
         check_chat(body)
         messages, tools = chat_messages(body.messages), tools_of(body.tools, body.tool_choice)
-        tokens = await self._pipeline.encode_chat(messages if tools is None else tools.told(messages))
-        n = _num_choices(body, 1)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        tokens = await self._pipeline.encode_chat(
+            messages if tools is None else tools.told(messages),
+            keep=self._pipeline.num_to_keep(body.truncate_prompt_tokens, asked or 1),
+            variables=body.chat_template_kwargs,
+        )
+        n = _num_choices(body, 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_of(body, self._pipeline.max_tokens(len(tokens), asked, None), logprobs)
+        max_tokens = self._pipeline.max_tokens(len(tokens), asked, None)
+        bad_words = self._pipeline.bad_words(body.bad_words or ())
+        sampling = sampling_of(body, max_tokens, logprobs, bad_words=bad_words)
         if tools is not None and (guide := tools.guide()) is not None:
             if sampling.guide is not None:
                 raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
@@ -193,7 +202,8 @@ class OpenAIApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
-            tokens = await self._pipeline.encode_chat(chat_messages(body.messages))
+            messages = chat_messages(body.messages)
+            tokens = await self._pipeline.encode_chat(messages, variables=body.chat_template_kwargs)
         else:
             tokens = await self._pipeline.encode(body.prompt or "")
         answer = TokenizeResponse(len(tokens), self._pipeline.model.max_model_len, tokens.tolist())
@@ -220,20 +230,22 @@ class OpenAIApi:
         answer_id = f"{wording.id_prefix}-{uuid.uuid4().hex}"
         return Call(request, body, arrived_at, answer_id, int(time.time()), _warning(ignored)), body
 
-    async def _prompts(self, prompt: str | list[str | int | list[int]]) -> list[TokenIds]:
-        """The four forms that OpenAI allows: a text, texts, token ids, lists of token ids."""
+    async def _prompts(self, prompt: str | list[str | int | list[int]], keep: int | None) -> list[TokenIds]:
+        """The four forms that OpenAI allows: a text, texts, token ids, lists of those; of each the last ``keep``."""
         if isinstance(prompt, str):
-            return [await self._pipeline.encode(prompt)]
+            return [await self._pipeline.encode(prompt, keep=keep)]
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if ids := [item for item in prompt if isinstance(item, int)]:
             if len(ids) < len(prompt):
                 raise InvalidRequest("a prompt mixes token ids with something else", "prompt")
-            return [self._pipeline.check_tokens(ids)]
+            return [self._pipeline.check_tokens(ids, keep=keep)]
         if len(prompt) > MAX_CHOICES:
             raise InvalidRequest(f"at most {MAX_CHOICES} prompts are allowed", "prompt")
         return [
-            await self._pipeline.encode(item) if isinstance(item, str) else self._pipeline.check_tokens(_ids(item))
+            await self._pipeline.encode(item, keep=keep)
+            if isinstance(item, str)
+            else self._pipeline.check_tokens(_ids(item), keep=keep)
             for item in prompt
         ]
 
@@ -245,6 +257,7 @@ class OpenAIApi:
             deadline=call.arrived_at + self._request_timeout_s,
             arrived_at=call.arrived_at,
             stop=stop_strings(call.fields.stop),
+            include_stop=bool(call.fields.include_stop_str_in_output),
             salt=call.fields.cache_salt or "",
             session=call.session,
             priority=call.fields.priority or 0,

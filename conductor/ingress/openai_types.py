@@ -70,7 +70,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
@@ -111,6 +115,7 @@ class Message(msgspec.Struct, frozen=True):
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
@@ -124,6 +129,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +170,11 @@ def sampling_of(
     logprobs: int | None,
     best_of: int = 0,
     prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Raises InvalidRequest, naming the field. A missing seed is drawn."""
+    if fields.allowed_token_ids is not None and not fields.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_given(fields.min_tokens, 0),
@@ -177,6 +186,8 @@ def sampling_of(
         presence_penalty=_given(fields.presence_penalty, 0.0),
         frequency_penalty=_given(fields.frequency_penalty, 0.0),
         logit_bias=tuple(sorted((fields.logit_bias or {}).items())),
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        bad_words=bad_words,
         seed=_seed(fields.seed),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),

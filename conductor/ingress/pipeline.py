@@ -32,7 +32,7 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.guides import Guides
-from mooncake.text import check_stop
+from mooncake.text import bad_word_tokens, check_stop
 from mooncake.tokenizer import ChatMessage, Tokenizer
 from mooncake.types import Guide, SamplingParams, TokenIds
 
@@ -122,15 +122,22 @@ class Pipeline:
         if len(self._running) >= self._max_running:
             raise Overloaded(f"{len(self._running)} requests are running already")
 
-    async def encode(self, text: str, param: str = "prompt") -> TokenIds:
-        """Token ids of plain text. Raises InvalidRequest (empty) or ContextTooLong."""
-        if await self._is_surely_too_long(text):
+    async def encode(self, text: str, param: str = "prompt", keep: int | None = None) -> TokenIds:
+        """Token ids of plain text, the last ``keep`` of them. Raises InvalidRequest (empty) or ContextTooLong."""
+        if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a text of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text))
-        return self._fitting(tokens, param)
+        return self._fitting(tokens, param, keep)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], param: str = "messages") -> TokenIds:
-        """Token ids of a conversation, ready for the assistant's turn. Raises InvalidRequest or ContextTooLong."""
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        param: str = "messages",
+        keep: int | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> TokenIds:
+        """Token ids of a conversation, ready for the assistant's turn, the last ``keep`` of them. The chat template
+        may read ``variables``. Raises InvalidRequest or ContextTooLong."""
         if not messages:
             raise InvalidRequest("at least one message is needed", param)
         if len(messages) > MAX_MESSAGES:
@@ -142,10 +149,10 @@ class Pipeline:
                     f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
                 )
         text = "".join(message.content for message in messages)
-        if await self._is_surely_too_long(text):
+        if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a conversation of {len(text)} characters", param)
-        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode_chat(messages))
-        return self._fitting(tokens, param)
+        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode_chat(messages, variables))
+        return self._fitting(tokens, param, keep)
 
     async def decode(self, tokens: TokenIds) -> str:
         return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens))
@@ -155,9 +162,27 @@ class Pipeline:
         if guide is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._guides.compile, guide)
 
-    def check_tokens(self, ids: Sequence[int], param: str = "prompt") -> TokenIds:
-        """A client's own ids as an array. Raises InvalidRequest (not in the vocabulary) or ContextTooLong."""
-        return self._fitting(self.as_tokens(ids, param), param)
+    def check_tokens(self, ids: Sequence[int], param: str = "prompt", keep: int | None = None) -> TokenIds:
+        """A client's own ids as an array, the last ``keep`` of them. Raises InvalidRequest (not in the vocabulary) or
+        ContextTooLong."""
+        return self._fitting(self.as_tokens(ids, param), param, keep)
+
+    def num_to_keep(self, truncate_prompt_tokens: int | None, num_answer: int) -> int | None:
+        """How many of a prompt's last tokens are wanted; None: all. -1 stands for as many as leave room for an answer
+        of ``num_answer`` tokens. Raises InvalidRequest."""
+        asked, limit = truncate_prompt_tokens, self.model.max_model_len
+        if asked is None:
+            return None
+        if asked == -1:
+            return max(1, limit - max(1, num_answer))
+        if not 1 <= asked <= limit:
+            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {asked}"
+            raise InvalidRequest(what, "truncate_prompt_tokens")
+        return asked
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As the tokens that spell them. Raises InvalidRequest."""
+        return bad_word_tokens(self.tokenizer, words)
 
     def as_tokens(self, ids: Sequence[int], param: str) -> TokenIds:
         """Raises InvalidRequest for an id that is not in the vocabulary."""
@@ -189,6 +214,7 @@ class Pipeline:
         deadline: float,
         arrived_at: float,
         stop: Sequence[str] = (),
+        include_stop: bool = False,
         salt: str = "",
         session: str = "",
         priority: int = 0,
@@ -204,12 +230,13 @@ class Pipeline:
             raise InvalidRequest("cache_salt takes at most 64 letters, digits, _ and -", "cache_salt")
         check_stop(stop)
         self.as_tokens(sampling.stop_token_ids, "stop_token_ids")
-        self.as_tokens([token_id for token_id, _ in sampling.logit_bias], "logit_bias")
+        for name, token_ids in sampling.named_tokens():
+            self.as_tokens(token_ids, name)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
         adapter = self.adapter_of(model)
         request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority, adapter)
-        return Job(request, tuple(stop), arrived_at)
+        return Job(request, tuple(stop), arrived_at, include_stop)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
         """The answers to one job. Close it to cancel; raises what ``Generator.generate`` raises, and InternalError."""
@@ -354,9 +381,11 @@ class Pipeline:
         head = await self._maybe_in_thread(probe, lambda: self.tokenizer.encode(text[:probe]))
         return len(head) > 2 * self.model.max_model_len
 
-    def _fitting(self, tokens: TokenIds, param: str) -> TokenIds:
+    def _fitting(self, tokens: TokenIds, param: str, keep: int | None = None) -> TokenIds:
         if not len(tokens):
             raise InvalidRequest("the prompt is empty", param)
+        if keep is not None:
+            tokens = tokens[-keep:]
         if len(tokens) >= self.model.max_model_len:
             raise self._too_long(f"a prompt of {len(tokens)} tokens", param)
         return tokens

@@ -25,8 +25,9 @@ class Gate:
             raise InternalError(f"sequence {sequence.request_id} is {sequence.state} already")
         if int(sequence.tokens.max()) >= self._vocab_size:
             raise InvalidRequest(f"a token id is not below the vocabulary's size, {self._vocab_size}", "prompt")
-        if any(not 0 <= token_id < self._vocab_size for token_id, _ in sequence.sampling.logit_bias):
-            raise InvalidRequest(f"logit_bias names a token that is not below {self._vocab_size}", "logit_bias")
+        for name, token_ids in sequence.sampling.named_tokens():
+            if any(not 0 <= token_id < self._vocab_size for token_id in token_ids):
+                raise InvalidRequest(f"{name} names a token that is not below {self._vocab_size}", name)
         if sequence.sampling.guide is not None:
             if self._guides is None:
                 raise InvalidRequest("this engine cannot guide answers", "guide")

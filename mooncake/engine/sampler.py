@@ -1,8 +1,9 @@
 """From logits to tokens: bias, penalties, temperature, truncation, and one draw by (seed, position).
 
-A row's token depends on that row, its sequence and nothing else. The steps are those of vLLM, in its order: bias and
-``min_tokens`` mask, repetition then frequency and presence penalties, guide, temperature, min-p, top-k, top-p.
-Log-probabilities are those of the raw logits. No step sorts the vocabulary.
+A row's token depends on that row, its sequence and nothing else. The steps are those of vLLM: bias, repetition then
+frequency and presence penalties; what is forbidden by the guide, ``allowed_token_ids``, ``min_tokens`` and
+``bad_words``; temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits. No step sorts the
+vocabulary.
 
 Truncation keeps every token at or above a threshold, so that ties are all kept. The draw inverts the cumulative
 distribution in the order of token ids, in float64.
@@ -78,9 +79,14 @@ class Sampler:
     def _edited(self, raw: Row, sequence: Sequence) -> Row:
         """With what the request adds to the model's opinion; ``raw`` itself when that is nothing at this place."""
         sampling = sequence.sampling
-        if sampling.logit_bias or sampling.needs_history or (sampling.min_tokens and sequence.must_go_on):
-            raw = edit_logits(raw, sequence)
-        return self._guided(raw, sequence) if sampling.guide is not None else raw
+        logits = edit_logits(raw, sequence) if sampling.logit_bias or sampling.needs_history else raw
+        if sampling.guide is not None:
+            logits = self._guided(logits, sequence)
+        if sampling.allowed_token_ids:
+            logits = _only(logits, _allowed(sequence))
+        if sampling.min_tokens and sequence.must_go_on:
+            logits = _without(logits, [token_id for token_id in sequence.stop_ids if 0 <= token_id < len(logits)])
+        return _without(logits, _ends_of_bad_words(sequence)) if sampling.bad_words else logits
 
     def _guided(self, logits: Row, sequence: Sequence) -> Row:
         """Only what the guide allows after the answer so far; the end, when it has nothing more to say."""
@@ -145,16 +151,65 @@ def _passes(weights: npt.NDArray[np.float64], target: float) -> tuple[int, float
 
 
 def edit_logits(raw: Row, sequence: Sequence) -> Row:
-    """A copy of ``raw`` with bias, ``min_tokens`` mask and penalties applied."""
+    """A copy of ``raw`` with bias and penalties applied."""
     sampling = sequence.sampling
     logits = raw.copy()
     for token_id, bias in sampling.logit_bias:
         logits[token_id] += bias
-    if sequence.must_go_on and sequence.stop_ids:
-        logits[[token_id for token_id in sequence.stop_ids if 0 <= token_id < len(logits)]] = -np.inf
     if sampling.needs_history:
         _penalise(logits, sampling, _history(sequence, len(logits)))
     return logits
+
+
+# What forbids every token that is left forbids none: an answer that cannot go on in any way would be an error of ours.
+
+
+def _only(logits: Row, token_ids: npt.NDArray[np.int64]) -> Row:
+    narrowed = np.full_like(logits, -np.inf)
+    narrowed[token_ids] = logits[token_ids]
+    return narrowed if narrowed.max() > -np.inf else logits
+
+
+def _without(logits: Row, token_ids: list[int]) -> Row:
+    if not token_ids:
+        return logits
+    narrowed = logits.copy()
+    narrowed[token_ids] = -np.inf
+    return narrowed if narrowed.max() > -np.inf else logits
+
+
+def _ends_of_bad_words(sequence: Sequence) -> list[int]:
+    """The last tokens of those whose others the answer ends with."""
+    bad_words = sequence.sampling.bad_words
+    longest = max(map(len, bad_words)) - 1
+    answer = sequence.tokens[max(sequence.num_prompt, sequence.num_tokens - longest) :].tolist()
+    return [
+        word[-1]
+        for word in bad_words
+        if len(word) <= len(answer) + 1 and tuple(answer[len(answer) + 1 - len(word) :]) == word[:-1]
+    ]
+
+
+class _Memory:
+    """What is kept of a sequence between its steps."""
+
+    def __init__(self) -> None:
+        self.history: _History | None = None
+        self.allowed: npt.NDArray[np.int64] | None = None
+
+
+def _memory(sequence: Sequence) -> _Memory:
+    memory = sequence.sampler_memory
+    if not isinstance(memory, _Memory):
+        memory = sequence.sampler_memory = _Memory()
+    return memory
+
+
+def _allowed(sequence: Sequence) -> npt.NDArray[np.int64]:
+    memory = _memory(sequence)
+    if memory.allowed is None:
+        memory.allowed = np.array(sequence.sampling.allowed_token_ids, np.int64)
+    return memory.allowed
 
 
 class _History:
@@ -173,11 +228,11 @@ class _History:
 
 
 def _history(sequence: Sequence, vocab_size: int) -> _History:
-    history = sequence.sampler_memory
-    if not isinstance(history, _History):
-        history = sequence.sampler_memory = _History(vocab_size)
-    history.update(sequence)
-    return history
+    memory = _memory(sequence)
+    if memory.history is None:
+        memory.history = _History(vocab_size)
+    memory.history.update(sequence)
+    return memory.history
 
 
 def _penalise(logits: Row, sampling: SamplingParams, history: _History) -> None:

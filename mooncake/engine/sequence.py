@@ -131,7 +131,12 @@ class Sequence:
         self.num_prompt = num_prompt
         self.sampling = sampling
         self.edits_logits = bool(  # whether the request adds anything to the model's opinion
-            sampling.logit_bias or sampling.needs_history or sampling.min_tokens or sampling.guide
+            sampling.logit_bias
+            or sampling.needs_history
+            or sampling.min_tokens
+            or sampling.guide
+            or sampling.allowed_token_ids
+            or sampling.bad_words
         )
         self.is_plain = (  # whether the model's most likely token is all that it asks for
             sampling.is_greedy and not self.edits_logits and sampling.logprobs is None

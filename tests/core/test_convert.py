@@ -56,6 +56,8 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         presence_penalty=draw(floats(-2, 2)),
         frequency_penalty=draw(floats(-2, 2)),
         logit_bias=tuple(draw(st.lists(st.tuples(u32, floats(-100, 100)), max_size=4))),
+        allowed_token_ids=tuple(draw(st.lists(u32, max_size=4))),
+        bad_words=tuple(draw(st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3))),
         seed=draw(u64),
         stop_token_ids=tuple(draw(st.lists(u32, max_size=4))),
         ignore_eos=draw(st.booleans()),

@@ -27,6 +27,8 @@ from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
         ({"max_tokens": 0}, "max_tokens", "must be between 1 and 1048576, got 0"),
         ({"n": None}, "n", "must be a whole number, got None"),
         ({"stop_token_ids": 5}, "stop_token_ids", "must be a list of token ids, got 5"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids", "must be a list of token ids, got 5"),
+        ({"bad_words": ("word",)}, "bad_words", "must be a tuple of tuples of token ids, got 'word'"),
         ({"logit_bias": {5: 1.0}}, "logit_bias", "must be pairs of a token id and its bias"),
         ({"logit_bias": ((5, "x"),)}, "logit_bias", "must be a number, got 'x'"),
     ],

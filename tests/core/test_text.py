@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import InvalidRequest
-from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler, TextPiece
+from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler, TextPiece, bad_word_tokens
 from mooncake.tokenizer import Tokenizer
 
 
@@ -53,6 +53,20 @@ def test_a_stop_string_across_tokens_is_held_back_and_cut(tokenizer: Tokenizer, 
     ]
     assert assembler.push(spelled[" more"]) == TextPiece("", stopped=True), "and nothing comes after it"
     assert assembler.flush() == TextPiece("", stopped=True)
+
+
+def test_a_stop_string_may_be_the_end_of_the_text(tokenizer: Tokenizer) -> None:
+    ids = [int(i) for i in tokenizer.encode("The quick fox jumps")]
+    assert (
+        "".join(piece.text for piece in run(TextAssembler(tokenizer, ("k fo",), include_stop=True), ids))
+        == "The quick fo"
+    )
+
+
+def test_a_bad_word_is_spelled_within_a_word_and_at_its_beginning(tokenizer: Tokenizer) -> None:
+    words = bad_word_tokens(tokenizer, ("fox", "  quick brown"))
+    assert [tokenizer.decode(word) for word in words] == ["fox", " fox", "quick brown", " quick brown"]
+    assert words == tuple(tuple(tokenizer.encode(tokenizer.decode(word)).tolist()) for word in words)
 
 
 def test_a_false_alarm_is_let_go_as_soon_as_it_is_one(tokenizer: Tokenizer, spelled: dict[str, int]) -> None:

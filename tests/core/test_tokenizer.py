@@ -18,7 +18,7 @@ from tiny_model import write_tiny_model
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from mooncake.chat_template import ChatTemplate
+from mooncake.chat_template import ChatTemplate, Piece
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.tokenizer import ChatMessage, Tokenizer
@@ -301,6 +301,18 @@ def test_what_a_template_refuses_is_told_in_its_own_words() -> None:
     template = ChatTemplate(source, CONTROL, {"eos_token": "</s>"})
     with pytest.raises(InvalidRequest, match=r"refuses these messages: one message, then </s>$"):
         template.render([ChatMessage("user", "a"), ChatMessage("user", "b")])
+
+
+def test_a_template_reads_the_variables_of_a_request_and_what_they_spell_is_text() -> None:
+    source = "{% if think %}<s>{% endif %}{{ note | default('-') }}{{ messages[0].content }}"
+    template = ChatTemplate(source, CONTROL, {"bos_token": "<s>"})
+    chat = [ChatMessage("user", "a")]
+    assert template.render(chat) == [Piece("-a")]
+    assert template.render(chat, {"think": True, "note": "<s>"}) == [Piece("<s>", is_control=True), Piece("<s>a")]
+    for wrong in ({"messages": []}, {"bos_token": "x"}, {"note": "x" * (1 << 17)}, {"note": {1, 2}}):
+        with pytest.raises(InvalidRequest) as refused:
+            template.render(chat, wrong)
+        assert refused.value.param == "chat_template_kwargs"
 
 
 HOSTILE = {

@@ -83,3 +83,31 @@ def test_a_literal_control_token_forges_no_turn(cluster: LocalCluster) -> None:
         assert 1 not in plain, "the control token <|im_start|> has id 1"
         result = client.generate("Hello", sampling=SamplingParams(max_tokens=4, temperature=0.0))
         assert result.text
+
+
+@pytest.mark.timeout(240)
+async def test_what_may_not_be_said_is_not_said_by_either_node(cluster: LocalCluster) -> None:
+    async with client_of(cluster) as client:
+
+        async def ask(**wishes: object) -> tuple[str, list[int]]:
+            answer = await client.completions.create(
+                model="",
+                prompt="Once upon a time",
+                max_tokens=24,
+                temperature=0,
+                extra_body={"return_token_ids": True, **wishes},
+            )
+            choice = answer.choices[0]
+            return choice.text, choice.model_extra["token_ids"]
+
+        text, ids = await ask()
+        words = [word for word in dict.fromkeys(text.split()) if word.isalpha()][:3]
+        assert words
+        changed, _ = await ask(bad_words=words)
+        assert not [word for word in words if word in changed.split()]
+        assert (await ask(bad_words=["a word that does not come"])) == (text, ids)
+
+        few = sorted(set(ids))[:4]
+        _, drawn = await ask(allowed_token_ids=few, ignore_eos=True)
+        assert len(drawn) == 24 and set(drawn) <= set(few)
+        assert (await ask(allowed_token_ids=[ids[0]], ignore_eos=True))[1] == [ids[0]] * 24

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +231,50 @@ def test_the_end_cannot_be_drawn_before_min_tokens() -> None:
     assert sample(logits, sequence_with(sampling, answer=(1, 1), eos=4))[0] in (4, 5)
     ignoring = SamplingParams(max_tokens=9, temperature=0.0, min_tokens=2, ignore_eos=True)
     assert sample(logits, sequence_with(ignoring, eos=4))[0] == 4
+
+
+def test_only_what_is_allowed_is_drawn() -> None:
+    logits = random_logits(1)
+    allowed = (3, 5, 8)
+    for seed in range(50):
+        drawn = SamplingParams(max_tokens=9, allowed_token_ids=allowed, seed=seed, presence_penalty=2.0)
+        assert sample(logits, sequence_with(drawn))[0] in allowed
+    greedy = SamplingParams(max_tokens=9, temperature=0.0, allowed_token_ids=allowed)
+    assert sample(logits, sequence_with(greedy))[0] == max(allowed, key=lambda token_id: logits[token_id])
+
+
+def test_a_bad_word_is_not_finished_and_its_beginning_counts_in_the_answer_alone() -> None:
+    logits = np.array([0, 1, 2, 3, 4, 5], np.float32)
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, bad_words=((1, 2, 5), (4,)))
+
+    def next_token(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
+        return sample(logits, sequence_with(sampling, prompt=prompt, answer=answer))[0]
+
+    assert next_token((0,), ()) == 5
+    assert next_token((0,), (1, 2)) == 3  # 5 would finish the word, and 4 is one by itself
+    assert next_token((0,), (0, 1, 2)) == 3
+    assert next_token((0,), (2, 1)) == 5
+    assert next_token((1,), (2,)) == 5 == next_token((1, 2), ())  # what the user wrote is no part of the answer
+    sequence = sequence_with(sampling, prompt=(0,))
+    told = []
+    for _ in range(3):
+        logits[:] = 0
+        logits[[1, 2, 5][len(told)]] = 1
+        told += sample(logits, sequence)
+        sequence.append(told[-1])
+    assert told == [1, 2, 0]
+
+
+def test_what_forbids_everything_forbids_nothing() -> None:
+    logits = np.array([0, 1, 2, 3], np.float32)
+
+    def next_token(eos: int = 3, **wishes: Any) -> int:
+        return sample(logits, sequence_with(SamplingParams(max_tokens=9, temperature=0.0, **wishes), eos=eos))[0]
+
+    assert next_token(allowed_token_ids=(2,), bad_words=((2,),)) == 2
+    assert next_token(bad_words=((0,), (1,), (2,), (3,))) == 3
+    assert next_token(allowed_token_ids=(3,), min_tokens=2) == 3
+    assert next_token(allowed_token_ids=(3, 1), min_tokens=2) == 1
 
 
 # Log-probabilities

@@ -36,8 +36,13 @@ class ByteTokenizer:
     def encode(self, text):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
-    def encode_chat(self, messages):
-        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>")
+    def encode_more(self, text):
+        return self.encode(text)
+
+    def encode_chat(self, messages, variables=None):
+        told = "".join(f"[{name}={value}]" for name, value in (variables or {}).items())
+        turns = "".join(f"<{message.role}>{message.content}" for message in messages)
+        return self.encode(f"{told}{turns}<assistant>")
 
     def decode(self, ids):
         return bytes(int(token_id) for token_id in ids if token_id != EOS).decode(errors="replace")

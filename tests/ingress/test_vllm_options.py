@@ -1,0 +1,135 @@
+"""Options of vLLM's that shape a prompt or an answer: what each does, and what is said about a wrong value."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import pytest
+
+from mooncake.rpc import common_pb2, inference_pb2_grpc
+from mooncake.rpc import inference_pb2 as pb
+
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
+pytestmark = in_module_loop
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+async def complete(front, **wishes):
+    answer = await front.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 50} | wishes)
+    assert answer.status_code == 200 and "x-mooncake-warning" not in answer.headers, answer.text
+    return answer.json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("include", "stop", "text"),
+    [
+        (True, "wör", "Hello, wör"),
+        (False, "wör", "Hello, "),
+        (None, ["ld", "lo"], "Hel"),
+        (True, ["ld", "lo"], "Hello"),
+        (True, "nowhere", "Hello, wörld!"),
+    ],
+)
+async def test_the_stop_string_is_told_where_that_is_asked(front, include, stop, text):
+    choice = await complete(front, stop=stop, include_stop_str_in_output=include)
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+
+async def test_a_stop_string_that_is_told_streams_in_order(front):
+    body = {"prompt": "x", "max_tokens": 50, "stop": "wör", "include_stop_str_in_output": True, "stream": True}
+    text = ""
+    async with front.http.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    assert text == "Hello, wör"
+
+
+async def test_a_stop_token_is_told_too_but_not_the_end_token(front):
+    front.script.ends = False
+    stopping = {"stop_token_ids": [ord("o")], "include_stop_str_in_output": True}
+    # the script does not stop by itself: what counts is which token becomes text
+    assert (await complete(front, **stopping, max_tokens=6))["text"] == "Hello,"
+    assert (await complete(front, stop_token_ids=[ord("o")], max_tokens=6))["text"] == "Hell,"
+    front.script.ends = True
+    assert (await complete(front, include_stop_str_in_output=True))["text"] == "Hello, wörld!"
+
+
+async def test_what_may_be_drawn_reaches_the_nodes_as_tokens(front):
+    await complete(front, allowed_token_ids=[5, 7], bad_words=["no", " nay"])
+    sampling = front.script.asked[-1].sampling
+    words = tuple(tuple(text.encode()) for text in ("no", " no", "nay", " nay"))
+    assert (sampling.allowed_token_ids, sampling.bad_words) == ((5, 7), words)
+    answer = await front.http.post("/v1/chat/completions", json={"messages": MESSAGES, "bad_words": ["no"]})
+    assert answer.status_code == 200
+    assert front.script.asked[-1].sampling.bad_words == words[:2]
+
+
+async def test_grpc_says_the_same(front):
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        sampling = common_pb2.SamplingParams(
+            max_tokens=50, allowed_token_ids=[5], bad_words=[common_pb2.TokenRun(ids=[1, 2])]
+        )
+        request = pb.GenerateRequest(
+            text="x", sampling=sampling, bad_words=["no"], stop=["wör"], include_stop_str_in_output=True
+        )
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert "".join([piece.text async for piece in stub.Generate(request)]) == "Hello, wör"
+    arrived = front.script.asked[-1].sampling
+    assert (arrived.allowed_token_ids, arrived.bad_words) == ((5,), ((1, 2), tuple(b"no"), tuple(b" no")))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "keep", "left"),
+    [("abcdef", 4, b"cdef"), ("abcdef", 40, b"abcdef"), ([97, 98, 99], 2, b"bc"), ("ab" * 4096, -1, b"ab" * 2038)],
+)
+async def test_a_prompt_is_cut_to_its_last_tokens(front, prompt, keep, left):
+    await complete(front, prompt=prompt, truncate_prompt_tokens=keep, max_tokens=20)
+    assert bytes(front.script.asked[-1].tokens.tolist()) == left
+
+
+async def test_minus_one_leaves_a_chat_the_room_that_it_asks_for(front):
+    chat = {"messages": [{"role": "user", "content": "x" * 5000}], "truncate_prompt_tokens": -1}
+    for asked, length in ((100, 3996), (None, 4095)):
+        answer = await front.http.post("/v1/chat/completions", json=chat | {"max_completion_tokens": asked})
+        assert answer.status_code == 200
+        assert len(front.script.asked[-1].tokens) == length
+    without = await front.http.post("/v1/chat/completions", json={"messages": chat["messages"]})
+    assert without.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_variables_reach_the_chat_template(front):
+    chat = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+    assert (await front.http.post("/v1/chat/completions", json=chat)).status_code == 200
+    told = bytes(front.script.asked[-1].tokens.tolist())
+    assert told == b"[enable_thinking=False]<user>Hi<assistant>"
+    assert (await front.http.post("/tokenize", json=chat)).json()["tokens"] == list(told)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": "all"}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["  "]}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["x" * 300]}, "bad_words"),
+        ({"bad_words": ["x"] * 513}, "bad_words"),
+        ({"bad_words": [5]}, "bad_words[0]"),
+        ({"use_beam_search": True, "n": 2, "bad_words": ["no"]}, "n"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4097}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4096, "prompt": "x" * 5000}, "prompt"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+    ],
+)
+async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
+    refused = await front.http.post("/v1/completions", json={"prompt": "x"} | wishes)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+    assert not front.script.asked
