@@ -22,6 +22,7 @@ from conductor.ingress.grpc import SERVICE, InferenceService
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
 from conductor.ingress.pipeline import Pipeline, ServedModel
+from conductor.ingress.responses import ResponsesApi
 from conductor.stats import DispatchStats
 from mooncake.adapters import open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
@@ -86,6 +87,7 @@ class Ingress:
     def _app(self, api: OpenAIApi) -> ASGIApp:
         routes = [
             *api.routes(),
+            *ResponsesApi(api).routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),
             Route("/health/live", guarded(self._live), methods=["GET"]),

@@ -155,12 +155,7 @@ class ChatWriter(ChoiceWriter):
     def _logprobs(self) -> ChatLogprobs | None:
         if not self._extras.logprobs:
             return None
-        return ChatLogprobs([self._content_logprob(token) for token in self._tokens])
-
-    def _content_logprob(self, token: SampledToken) -> ContentLogprob:
-        extras, token_id = self._extras, token.token_id
-        top = [TopLogprob(extras.text_of(other), value, list(extras.bytes_of(other))) for other, value in _top(token)]
-        return ContentLogprob(extras.text_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
+        return ChatLogprobs([content_logprob(token, self._extras) for token in self._tokens])
 
 
 class CompletionWriter(ChoiceWriter):
@@ -222,6 +217,12 @@ class EchoWriter(CompletionWriter):
     def take(self, piece: Piece) -> None:
         outcome = piece.outcome and replace(piece.outcome, finish_reason=FinishReason.LENGTH)
         super().take(replace(piece, tokens=(), text="", outcome=outcome))
+
+
+def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:
+    top = [TopLogprob(extras.text_of(other), value, list(extras.bytes_of(other))) for other, value in _top(token)]
+    token_id = token.token_id
+    return ContentLogprob(extras.text_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
 
 
 def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:

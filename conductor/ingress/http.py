@@ -182,6 +182,15 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+def event_frame(data: bytes, name: str = "") -> bytes:
+    """One server-sent event; ``data`` has no line breaks, as JSON has none."""
+    return (b"event: %b\n" % name.encode() if name else b"") + b"data: %b\n\n" % data
+
+
+def _error_frame(error: MooncakeError) -> bytes:
+    return event_frame(msgspec.json.encode(error_body(error)))
+
+
 class EventStream:
     """Server-sent events on one response. The response starts with the first event or keep-alive comment, so that an
     error before it still has a status of its own."""
@@ -194,11 +203,11 @@ class EventStream:
         self._last_at = asyncio.get_running_loop().time()
         self.has_started = False
 
-    async def event(self, data: bytes) -> None:
-        await self._write(b"data: %b\n\n" % data)
+    async def event(self, data: bytes, name: str = "") -> None:
+        await self._write(event_frame(data, name))
 
-    async def end(self, data: bytes) -> None:
-        await self._write(b"data: %b\n\n" % data, more=False)
+    async def end(self, frame: bytes) -> None:
+        await self._write(frame, more=False)
 
     async def keep_alive(self) -> None:
         """Comment on every silence, so that neither the client nor a proxy takes it for a dead connection."""
@@ -223,16 +232,20 @@ class EventStream:
 
 
 class StreamingAnswer(Response):
-    """A response whose events ``produce`` writes. A failure is a plain error response before the first byte, and an
-    error event after it; ``[DONE]`` ends a whole answer only."""
+    """A response whose events ``produce`` writes. A failure is a plain error response before the first byte, and the
+    frame that ``failed`` makes of it after that; the frame ``last`` ends a whole answer only."""
 
     def __init__(
         self,
         produce: Callable[[EventStream], Awaitable[None]],
         headers: Mapping[str, str],
         keep_alive_s: float,
+        last: bytes = event_frame(b"[DONE]"),
+        failed: Callable[[MooncakeError], bytes] = _error_frame,
     ) -> None:
         super().__init__()
+        self._last = last
+        self._failed = failed
         self._produce = produce
         self._stream_headers = headers
         self._keep_alive_s = keep_alive_s
@@ -250,7 +263,7 @@ class StreamingAnswer(Response):
                 return
             with contextlib.suppress(TimeoutError):  # a client that does not read will not read this either
                 async with asyncio.timeout(LINGER_S):
-                    await stream.end(msgspec.json.encode(error_body(error)))
+                    await stream.end(self._failed(error))
 
     async def _run(self, stream: EventStream) -> None:
         keeping_alive = asyncio.create_task(stream.keep_alive(), name="keep an event stream alive")
@@ -259,7 +272,7 @@ class StreamingAnswer(Response):
         finally:
             keeping_alive.cancel()
             await asyncio.gather(keeping_alive, return_exceptions=True)
-        await stream.end(b"[DONE]")
+        await stream.end(self._last)
 
 
 class EdgeMiddleware:

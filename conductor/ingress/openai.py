@@ -33,6 +33,7 @@ from conductor.ingress.http import (
 from conductor.ingress.openai_types import (
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     DetokenizeRequest,
     DetokenizeResponse,
     Envelope,
@@ -51,12 +52,13 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
-from conductor.ingress.tools import CallReader, said_calls, tool_response, tools_of
+from conductor.ingress.tools import CallReader, Tools, said_calls, tool_response, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
+WARNING_HEADER = "x-mooncake-warning"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -69,8 +71,8 @@ class Wording:
     chunk: str
 
 
-CHAT = Wording("chatcmpl", "chat.completion", "chat.completion.chunk")
-COMPLETION = Wording("cmpl", "text_completion", "text_completion")
+CHAT = Wording("chatcmpl-", "chat.completion", "chat.completion.chunk")
+COMPLETION = Wording("cmpl-", "text_completion", "text_completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,16 @@ class Call:
         """A hint which requests belong together, never an identity."""
         headers = self.request.headers
         return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.user or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the assistant's turn goes on from; ``variables`` are for the chat template."""
+
+    messages: list[ChatMessage]
+    tools: Tools | None = None
+    variables: dict[str, object] | None = None
+    param: str = "messages"  # where it stands in the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +129,9 @@ class OpenAIApi:
     """Routes of the API. Every handler answers, whatever comes in."""
 
     def __init__(self, pipeline: Pipeline, request_timeout_s: float, keep_alive_s: float) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
+        self.keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
-        self._keep_alive_s = keep_alive_s
 
     def routes(self) -> list[Route]:
         return [
@@ -133,124 +145,134 @@ class OpenAIApi:
         ]
 
     async def list_models(self, request: Request) -> Response:
-        return json_response(ModelList([self._card(name) for name in self._pipeline.model_names]))
+        return json_response(ModelList([self._card(name) for name in self.pipeline.model_names]))
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self._pipeline.adapter_of(name)
+        self.pipeline.adapter_of(name)
         return json_response(self._card(name))
 
     async def complete(self, request: Request) -> Response:
-        call, body = await self._receive(request, CompletionRequest, COMPLETION)
+        call, body = await self.receive(request, CompletionRequest, COMPLETION.id_prefix)
         check_completion(body)
         asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        keep = self._pipeline.num_to_keep(body.truncate_prompt_tokens, asked)
+        keep = self.pipeline.num_to_keep(body.truncate_prompt_tokens, asked)
         prompts = await self._prompts(body.prompt, keep)
         n = _num_choices(body, len(prompts))
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
-        extras = self._extras(body, logprobs=body.logprobs is not None)
+        extras = self.extras(body, logprobs=body.logprobs is not None)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # how likely a text is, as evaluations ask
         asked = 1 if is_echo_alone else asked
-        bad_words = self._pipeline.bad_words(body.bad_words or ())
+        bad_words = self.pipeline.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
-            max_tokens = self._pipeline.max_tokens(len(tokens), asked, None)
+            max_tokens = self.pipeline.max_tokens(len(tokens), asked, None)
             scores = body.logprobs if body.echo else None
             sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
-            await self._pipeline.check_guide(sampling.guide)
+            await self.pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
-            echo = await self._pipeline.decode(tokens) if body.echo else ""
+            echo = await self.pipeline.decode(tokens) if body.echo else ""
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call, COMPLETION, jobs, writers))
 
     async def chat(self, request: Request) -> Response:
-        call, body = await self._receive(request, ChatRequest, CHAT)
+        call, body = await self.receive(request, ChatRequest, CHAT.id_prefix)
         check_chat(body)
-        messages, tools = chat_messages(body.messages), tools_of(body.tools, body.tool_choice)
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        tokens = await self._pipeline.encode_chat(
-            messages if tools is None else tools.told(messages),
-            keep=self._pipeline.num_to_keep(body.truncate_prompt_tokens, asked or 1),
-            variables=body.chat_template_kwargs,
-        )
+        tools = tools_of(body.tools, body.tool_choice)
         n = _num_choices(body, 1)
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        max_tokens = self._pipeline.max_tokens(len(tokens), asked, None)
-        bad_words = self._pipeline.bad_words(body.bad_words or ())
-        sampling = sampling_of(body, max_tokens, logprobs, bad_words=bad_words)
-        if tools is not None and (guide := tools.guide()) is not None:
-            if sampling.guide is not None:
-                raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
-            sampling = replace(sampling, guide=guide)
-        await self._pipeline.check_guide(sampling.guide)
-        extras = self._extras(body, logprobs=bool(body.logprobs))
+        conversation = Conversation(chat_messages(body.messages), tools, body.chat_template_kwargs)
+        job = await self.chat_job(call, conversation, asked, logprobs)
+        extras = self.extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
             Plan(
                 call,
                 CHAT,
-                [self._job(call, tokens, sampling, 0)],
+                [job],
                 [ChatWriter(index, extras, CallReader(tools.must_call) if tools else None) for index in range(n)],
-                tokens.tolist() if body.return_token_ids else UNSET,
+                job.request.tokens.tolist() if body.return_token_ids else UNSET,
             )
         )
 
+    async def chat_job(
+        self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None
+    ) -> Job:
+        """Everything checked: what is to be computed. Raises InvalidRequest, naming the field."""
+        fields, tools = call.fields, conversation.tools
+        tokens = await self.pipeline.encode_chat(
+            conversation.messages if tools is None else tools.told(conversation.messages),
+            conversation.param,
+            keep=self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1),
+            variables=conversation.variables,
+        )
+        max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, None)
+        bad_words = self.pipeline.bad_words(fields.bad_words or ())
+        sampling = sampling_of(fields, max_tokens, logprobs, bad_words=bad_words)
+        if tools is not None and (guide := tools.guide()) is not None:
+            if sampling.guide is not None:
+                raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
+            sampling = replace(sampling, guide=guide)
+        await self.pipeline.check_guide(sampling.guide)
+        return self._job(call, tokens, sampling, 0)
+
     async def tokenize(self, request: Request) -> Response:
         body, ignored = await self._decode(request, TokenizeRequest)
-        self._pipeline.adapter_of(body.model or "")
+        self.pipeline.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
             messages = chat_messages(body.messages)
-            tokens = await self._pipeline.encode_chat(messages, variables=body.chat_template_kwargs)
+            tokens = await self.pipeline.encode_chat(messages, variables=body.chat_template_kwargs)
         else:
-            tokens = await self._pipeline.encode(body.prompt or "")
-        answer = TokenizeResponse(len(tokens), self._pipeline.model.max_model_len, tokens.tolist())
+            tokens = await self.pipeline.encode(body.prompt or "")
+        answer = TokenizeResponse(len(tokens), self.pipeline.model.max_model_len, tokens.tolist())
         return json_response(answer, headers=_warning(ignored))
 
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self._decode(request, DetokenizeRequest)
-        self._pipeline.adapter_of(body.model or "")
-        tokens = self._pipeline.as_tokens(body.tokens, "tokens")
-        return json_response(DetokenizeResponse(await self._pipeline.decode(tokens)))
+        self.pipeline.adapter_of(body.model or "")
+        tokens = self.pipeline.as_tokens(body.tokens, "tokens")
+        return json_response(DetokenizeResponse(await self.pipeline.decode(tokens)))
 
     # ------------------------------------------------------------ in
 
     async def _decode(self, request: Request, form: type[R]) -> tuple[R, list[str]]:
-        self._pipeline.check_open()
+        self.pipeline.check_open()
         return decode_request(await read_json_body(request), form)
 
-    async def _receive(self, request: Request, form: type[F], wording: Wording) -> tuple[Call, F]:
-        arrived_at = self._pipeline.now()
+    async def receive(self, request: Request, form: type[F], id_prefix: str) -> tuple[Call, F]:
+        arrived_at = self.pipeline.now()
         body, ignored = await self._decode(request, form)
-        self._pipeline.adapter_of(body.model or "")
+        self.pipeline.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
-        answer_id = f"{wording.id_prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{id_prefix}{uuid.uuid4().hex}"
         return Call(request, body, arrived_at, answer_id, int(time.time()), _warning(ignored)), body
 
     async def _prompts(self, prompt: str | list[str | int | list[int]], keep: int | None) -> list[TokenIds]:
         """The four forms that OpenAI allows: a text, texts, token ids, lists of those; of each the last ``keep``."""
         if isinstance(prompt, str):
-            return [await self._pipeline.encode(prompt, keep=keep)]
+            return [await self.pipeline.encode(prompt, keep=keep)]
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if ids := [item for item in prompt if isinstance(item, int)]:
             if len(ids) < len(prompt):
                 raise InvalidRequest("a prompt mixes token ids with something else", "prompt")
-            return [self._pipeline.check_tokens(ids, keep=keep)]
+            return [self.pipeline.check_tokens(ids, keep=keep)]
         if len(prompt) > MAX_CHOICES:
             raise InvalidRequest(f"at most {MAX_CHOICES} prompts are allowed", "prompt")
         return [
-            await self._pipeline.encode(item, keep=keep)
+            await self.pipeline.encode(item, keep=keep)
             if isinstance(item, str)
-            else self._pipeline.check_tokens(_ids(item), keep=keep)
+            else self.pipeline.check_tokens(_ids(item), keep=keep)
             for item in prompt
         ]
 
     def _job(self, call: Call, tokens: TokenIds, sampling: SamplingParams, number: int) -> Job:
-        return self._pipeline.job(
+        return self.pipeline.job(
             tokens,
             sampling,
             request_id=f"{call.answer_id}-{number}",
@@ -264,8 +286,8 @@ class OpenAIApi:
             model=call.fields.model or "",
         )
 
-    def _extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
-        tokenizer = self._pipeline.tokenizer
+    def extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
+        tokenizer = self.pipeline.tokenizer
         return Extras(
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
             logprobs=logprobs,
@@ -277,12 +299,12 @@ class OpenAIApi:
 
     async def _answer(self, plan: Plan) -> Response:
         if plan.call.fields.stream:
-            return StreamingAnswer(lambda stream: self._stream(plan, stream), plan.call.headers, self._keep_alive_s)
+            return StreamingAnswer(lambda stream: self._stream(plan, stream), plan.call.headers, self.keep_alive_s)
 
         async def take(number: int, piece: Piece) -> None:
             plan.writers[number].take(piece)
 
-        await unless_gone(plan.call.request.receive, self._pipeline.run(plan.jobs, take))
+        await unless_gone(plan.call.request.receive, self.pipeline.run(plan.jobs, take))
         choices = [writer.whole() for writer in plan.writers]
         scores = plan.writers[0].prompt_scores() if plan.wording is CHAT else UNSET  # completions tell them by choice
         whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids, scores)
@@ -302,7 +324,7 @@ class OpenAIApi:
                 prompt_token_ids = UNSET  # told once
                 await stream.event(msgspec.json.encode(chunk))
 
-        await self._pipeline.run(plan.jobs, tell)
+        await self.pipeline.run(plan.jobs, tell)
         if wants_usage:
             await stream.event(msgspec.json.encode(self._envelope(plan, plan.wording.chunk, [], plan.usage, UNSET)))
 
@@ -315,7 +337,7 @@ class OpenAIApi:
         prompt_token_ids: list[int] | UnsetType,
         prompt_logprobs: PromptLogprobs | UnsetType = UNSET,
     ) -> Envelope:
-        model = self._pipeline.model
+        model = self.pipeline.model
         call = plan.call
         return Envelope(
             call.answer_id,
@@ -331,7 +353,7 @@ class OpenAIApi:
 
     def _card(self, name: str) -> ModelCard:
         """An adapter's names the model that it adapts, as vLLM's does."""
-        model = self._pipeline.model
+        model = self.pipeline.model
         return ModelCard(name, model.created, model.max_model_len, parent=None if name == model.name else model.name)
 
 
@@ -350,7 +372,7 @@ def guarded(handler: Handler) -> Handler:
 
 
 def _warning(ignored: Sequence[str]) -> dict[str, str]:
-    return {"x-mooncake-warning": f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
+    return {WARNING_HEADER: f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
 
 
 def check_completion(body: CompletionRequest) -> None:
@@ -385,23 +407,26 @@ def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
 
 
 def _chat_message(message: Message, where: str) -> ChatMessage:
+    where_content = f"{where}.content"
     if message.tool_calls:
-        content = "" if message.content is None else _content(message, where)
+        content = "" if message.content is None else content_text(message.content, where_content)
         return ChatMessage(message.role, said_calls(content, message.tool_calls, where))
     if message.role == "tool":
-        return tool_response(_content(message, where))
-    return ChatMessage("system" if message.role == "developer" else message.role, _content(message, where))
+        return tool_response(content_text(message.content, where_content))
+    content = content_text(message.content, where_content)
+    return ChatMessage("system" if message.role == "developer" else message.role, content)
 
 
-def _content(message: Message, where: str) -> str:
-    if message.content is None:
-        raise InvalidRequest("a message needs content", f"{where}.content")
-    if isinstance(message.content, str):
-        return message.content
-    for part in message.content:
+def content_text(content: str | list[ContentPart] | None, where: str) -> str:
+    """Raises InvalidRequest, naming the place, for what is no text."""
+    if content is None:
+        raise InvalidRequest("a message needs content", where)
+    if isinstance(content, str):
+        return content
+    for part in content:
         if part.type != "text" or part.text is None:
-            raise InvalidRequest("only text parts are supported", f"{where}.content")
-    return "".join(part.text or "" for part in message.content)
+            raise InvalidRequest("only text parts are supported", where)
+    return "".join(part.text or "" for part in content)
 
 
 def _num_choices(fields: GenerationFields, num_prompts: int) -> int:

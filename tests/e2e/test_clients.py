@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -11,6 +12,12 @@ from mooncake.app.local import LocalCluster
 from mooncake.client import Client
 from mooncake.types import SamplingParams
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 QUESTION = "Name the three primary colours, and say in a sentence or two what makes them primary."
 
 
@@ -111,3 +118,27 @@ async def test_what_may_not_be_said_is_not_said_by_either_node(cluster: LocalClu
         _, drawn = await ask(allowed_token_ids=few, ignore_eos=True)
         assert len(drawn) == 24 and set(drawn) <= set(few)
         assert (await ask(allowed_token_ids=[ids[0]], ignore_eos=True))[1] == [ids[0]] * 24
+
+
+@pytest.mark.timeout(240)
+async def test_a_response_streams_in_the_form_that_was_asked_for(cluster: LocalCluster) -> None:
+    async with client_of(cluster) as client:
+        form = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+        stream = await client.responses.create(
+            model="",
+            instructions="You answer in JSON.",
+            input="Which city is the capital of France?",
+            text={"format": form},
+            max_output_tokens=64,
+            temperature=0,
+            stream=True,
+        )
+        events = [event async for event in stream]
+        done = events[-1].response
+        assert events[-1].type == "response.completed"
+        assert list(json.loads(done.output_text)) == ["city"]
+        assert done.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        assert done.usage.output_tokens <= 64
+        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": done.output_text}]
+        again = await client.responses.create(model="", input=[*turns, turns[0]], max_output_tokens=4, temperature=0)
+        assert again.output_text and again.usage.output_tokens <= 4

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from conductor.ingress.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-FORMS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+FORMS = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 FIELDS = sorted({name for form in FORMS for name in form.__struct_fields__})
 
 numbers = st.integers(-(1 << 70), 1 << 70) | st.floats()
@@ -25,7 +26,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=12,
 )
-good = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
+good = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(lambda wishes: good | wishes)
 quick = settings(
     max_examples=60,

@@ -1,0 +1,340 @@
+"""OpenAI's Responses API, as far as it needs no memory: a chat in other words.
+
+It owns what a response's fields mean and how its items and events are told. What is computed is a chat's job
+(``openai.py``). Nothing is stored, so a conversation comes as input, whole.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from conductor.ingress.answers import Outcome, Piece
+from conductor.ingress.choices import Extras, content_logprob
+from conductor.ingress.http import EventStream, StreamingAnswer, event_frame, json_response, unless_gone
+from conductor.ingress.openai import WARNING_HEADER, Call, Conversation, OpenAIApi, content_text, guarded
+from conductor.ingress.openai_types import ContentLogprob, ContentPart, JsonSchema, ResponseFormat
+from conductor.ingress.responses_types import (
+    CallItem,
+    ChosenTool,
+    IncompleteDetails,
+    InputDetails,
+    InputItem,
+    InputPart,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ResponseBody,
+    ResponseEvent,
+    ResponseFailure,
+    ResponsesRequest,
+    ResponseUsage,
+    TextConfig,
+    TextFormat,
+)
+from conductor.ingress.tools import (
+    CallReader,
+    Function,
+    FunctionName,
+    NamedTool,
+    SaidCall,
+    SaidFunction,
+    Tool,
+    ToolCall,
+    Tools,
+    said_calls,
+    tool_response,
+    tools_of,
+)
+from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater
+from mooncake.tokenizer import ChatMessage
+from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken
+
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+_NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesApi:
+    """Its routes."""
+
+    def __init__(self, api: OpenAIApi) -> None:
+        self._api = api
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", guarded(self.respond), methods=["POST"]),
+            Route("/v1/responses/{response_id:path}", guarded(self.not_stored), methods=["GET", "POST", "DELETE"]),
+        ]
+
+    async def not_stored(self, request: Request) -> Response:
+        raise NotFound("responses are not stored here: each is told once, when it is made")
+
+    async def respond(self, request: Request) -> Response:
+        api = self._api
+        call, body = await api.receive(request, ResponsesRequest, "resp_")
+        check(body)
+        tools = _tools(body)
+        logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None
+        fields = structs.replace(
+            body,
+            response_format=_response_format(body),
+            truncate_prompt_tokens=-1 if body.truncation == "auto" else body.truncate_prompt_tokens,
+        )
+        call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, _headers(call, body))
+        conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, "input")
+        job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
+        head = _head(call, body, body.model or api.pipeline.model.name)
+        reader = CallReader(tools.must_call) if tools else None
+        writer = ResponseWriter(head, api.extras(body, logprobs is not None), reader)
+        if body.stream:
+
+            async def stream(events: EventStream) -> None:
+                async def tell(number: int, piece: Piece) -> None:
+                    for event in writer.take(piece):
+                        await events.event(msgspec.json.encode(event), event.type)
+
+                await api.pipeline.run([job], tell)
+
+            return StreamingAnswer(stream, call.headers, api.keep_alive_s, last=b"", failed=writer.failed)
+
+        async def take(number: int, piece: Piece) -> None:
+            writer.take(piece)
+
+        await unless_gone(request.receive, api.pipeline.run([job], take))
+        return json_response(writer.response, headers=call.headers)
+
+
+class ResponseWriter:
+    """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
+
+    def __init__(self, head: ResponseBody, extras: Extras, calls: CallReader | None = None) -> None:
+        """``calls`` reads tool calls out of the text, where tools may be called."""
+        self.response = head
+        self._extras = extras
+        self._reader = calls
+        self._events: list[ResponseEvent] = []  # not yet told
+        self._num_events = 0
+        self._items: list[OutputItem] = []
+        self._is_message_open = False  # the last item
+        self._text = ""  # of the open message
+        self._logprobs: list[ContentLogprob] = []  # likewise
+        self._tokens: list[SampledToken] = []  # whose text is not yet told
+        self._num_tokens = 0
+
+    def take(self, piece: Piece) -> list[ResponseEvent]:
+        """Nothing is told before there is something of the answer: an error until then has a status of its own."""
+        if not self._num_events:
+            self._tell("response.created", response=self.response)
+            self._tell("response.in_progress", response=self.response)
+        text, calls = piece.text, list[ToolCall]()
+        if self._reader is not None:
+            text, calls = self._reader.push(piece.text, is_last=piece.outcome is not None)
+        self._tokens += piece.tokens
+        self._num_tokens += len(piece.tokens)
+        is_cut = piece.outcome is not None and piece.outcome.finish_reason is FinishReason.LENGTH
+        status = "incomplete" if is_cut else "completed"
+        if text:
+            self._say(text)
+        for call in calls:
+            self._close_message("completed")
+            self._add_call(call)
+        if piece.outcome is not None:
+            if not self._items:
+                self._open_message()
+            self._close_message(status)
+            self._finish(status, piece.outcome)
+        events, self._events = self._events, []
+        return events
+
+    def failed(self, error: MooncakeError) -> bytes:
+        """The last event of a stream that ends in an error."""
+        is_ours = not isinstance(error, (CallerError, TryLater))
+        failure = ResponseFailure("server_error" if is_ours else error.code, error.message)
+        self._tell("response.failed", response=structs.replace(self.response, status="failed", error=failure))
+        return event_frame(msgspec.json.encode(self._events[-1]), "response.failed")
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._events.append(ResponseEvent(type=kind, sequence_number=self._num_events, **fields))
+        self._num_events += 1
+
+    @property
+    def _last(self) -> dict[str, Any]:
+        """Where the last item is."""
+        return {"output_index": len(self._items) - 1, "item_id": self._items[-1].id}
+
+    def _add(self, item: OutputItem) -> None:
+        self._items.append(item)
+        self._tell("response.output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _done(self, item: OutputItem) -> None:
+        self._items[-1] = item
+        self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _open_message(self) -> None:
+        self._is_message_open, self._text, self._logprobs = True, "", []
+        self._add(MessageItem(f"msg_{uuid.uuid4().hex}", "in_progress", []))
+        self._tell("response.content_part.added", **self._last, content_index=0, part=OutputText("", logprobs=[]))
+
+    def _say(self, text: str) -> None:
+        if not self._is_message_open:
+            self._open_message()
+        tokens, self._tokens = self._tokens, []
+        logprobs = [content_logprob(token, self._extras) for token in tokens] if self._extras.logprobs else []
+        self._text += text
+        self._logprobs += logprobs
+        self._tell("response.output_text.delta", **self._last, content_index=0, delta=text, logprobs=logprobs)
+
+    def _close_message(self, status: str) -> None:
+        if not self._is_message_open:
+            return
+        self._is_message_open = False
+        part = OutputText(self._text, logprobs=self._logprobs)
+        where = self._last | {"content_index": 0}
+        self._tell("response.output_text.done", **where, text=self._text, logprobs=self._logprobs)
+        self._tell("response.content_part.done", **where, part=part)
+        self._done(structs.replace(self._items[-1], status=status, content=[part]))
+
+    def _add_call(self, call: ToolCall) -> None:
+        self._tokens = []
+        item = CallItem(f"fc_{uuid.uuid4().hex}", "in_progress", call.call_id, call.name, "")
+        self._add(item)
+        self._tell("response.function_call_arguments.delta", **self._last, delta=call.arguments)
+        kind = "response.function_call_arguments.done"
+        self._tell(kind, **self._last, name=call.name, arguments=call.arguments)
+        self._done(structs.replace(item, status="completed", arguments=call.arguments))
+
+    def _finish(self, status: str, outcome: Outcome) -> None:
+        usage = outcome.usage
+        self.response = structs.replace(
+            self.response,
+            status=status,
+            output=self._items,
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            usage=ResponseUsage(
+                usage.prompt_tokens,
+                InputDetails(usage.cached_tokens),
+                self._num_tokens,
+                usage.prompt_tokens + self._num_tokens,
+            ),
+        )
+        self._tell(f"response.{status}", response=self.response)
+
+
+def check(body: ResponsesRequest) -> None:
+    """Raises InvalidRequest for what responses can ask and we do not do."""
+    for name in _NOT_OURS:
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is no field of a response", name)
+    if body.previous_response_id is not None:
+        what = "responses are not stored here: send the conversation so far as input"
+        raise InvalidRequest(what, "previous_response_id")
+    if body.background:
+        raise InvalidRequest(
+            "responses are not made in the background here: they would have to be stored", "background"
+        )
+    if body.truncation not in (None, "auto", "disabled"):
+        raise InvalidRequest("truncation is auto or disabled", "truncation")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        what = f"max_output_tokens must be at least 1, got {body.max_output_tokens}"
+        raise InvalidRequest(what, "max_output_tokens")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.top_logprobs}"
+        raise InvalidRequest(what, "top_logprobs")
+
+
+def _headers(call: Call, body: ResponsesRequest) -> dict[str, str]:
+    """As in vLLM, ``store`` true is no error: it is what clients say by default."""
+    if not body.store:
+        return call.headers
+    warnings = (call.headers.get(WARNING_HEADER), "responses are not stored")
+    return call.headers | {WARNING_HEADER: "; ".join(filter(None, warnings))}
+
+
+def _head(call: Call, body: ResponsesRequest, model: str) -> ResponseBody:
+    return ResponseBody(
+        id=call.answer_id,
+        created_at=call.created,
+        status="in_progress",
+        model=model,
+        output=[],
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_logprobs=body.top_logprobs or 0,
+        text=TextConfig((body.text and body.text.format) or TextFormat("text")),
+        tools=body.tools or [],
+        tool_choice=body.tool_choice or "auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        truncation=body.truncation or "disabled",
+        metadata=body.metadata or {},
+        user=body.user,
+    )
+
+
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = body.text.format if body.text is not None else None
+    if wanted is None:
+        return None
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        known = "text, json_object, json_schema"
+        raise InvalidRequest(f"the format {wanted.type[:32]!r} is not one of {known}", "text.format")
+    if wanted.type == "json_schema" and wanted.schema is None:
+        raise InvalidRequest("a json_schema needs its schema", "text.format.schema")
+    return ResponseFormat(wanted.type, JsonSchema(wanted.schema))
+
+
+def _tools(body: ResponsesRequest) -> Tools | None:
+    for number, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            raise InvalidRequest("only tools of the type function are called here", f"tools[{number}].type")
+    tools = [Tool(Function(tool.name, tool.description, tool.parameters)) for tool in body.tools or ()]
+    choice = body.tool_choice
+    return tools_of(tools, NamedTool(FunctionName(choice.name)) if isinstance(choice, ChosenTool) else choice)
+
+
+def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+    """Raises InvalidRequest, naming the item, for what is no text, call or result of a call."""
+    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, ChatMessage("user", body.input)]
+    for number, item in enumerate(body.input):
+        message = _message(item, f"input[{number}]")
+        if message.role == "assistant" and messages and messages[-1].role == "assistant":  # one turn in several items
+            message = ChatMessage("assistant", f"{messages.pop().content}\n{message.content}")
+        messages.append(message)
+    return messages
+
+
+def _message(item: InputItem, where: str) -> ChatMessage:
+    match item.type:
+        case "message" if item.role in _ROLES:
+            content = content_text(_parts(item.content), f"{where}.content")
+            return ChatMessage("system" if item.role == "developer" else item.role, content)
+        case "message":
+            raise InvalidRequest(f"a message needs a role: {', '.join(_ROLES)}", f"{where}.role")
+        case "function_call":
+            if item.name is None:
+                raise InvalidRequest("a function_call needs the function's name", f"{where}.name")
+            said = SaidCall(SaidFunction(item.name, item.arguments or "{}"))
+            return ChatMessage("assistant", said_calls("", [said], where))
+        case "function_call_output":
+            return tool_response(content_text(_parts(item.output), f"{where}.output"))
+    known = "message, function_call, function_call_output"
+    raise InvalidRequest(f"an item of the type {item.type[:32]!r} is not supported; known: {known}", f"{where}.type")
+
+
+def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:
+    """As a chat has them."""
+    if content is None or isinstance(content, str):
+        return content
+    return [ContentPart("text" if part.type in _TEXT_PARTS else part.type, part.text) for part in content]

@@ -1,0 +1,177 @@
+"""Wire forms of OpenAI's Responses API: the part of it that needs no memory of earlier responses. Only data."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from conductor.ingress.openai_types import ContentLogprob, GenerationFields
+
+# ---------------------------------------------------------------- requests
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A message, a call that the model made, or what that call gave: by ``type``."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    schema: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    format: TextFormat | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(msgspec.Struct, frozen=True):
+    type: str
+    name: str = ""
+
+
+class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
+    """Beside OpenAI's fields those of vLLM's that completions and chats share."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextConfig | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+
+# ---------------------------------------------------------------- responses
+
+
+class OutputText(msgspec.Struct, frozen=True):
+    text: str
+    type: str = "output_text"
+    annotations: tuple[str, ...] = ()
+    logprobs: list[ContentLogprob] | None = None
+
+
+class MessageItem(msgspec.Struct, frozen=True):
+    id: str
+    status: str
+    content: list[OutputText]
+    type: str = "message"
+    role: str = "assistant"
+
+
+class CallItem(msgspec.Struct, frozen=True):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+    type: str = "function_call"
+
+
+OutputItem = MessageItem | CallItem
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    total_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+
+
+class ResponseFailure(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: str = "max_output_tokens"
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: None = None
+    summary: None = None
+
+
+class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str  # "in_progress", "completed", "incomplete", "failed"
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: TextConfig
+    tools: list[FunctionTool]
+    tool_choice: str | ChosenTool
+    parallel_tool_calls: bool
+    truncation: str
+    metadata: dict[str, str]
+    user: str | None
+    reasoning: Reasoning = Reasoning()
+    store: bool = False
+    background: bool = False
+    previous_response_id: None = None
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of a stream; which fields are there depends on ``type``."""
+
+    type: str
+    sequence_number: int
+    response: ResponseBody | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[ContentLogprob] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
