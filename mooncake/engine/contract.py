@@ -5,8 +5,9 @@ Types alone. It must not know how any of it is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ from mooncake.engine.scheduler import StepPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.device_sampler import Draws
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
 
@@ -31,6 +33,35 @@ class CausalModel(Protocol):
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """Float32 logits [R, V] of the batch's logit rows. Raises what the hook raises."""
+        ...
+
+
+class StartedStep(Protocol):
+    """A step that may still be under way."""
+
+    def tokens(self) -> list[int]:
+        """What each row drew, -1 where its logits are not finite. Waits for this step and for nothing behind it."""
+        ...
+
+
+@runtime_checkable
+class StartingModel(CausalModel, Protocol):
+    """A model that can also be told to start a step and be asked for its tokens later: the host prepares the next step
+    meanwhile, and starts it too. Steps are computed in the order of their starts, and before any later ``forward``."""
+
+    @property
+    def most_started(self) -> int:
+        """Sequences that a started step may have; 0: it can start none."""
+        ...
+
+    def start(
+        self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Rows[int] | None = None
+    ) -> StartedStep:
+        """A step of one token a sequence, which each draws its next one, as ``draws`` says or the most likely one.
+
+        Of the arrays it takes what it needs before it returns. ``newest`` has, for tokens that the batch does not know
+        yet, the row of the last started step that draws them; -1 for those that it knows.
+        """
         ...
 
 
@@ -59,7 +90,10 @@ class StepHook(LayerHook, Protocol):
         sequence, block id, key). Called once for each admission, also when there is nothing to load."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The step's first layer is next. Called again for the same sequences after a step that was abandoned."""
+        """The step's first layer is next. Called again for the same sequences after a step that was abandoned.
+
+        A step of decodes may be under way already, where the hook wanted nothing between the layers of the one before.
+        """
 
     def end_step(self, plan: StepPlan) -> None:
         """Its tokens and KV count; full blocks are sealed. Sequences that end here still have their blocks."""

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from mooncake.engine.contract import CausalModel, HasVocabulary
+from mooncake.engine.contract import CausalModel, HasVocabulary, StartedStep, StartingModel
 from mooncake.engine.kv_cache import HERE, TORCH_DTYPES, Arrival, KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import copy_pages
 from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.device_sampler import Draws
 from mooncake.types import KVLayout
 
 _PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: for every context, and with an address on the device
@@ -92,10 +93,12 @@ class HostMirror:
 
 class SettledModel:
     """A model whose forward pass leaves nothing under way, whether it returns or raises: neither kernels nor copies of
-    what they computed. So between two steps a block can be given to anybody."""
+    what they computed. So between two steps a block can be given to anybody; but for those that a step holds which was
+    started and is under way."""
 
     def __init__(self, model: CausalModel, mirror: HostMirror) -> None:
         self._model = model
+        self._starting = model if isinstance(model, StartingModel) else None
         self._mirror = mirror
 
     @property
@@ -107,6 +110,21 @@ class SettledModel:
             return self._model.forward(batch, cache, hook)
         finally:
             self._mirror.settle()
+
+    @property
+    def most_started(self) -> int:
+        return self._starting.most_started if self._starting is not None else 0
+
+    def start(
+        self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Sequence[int] | None = None
+    ) -> StartedStep:
+        """Of what such a step computes, nothing is copied out before it is done."""
+        assert self._starting is not None
+        try:
+            return self._starting.start(batch, cache, draws, newest)
+        except BaseException:
+            self._mirror.settle()
+            raise
 
 
 class _Lane:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
 SHARED_ROWS = 64  # where sequences share a prefix
 PREFILL_ROWS = 128
 MERGES_PER_PROCESSOR = 4
+ALIGNED = 4  # int32 words: pointers that are no multiples of 16 bytes would be compiled for once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class DevicePlan:
     """An ``AttentionPlan`` in device memory, with room for its partial results. Reused by every layer of a step."""
 
     tile_tokens: int
+    numbers: torch.Tensor  # int32: all that follow but the partial results, so that one copy brings them
     pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
     num_pieces: torch.Tensor  # int32 [1]
     merge_tokens: torch.Tensor
@@ -79,21 +82,22 @@ class DevicePlan:
         device: torch.device,
     ) -> DevicePlan:
         """Buffers for plans of up to these sizes: what a captured graph reads from."""
-
-        def int32(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        sizes = (max(num_pieces, 1) * PIECE_FIELDS, 1, max(num_merged, 1), num_merged + 1, max(num_rows, 1), 1)
+        starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
+        numbers = torch.zeros(starts.pop(), dtype=torch.int32, device=device)
+        parts = [numbers[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         rows = max(num_slots, 1) * tile_tokens
         return cls(
             tile_tokens,
-            int32(max(num_pieces, 1), PIECE_FIELDS),
-            int32(1),
-            int32(max(num_merged, 1)),
-            int32(num_merged + 1),
-            int32(max(num_rows, 1)),
-            int32(1),
-            torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
-            torch.empty((rows, num_heads), dtype=torch.float32, device=device),
+            numbers,
+            pieces=parts[0].view(-1, PIECE_FIELDS),
+            num_pieces=parts[1],
+            merge_tokens=parts[2],
+            merge_starts=parts[3],
+            merge_rows=parts[4],
+            num_merged=parts[5],
+            partial=torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
+            partial_lse=torch.empty((rows, num_heads), dtype=torch.float32, device=device),
         )
 
     def fits(self, plan: AttentionPlan) -> bool:
@@ -106,8 +110,13 @@ class DevicePlan:
         )
 
     def load(self, plan: AttentionPlan) -> None:
-        """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait."""
+        """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait.
+
+        It would, for more than 64 KB that are not pinned. Torch gives pinned memory out again once copies are done.
+        """
         assert self.fits(plan)
+        host = torch.empty(self.numbers.shape, dtype=torch.int32, pin_memory=self.numbers.is_cuda)
+        words = host.numpy()
         for target, source in (
             (self.pieces, plan.pieces),
             (self.num_pieces, np.array([len(plan.pieces)], np.int32)),
@@ -116,8 +125,9 @@ class DevicePlan:
             (self.merge_rows, plan.merge_rows),
             (self.num_merged, np.array([len(plan.merge_tokens)], np.int32)),
         ):
-            if len(source):
-                target[: len(source)].copy_(torch.from_numpy(source), non_blocking=True)
+            start = target.storage_offset()
+            words[start : start + source.size] = source.reshape(-1)
+        self.numbers.copy_(host, non_blocking=True)
 
 
 def run_plan(

@@ -3,17 +3,24 @@
 A decode step of a small model is hundreds of short kernels, and launching them one by one takes longer than running
 them. So decode-only batches are captured once a bucket of batch sizes as a CUDA graph, before the first request, and
 replayed with new contents in the same buffers; all graphs share one memory pool. Everything else runs kernel by kernel.
+
+A step of decodes can be started without waiting for it (``start``): its tokens are drawn on the device, and are the
+next one's input before the host knows them. All that such a step needs of the host goes through pinned memory, which
+torch gives out again only once it has been copied.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mooncake.kernels.attention_plan import PIECES_PER_PROCESSOR
@@ -21,6 +28,7 @@ from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
+from mooncake.model.device_sampler import Draws, choose
 from mooncake.model.llama import CausalLM
 from mooncake.model_config import ModelConfig
 
@@ -68,15 +76,55 @@ class PlannedKernels(GpuKernels):
         )
 
 
+class _Graph(Protocol):
+    def replay(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
+class _Rerun:
+    """In Triton's interpreter: the step is computed anew each time."""
+
+    step: Callable[[], torch.Tensor]
+    logits: torch.Tensor
+
+    def replay(self) -> None:
+        self.logits.copy_(self.step())
+
+
+@dataclass(slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
-    batch: ForwardBatch  # the buffers that the graph reads
+    graph: _Graph
+    numbers: (
+        torch.Tensor
+    )  # int64 [4, bucket]: tokens, positions, slots, and from which rows of the last step tokens come
+    batch: ForwardBatch  # the buffers that the graph reads, the first of them in ``numbers``
     logits: torch.Tensor  # and the one it writes, [bucket, V]
+    tables: torch.Tensor | None = None  # on the host: what the block tables here are a copy of
+
+
+class _Started:
+    """``engine.StartedStep``: its tokens are on their way to the host."""
+
+    def __init__(self, drawn: torch.Tensor) -> None:
+        self._tokens = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=drawn.is_cuda)
+        self._tokens.copy_(drawn, non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if drawn.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def tokens(self) -> list[int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
 
 
 class GpuModel:
-    """``engine.CausalModel`` on one GPU. One thread may call it at a time."""
+    """``engine.StartingModel`` on one GPU. One thread may call it at a time.
+
+    Block tables that have been handed in must not be changed: those of the step before are not copied again.
+    """
 
     def __init__(
         self,
@@ -104,10 +152,18 @@ class GpuModel:
         self._windows = sorted({self.config.window_of(layer) for layer in range(self.config.num_layers)})
         self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
+        self._drawn = torch.empty(0, dtype=torch.int64)  # by the step that was started last, on the device
 
     @property
     def config(self) -> ModelConfig:
         return self._model.config
+
+    @property
+    def most_started(self) -> int:
+        """Which experts a step needs is asked by the host in the middle of it: nothing can be started behind it."""
+        if self.config.num_experts:
+            return 0
+        return self._buckets[-1] if self._buckets else sys.maxsize
 
     @torch.inference_mode()
     def warm_up(self, cache: torch.Tensor, max_sequences: int) -> None:
@@ -125,7 +181,9 @@ class GpuModel:
             self._use(cache)
             for bucket in reversed(self._buckets[: last + 1]):  # the largest first: others fit into its memory
                 self._graphs[bucket] = self._capture(bucket, cache)
-            torch.cuda.synchronize()
+            self._draw_once(self._graphs[self._buckets[last]].logits)
+            if cache.is_cuda:
+                torch.cuda.synchronize()
         took_s = time.monotonic() - started
         log.info("captured decode steps of up to %d sequences in %.1f s", self._buckets[last], took_s)
 
@@ -138,16 +196,59 @@ class GpuModel:
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]  # Triton launches where its thread is
             return self._forward(batch, cache, hook)
 
+    @torch.inference_mode()
+    def start(
+        self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Sequence[int] | None = None
+    ) -> _Started:
+        """As ``engine.StartingModel.start``."""
+        with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
+            logits = self._logits(batch, cache, NoHook(), newest)
+            self._drawn = choose(logits, *self._draws_on_device(draws))
+            return _Started(self._drawn)
+
     def _forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        logits = self._logits(batch, cache, hook)
+        return logits.cpu() if self._host_logits else logits
+
+    def _logits(
+        self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, newest: Sequence[int] | None = None
+    ) -> torch.Tensor:
         size = batch.num_sequences
         decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
         is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
         if is_plain and not hook.wants_layers and self._buckets and size <= self._buckets[-1]:
-            logits = self._replay(batch, cache)
-        else:
-            self.kernels.step_plans = self._plan(batch, cache)
-            logits = self._model.forward(self._on_device(batch), cache, hook)
-        return logits.cpu() if self._host_logits else logits
+            return self._replay(batch, cache, newest)
+        self.kernels.step_plans = self._plan(batch, cache)
+        moved = self._on_device(batch)
+        if newest is not None:
+            moved = replace(moved, tokens=self._newest(torch.tensor(newest, device=self._device), moved.tokens))
+        return self._model.forward(moved, cache, hook)
+
+    def _newest(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What those rows of the last started step drew, and ``tokens`` where a row is below 0. A row that could draw
+        none gives any: nobody gets what follows it."""
+        drawn = self._drawn.index_select(0, rows.clamp(min=0)).clamp_(min=0)
+        return torch.where(rows < 0, tokens, drawn)
+
+    def _draws_on_device(self, draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if draws is None:
+            return None, None
+        return self._moved(draws.values), self._moved(draws.cut_rows) if len(draws.cut_rows) else None
+
+    def _moved(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
+        pinned = self._pinned(numbers.shape, torch.from_numpy(numbers).dtype)
+        pinned.numpy()[:] = numbers
+        return pinned.to(self._device, non_blocking=True)
+
+    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory for one copy to the device, to be filled."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def _draw_once(self, logits: torch.Tensor) -> None:
+        """In all ways, so that what they need is compiled, loaded and known to fit."""
+        rows = len(logits)
+        values = np.tile(np.array([[1.0], [2.0], [0.5], [0.1], [0.5]]), rows)
+        choose(logits, *self._draws_on_device(Draws(values, np.arange(rows))))
 
     def _plan(self, batch: ForwardBatch, cache: torch.Tensor, buffers: Plans | None = None) -> Plans:
         config = self.config
@@ -176,7 +277,7 @@ class GpuModel:
 
     # Graphs
 
-    def _replay(self, batch: ForwardBatch, cache: torch.Tensor) -> torch.Tensor:
+    def _replay(self, batch: ForwardBatch, cache: torch.Tensor, newest: Sequence[int] | None) -> torch.Tensor:
         self._use(cache)
         size = batch.num_sequences
         bucket = self._buckets[bisect.bisect_left(self._buckets, size)]
@@ -185,14 +286,24 @@ class GpuModel:
             captured = self._graphs[bucket] = self._capture(bucket, cache)
         plans = self._plan(batch, cache, self._decode_plans)
         assert all(plans[window] is plan for window, plan in self._decode_plans.items()), "a plan outgrew its buffers"
-        buffers, blocks = captured.batch, batch.block_tables.shape[1]
-        buffers.tokens[:size].copy_(batch.tokens, non_blocking=True)
-        buffers.positions[:size].copy_(batch.positions, non_blocking=True)
-        buffers.slots[:size].copy_(batch.slots, non_blocking=True)
-        buffers.slots[size:].fill_(NO_SLOT)
-        buffers.block_tables[:size, :blocks].copy_(batch.block_tables, non_blocking=True)
+        self._fill(captured, batch, newest)
         captured.graph.replay()
         return captured.logits[:size]
+
+    def _fill(self, captured: _Captured, batch: ForwardBatch, newest: Sequence[int] | None) -> None:
+        size, pinned = batch.num_sequences, self._pinned(captured.numbers.shape, torch.int64)
+        numbers = pinned.numpy()
+        numbers[:, size:] = np.array([[0], [0], [NO_SLOT], [0]])
+        given = (batch.tokens.numpy(), batch.positions.numpy(), batch.slots.numpy(), 0 if newest is None else newest)
+        for row, part in zip(numbers, given, strict=True):
+            row[:size] = part
+        captured.numbers.copy_(pinned, non_blocking=True)
+        if newest is not None:
+            tokens = captured.batch.tokens[:size]
+            tokens.copy_(self._newest(captured.numbers[3, :size], tokens))
+        if captured.tables is not batch.block_tables:
+            captured.tables, blocks = batch.block_tables, batch.block_tables.shape[1]
+            captured.batch.block_tables[:size, :blocks].copy_(self._moved(batch.block_tables.numpy()))
 
     def _use(self, cache: torch.Tensor) -> None:
         """Graphs hold addresses: those over another cache are of no use."""
@@ -202,36 +313,44 @@ class GpuModel:
 
     def _capture(self, bucket: int, cache: torch.Tensor) -> _Captured:
         """Run the step once as it is, for what is initialised lazily, and record it the second time."""
-        buffers = self._empty_batch(bucket)
+        numbers = torch.zeros((4, bucket), dtype=torch.int64, device=self._device)
+        buffers = self._empty_batch(numbers)
         self._decode_plans = self._decode_plans or {window: self._largest_decode_plan() for window in self._windows}
         for plan in self._decode_plans.values():  # the recorded run computes nothing and writes nowhere
             plan.num_pieces.zero_()
             plan.num_merged.zero_()
-        self.kernels.step_plans = self._decode_plans
+
+        def step() -> torch.Tensor:
+            self.kernels.step_plans = self._decode_plans
+            return self._model.forward(buffers, cache, NoHook())
+
+        if not cache.is_cuda:
+            logits = step()
+            return _Captured(_Rerun(step, logits), numbers, buffers, logits)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._model.forward(buffers, cache, NoHook())
+            step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Threads that copy blocks meanwhile are no part of it.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._model.forward(buffers, cache, NoHook())
+            logits = step()
         self._pool = self._pool or graph.pool()
         log.debug("captured a decode step of %d sequences", bucket)
-        return _Captured(graph, buffers, logits)
+        return _Captured(graph, numbers, buffers, logits)
 
-    def _empty_batch(self, bucket: int) -> ForwardBatch:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-
+    def _empty_batch(self, numbers: torch.Tensor) -> ForwardBatch:
+        tokens, positions, slots, _ = numbers.unbind()
+        slots.fill_(NO_SLOT)
+        bucket = len(tokens)
         return ForwardBatch(
-            tokens=zeros(bucket),
-            positions=zeros(bucket),
+            tokens=tokens,
+            positions=positions,
             query_starts=torch.arange(bucket + 1, dtype=torch.int32, device=self._device),
             context_lens=torch.ones(bucket, dtype=torch.int32, device=self._device),
-            block_tables=zeros(bucket, self._max_blocks, dtype=torch.int32),
-            slots=zeros(bucket) + NO_SLOT,
+            block_tables=torch.zeros((bucket, self._max_blocks), dtype=torch.int32, device=self._device),
+            slots=slots,
             logit_rows=torch.arange(bucket, device=self._device),
         )
 
