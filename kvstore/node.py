@@ -14,12 +14,12 @@ from kvstore.board_door import BoardDoor
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.lane import LaneServer
 from kvstore.replicas import ReplicaServicer
-from kvstore.saving import TierRules
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
 from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store
+from kvstore.tiers import TierRules
 from kvstore.transfer.server import Put, SegmentServer
 from kvstore.wire_puts import WirePuts
 from mooncake.config import Config, transfer_secret

@@ -14,11 +14,18 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.eviction import Block, EvictionPolicy
 from kvstore.ssd_log import Place, Scan
-from kvstore.ssd_record import BlockHeader, Drop, padded
+from kvstore.ssd_record import PAGE, BlockHeader, Drop, padded
 from mooncake.types import BlockKey
 
 MAX_LIVE_SHARE = 0.85  # of all segments: at more, compaction copies too much for what it frees
 MIN_SEGMENTS = 4
+SEGMENT_BYTES = 64 << 20
+RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
+
+
+def segment_size(capacity_bytes: int, largest_block: int, most: int = SEGMENT_BYTES) -> int:
+    """Bytes of a segment of a tier that is to hold blocks of up to ``largest_block`` bytes."""
+    return padded(max(min(most, capacity_bytes // 8), RECORDS_A_SEGMENT * (largest_block + PAGE)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.eviction import EvictionPolicy
-from kvstore.ssd_index import MIN_SEGMENTS, SsdBlock, SsdIndex
+from kvstore.ssd_index import MIN_SEGMENTS, SEGMENT_BYTES, SsdBlock, SsdIndex, segment_size
 from kvstore.ssd_log import Place, SsdLog
 from kvstore.ssd_reads import SsdReads
 from kvstore.ssd_record import (
     MAX_DROPS,
-    PAGE,
     BlockHeader,
     Drop,
     block_size,
@@ -42,8 +41,6 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together
 RUNS_ON_WAY = 2  # while one is made durable the next is being written
-SEGMENT_BYTES = 64 << 20
-RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
 MAX_QUEUE = 4096  # blocks waiting to be saved
 CLOSE_TIMEOUT_S = 30.0
 BACK_OFF_S = 5.0  # without writes, after the disk refused one
@@ -112,7 +109,7 @@ class SsdTier:
     ) -> SsdTier:
         """Find what earlier lives left there. Larger blocks than ``largest_block`` (bytes) are refused. Raises
         ConfigError."""
-        segment_bytes = padded(max(min(segment_bytes, capacity_bytes // 8), RECORDS_A_SEGMENT * (largest_block + PAGE)))
+        segment_bytes = segment_size(capacity_bytes, largest_block, segment_bytes)
         if MIN_SEGMENTS * segment_bytes > capacity_bytes:
             needed = MIN_SEGMENTS * segment_bytes / 1e9
             raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
@@ -155,6 +152,11 @@ class SsdTier:
     def get(self, key: BlockKey) -> BlockHeader | None:
         block = self._index.get(key)
         return block.header if block else None
+
+    def length(self, key: BlockKey) -> int | None:
+        """Bytes of a block, None when it is not there."""
+        block = self._index.get(key)
+        return block.header.length if block else None
 
     def headers(self) -> list[BlockHeader]:
         return [block.header for block in self._index.blocks()]

@@ -18,18 +18,17 @@ from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Counts, Grant, Lease, Offer, Reserved
-from kvstore.saving import Saving, TierRules, Worth
+from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
+from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest, KVLoadFailed, OutOfBlocks
 from mooncake.events import EventLog
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 _INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woken
-AHEAD_SHARE = 1 / 16  # of the slots that are kept free or saved already, so that a put finds room at once
-MIN_AHEAD = 4
 PROMOTER = "\0ssd"  # the writer of blocks that come back from the SSD
 
 
@@ -76,7 +75,7 @@ class Store:
         self._server = server
         self._events = events
         self._ssd = ssd
-        self._worth = Worth(ssd, rules, max(65536, 4 * segment.num_blocks))
+        self._worth = Worth(ssd, rules, segment.num_blocks)
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
         self._room = asyncio.Event()  # set whenever a slot may have come free
         self._index = StoreIndex(
@@ -90,8 +89,8 @@ class Store:
             is_elsewhere=self._worth.is_saved,
             listing=board,
         )
-        num_ahead = max(MIN_AHEAD, int(segment.num_blocks * AHEAD_SHARE))
-        self._saving = Saving(ssd, self._worth, self._index, self._pages, num_ahead, self._on_saved)
+        demotion = Demotion(self._worth, self._index, segment.num_blocks)
+        self._saving = Saving(ssd, demotion, self._pages, self._on_saved)
         self.ahead = SlotsAhead(
             self._index, server, board, segment.block_bytes, lane_slots, self._worth.is_saved, self._on_stored
         )
@@ -395,21 +394,10 @@ class Store:
     def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
         """What is stored of ``keys`` (of their leading run), as far as what has to be loaded is worth it."""
         assert self._ssd is not None
-        run: list[BlockKey] = []
-        waiting = 0
-        for key, is_here in zip(keys, self._index.exists(keys), strict=True):
-            if not is_here:
-                header = self._ssd.get(key)
-                if header is None:
-                    if scattered:
-                        continue
-                    break
-                waiting += header.length
-                if recompute_ms and self._ssd.load_s(waiting) * 1e3 > recompute_ms * (len(run) + 1):
-                    self._index.counters["promotions_not_worth_it"] += 1
-                    break
-            run.append(key)
-        return run if waiting else []
+        ssd, here = self._ssd, self._index.exists(keys)
+        found = promotion(keys, here, ssd.length, ssd.load_s, recompute_ms, scattered)
+        self._index.counters["promotions_not_worth_it"] += found.was_cut
+        return found.run if found.lacking else []
 
     async def _have(self, key: BlockKey) -> bool:
         """Whether the block is in DRAM, after loading it if need be."""
@@ -467,11 +455,7 @@ class Store:
 
     def _publish(self) -> None:
         """Tell what changed. A block that the SSD lost is still here when DRAM has it."""
-        if self._ssd is not None:
-            for header in self._ssd.take_left():
-                if not self._index.exists([header.key])[0]:
-                    self._events.append([BlockEvent(False, header.key, header.parent)])
-        self._events.append(self._index.take_events())
+        self._events.append(tier_events(self._index, self._ssd.take_left() if self._ssd is not None else ()))
 
 
 async def _nothing() -> bool:

@@ -23,10 +23,10 @@ from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.index_types import BlockName, Grant, Lease
-from kvstore.saving import TierRules
 from kvstore.segment import Segment
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Sealing, Store
+from kvstore.tiers import TierRules
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, Put, can_put
 from kvstore.transfer.protocol import Status
