@@ -63,6 +63,10 @@ class BlockPool:
                 return count
         return len(keys)
 
+    def num_idle(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these blocks, which are all here, nobody holds."""
+        return sum(self._references[self._by_key[key]] == 0 for key in keys)
+
     def take_prefix(self, keys: Sequence[BlockKey], count: int) -> list[int]:
         """One more reference to each of the first ``count`` blocks, which ``match`` has just found."""
         try:

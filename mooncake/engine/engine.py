@@ -1,7 +1,8 @@
 """The engine that both roles share: sequences in, steps of ragged batches, tokens out.
 
-``Engine.step`` is the whole of it: plan, run, sample, advance, retire. One thread owns an engine; only ``load`` and
-``block_pool.match`` may be called from others. It must not know where KV comes from or goes to: that is the hook's.
+``Engine.step`` is the whole of it: plan, run, sample, advance, retire; ``run_ahead`` overlaps that with a device. One
+thread owns an engine; only ``load`` and ``block_pool.match`` may be called from others. It must not know where KV comes
+from or goes to: that is the hook's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from itertools import repeat
 
 import torch
 
@@ -21,12 +23,14 @@ from mooncake.engine.contract import (
     EngineConfig,
     EngineLoad,
     Reservation,
+    StartingModel,
     StepHook,
     StepOutput,
 )
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.gate import Gate
 from mooncake.engine.roster import Roster
+from mooncake.engine.run_ahead import RunAhead
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.searches import Searches, first_candidates, handed_candidates
@@ -34,7 +38,7 @@ from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
-from mooncake.engine.step_ends import Ends, ends_of, grown, score_prompts
+from mooncake.engine.step_ends import ends_of, grown, score_prompts
 from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
@@ -95,6 +99,11 @@ class Engine:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = drafter.propose
         self._searches = Searches(self._fork, self._retire)
+        self._ahead: RunAhead | None = None  # where the model can start steps
+        if isinstance(model, StartingModel) and model.most_started:
+            self._ahead = RunAhead(
+                model, cache, self._scheduler, self._batches, self._costs, self._take_started, self._complete
+            )
         self._not_announced: deque[Admission] = deque()
         self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
 
@@ -209,18 +218,24 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step may give something. Reserved and held sequences are not work."""
-        return bool(self._scheduler.running or self._scheduler.waiting or self._outputs)
+        is_busy = self._ahead is not None and self._ahead.is_busy
+        return bool(self._scheduler.running or self._scheduler.waiting or self._outputs or is_busy)
 
     def step(self, hook: StepHook = NO_HOOK) -> list[StepOutput]:
         """Run one step; empty when nothing can run before blocks are given back. ``take_ended`` has the failures.
 
-        Raises KVLoadFailed from the hook: the step is abandoned and ``rewind_failed`` is next.
+        Raises KVLoadFailed from the hook: the step is abandoned and ``rewind_failed`` is next. A step that is under way
+        already keeps the hook that it was started with.
         """
-        self._scheduler.drafts = self._costs.drafts_pay
-        plan = self._scheduler.plan(self._costs.budget)
-        self._settle(plan)
-        if plan.entries:
-            self._run(plan, hook)
+        if self._ahead is not None and self._ahead.is_busy:
+            self.is_stalled = False
+            self._ahead.go_on()
+        else:
+            self._scheduler.drafts = self._costs.drafts_pay
+            plan = self._scheduler.plan(self._costs.budget)
+            self._settle(plan)
+            if plan.entries:
+                self._run(plan, hook)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -234,6 +249,7 @@ class Engine:
         Blocks that others may be reading or filling stay until ``release`` or ``abort``, as after a good end.
         """
         wanted = None if request_ids is None else set(request_ids)
+        self._give_up_ahead()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             if wanted is not None and sequence.request_id not in wanted:
                 continue
@@ -245,6 +261,7 @@ class Engine:
 
     def drop_cached(self) -> None:
         """Forget every block that no sequence holds."""
+        self._give_up_ahead()
         self.block_pool.drop_cached()
 
     def load(self) -> EngineLoad:
@@ -291,6 +308,9 @@ class Engine:
         started_s = time.monotonic()
         self._announce(hook)
         hook.begin_step(plan)
+        if self._ahead is not None and self._ahead.takes(plan, hook):
+            self._ahead.run(plan, hook)
+            return
         batch, ended = self._batches.build(plan.entries)
         logits = self._model.forward(batch, self.cache.tensor, hook)
         ends = ends_of(ended, self._answers_of)
@@ -301,7 +321,9 @@ class Engine:
         tokens = self._sampler.sample(wanted, ends.answers) if ends.answers else []
         num_tokens = batch.tokens.shape[0]
         self._advance(plan, num_tokens, started_s)
-        finished = self._take_tokens(ends, tokens)
+        finished = self._take_tokens(ends.answers, tokens)
+        for parent, *children in ends.families:
+            self._fork(parent, [child for child in children if child not in finished])
         for sequence, draft, row in ends.drafts:
             if self._confirm(sequence, draft, logits[row:], sequence in finished):
                 finished.append(sequence)
@@ -317,17 +339,27 @@ class Engine:
             for search in searches:
                 self._give_out(self._searches.grow(search, search.take_candidates()))
 
-    def _take_tokens(self, ends: Ends, tokens: list[tuple[int, TokenLogprob | None]]) -> list[Sequence]:
+    def _take_tokens(
+        self, answers: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
+    ) -> list[Sequence]:
         """Returns those whose last token it was."""
         finished: list[Sequence] = []
-        for sequence, (token_id, logprob) in zip(ends.answers, tokens, strict=True):
+        for sequence, (token_id, logprob) in zip(answers, tokens, strict=True):
             output = grown(sequence, token_id, logprob)
             self._outputs.append(output)
             if output.finish_reason is not None:
                 finished.append(sequence)
-        for parent, *children in ends.families:
-            self._fork(parent, [child for child in children if child not in finished])
         return finished
+
+    def _take_started(self, plan: StepPlan, tokens: list[int], num_tokens: int, started_s: float) -> list[Sequence]:
+        """Likewise, of a step that was started and is done."""
+        self._advance(plan, num_tokens, started_s)
+        return self._take_tokens([entry.sequence for entry in plan.entries], zip(tokens, repeat(None)))
+
+    def _give_up_ahead(self) -> None:
+        """Nothing is under way any more; what it would have given is computed again, where it is still wanted."""
+        if self._ahead is not None:
+            self._ahead.give_up()
 
     def _confirm(self, sequence: Sequence, draft: list[int], logits: torch.Tensor, has_ended: bool) -> bool:
         """Draw on as long as what is drawn was guessed: ``logits`` [≥ k, V] are those after each guess. Returns
@@ -432,6 +464,8 @@ class Engine:
         self._roster.fail(sequence.root_id, error)
 
     def _retire(self, sequence: Sequence) -> None:
+        if self._ahead is not None:
+            self._ahead.leave(sequence)
         self._scheduler.finish(sequence)
         self._roster.leave(sequence)
 

@@ -227,6 +227,19 @@ class Scheduler:
             self._make_writable(sequence, position, plan)
         return len(draft)
 
+    def make_room(self, entries: list[StepEntry]) -> bool:
+        """See to it that these tokens can be written, unless someone would have to give a block back or copy one."""
+        new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.num_writable]
+        if len(new) > self.pool.num_available:
+            return False
+        for sequence, position in new:
+            held = sequence.block_table[position // self._block_tokens :]
+            if held and self.pool.needs_copy(held[0]):
+                return False
+        for sequence, position in new:
+            self._make_writable(sequence, position, StepPlan())
+        return True
+
     def roll_back(self, sequence: Sequence) -> None:
         """Give blocks back that only wrong guesses needed."""
         needed = -(-sequence.num_computed // self._block_tokens)
@@ -307,12 +320,25 @@ class Scheduler:
             budget -= planned
         return budget
 
-    def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
-        """Blocks for all tokens: cached ones, ones to load, ones to compute. At least the last token is computed."""
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next plan may let somebody in, or tell that he never fits."""
+        sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
+        if sequence is None or not self.tables.has_room:
+            return False
+        has_room = self._cached_of(sequence, self._usable(sequence)) is not None
+        return has_room or self._blocks_of(sequence) > self.pool.num_blocks
+
+    def _usable(self, sequence: Sequence) -> int:
+        """How many leading blocks need not be computed if they are cached; at least the last token is."""
         sequence.extend_keys(self._block_tokens)
-        usable = min((sequence.num_tokens - 1) // self._block_tokens, len(sequence.block_keys))
         if sequence.is_scoring:
-            usable = 0
+            return 0
+        return min((sequence.num_tokens - 1) // self._block_tokens, len(sequence.block_keys))
+
+    def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
+        """Blocks for all tokens: cached ones, ones to load, ones to compute."""
+        usable = self._usable(sequence)
         num_cached = self._give_blocks(sequence, usable)
         if num_cached is None:
             return None
@@ -407,17 +433,21 @@ class Scheduler:
 
     def _give_blocks(self, sequence: Sequence, usable: int) -> int | None:
         """A table for all its tokens; returns how many of the first ``usable`` blocks were cached, None for no room."""
-        num_cached = self.pool.match(sequence.block_keys[:usable])
-        count = self._blocks_of(sequence) - num_cached
-        headroom = -(-self.pool.num_blocks // HEADROOM) if self.running else 0
-        if count + headroom > self.pool.num_available:
+        num_cached = self._cached_of(sequence, usable)
+        if num_cached is None:
             return None
         table = self.pool.take_prefix(sequence.block_keys, num_cached)
-        if count + headroom > self.pool.num_available:  # the prefix was part of what is available
-            self.pool.release(table)
-            return None
-        self._set_table(sequence, table + self.pool.allocate(count))
+        self._set_table(sequence, table + self.pool.allocate(self._blocks_of(sequence) - num_cached))
         return num_cached
+
+    def _cached_of(self, sequence: Sequence, usable: int) -> int | None:
+        """How many of its first ``usable`` blocks are cached; None when there is no room for the others."""
+        num_cached = self.pool.match(sequence.block_keys[:usable])
+        headroom = -(-self.pool.num_blocks // HEADROOM) if self.running else 0
+        left = self.pool.num_available - (self._blocks_of(sequence) - num_cached) - headroom
+        if left < num_cached:  # those that nobody holds are part of what is available
+            left -= self.pool.num_idle(sequence.block_keys[:num_cached])
+        return num_cached if left >= 0 else None
 
     def _set_table(self, sequence: Sequence, table: list[int]) -> None:
         sequence.block_table = table

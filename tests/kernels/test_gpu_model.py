@@ -55,18 +55,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tokens_of(model: Any, prompts: list[np.ndarray]) -> dict[str, list[int]]:
+def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | None = None) -> dict[str, list[int]]:
     kv_heads = model.config.num_kv_heads
     layout = KVLayout(num_layers=2, num_kv_heads=kv_heads, head_dim=16, block_tokens=BLOCK_TOKENS, dtype="float32")
     config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
     engine = Engine(model, KVCache(layout, 40), config)
+    sampling = sampling or SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         engine.add(Sequence(str(index), prompt, len(prompt), sampling, b"\0" * 32, eos_ids=(), max_model_len=256))
     tokens: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step():
             tokens.setdefault(output.request_id, []).append(output.token.token_id)
+    engine.block_pool.check()
+    assert engine.block_pool.num_in_use == 0
+    assert (engine._ahead is not None and engine._ahead.num_steps > 0) == (getattr(model, "most_started", 0) > 0)
     return tokens
 
 
@@ -86,3 +89,42 @@ def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: st
 
     expected = tokens_of(made(config, weights, kernels=reference), prompts)
     assert tokens_of(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts) == expected
+
+
+class Counting(GpuModel):
+    """Counts steps that are replayed, and how often block tables are copied to the device."""
+
+    num_replays = num_tables = 0
+
+    def _fill(self, *arguments: Any) -> None:
+        self.num_replays += 1
+        super()._fill(*arguments)
+
+    def _moved(self, numbers: Any) -> torch.Tensor:
+        self.num_tables += numbers.dtype == np.int32
+        return super()._moved(numbers)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+        pytest.param(SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
+def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(sampling: SamplingParams) -> None:
+    """The interpreter has no graphs, but all that is around them."""
+    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA | {"sliding_window": 24}))
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
+    random = np.random.default_rng(2)
+    prompts = [random.integers(0, 101, length, dtype=np.uint32) for length in (14, 3, 29)]  # two cross into a new block
+
+    def build(kernels: PlannedKernels) -> CausalLM:
+        return CausalLM(config, weights, kernels=kernels)
+
+    model = Counting(build, max_blocks=16, dtype=torch.float32, buckets=(1, 2, 4))
+    expected = tokens_of(CausalLM(config, weights, kernels=reference), prompts, sampling)
+    assert tokens_of(model, prompts, sampling) == expected
+    assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"

@@ -1,0 +1,203 @@
+"""Steps of decodes, each started before the one before it is collected: the device computes while the host prepares.
+
+Positions, slots and block tables of a decode step are known before its tokens are, and the device has those itself. So
+while a model that can start steps computes step n, step n + 1 is planned and started; then n is collected. Sequences
+that certainly end with n are left out of n + 1. One that turns out to have ended has a token of it computed in vain.
+
+A step under way holds every block that it touches: a sequence that leaves meanwhile, however it does, leaves it a
+reference to its blocks, and what the step drew for it is ignored. So sequences may come and go between two steps, and
+blocks be given to anybody, without waiting for the device.
+
+It must not know how steps are computed, or what becomes of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from mooncake.engine.contract import Cache, StartedStep, StartingModel, StepHook
+from mooncake.engine.draws import DrawBuilder
+from mooncake.engine.scheduler import Scheduler, StepEntry, StepPlan
+from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.step_batch import BatchBuilder
+from mooncake.engine.step_costs import StepCosts
+from mooncake.errors import InternalError
+
+ON_HOST = -1  # a token that the batch has itself
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    entries: list[StepEntry]
+    hook: StepHook
+    step: StartedStep
+    started_s: float  # monotonic; or when the step before ended, if that was later
+    kept: list[list[int]] = field(default_factory=list)  # blocks of sequences that have left
+
+    def plan(self) -> StepPlan:
+        """For those that have not left."""
+        return StepPlan([entry for entry in self.entries if entry.sequence.state is SequenceState.RUNNING])
+
+
+class RunAhead:
+    """At most one step is under way between two calls."""
+
+    def __init__(
+        self,
+        model: StartingModel,
+        cache: Cache,
+        scheduler: Scheduler,
+        batches: BatchBuilder,
+        costs: StepCosts,
+        take: Callable[[StepPlan, list[int], int, float], list[Sequence]],
+        complete: Callable[[Sequence], None],
+    ) -> None:
+        """``take`` is told a step's plan, its tokens, how many were computed and when it began, and returns whose last
+        token it was; ``complete`` has such a sequence leave."""
+        self.num_steps = 0  # started before the one before was collected
+        self._model = model
+        self._cache = cache
+        self._scheduler = scheduler
+        self._batches = batches
+        self._costs = costs
+        self._take = take
+        self._complete = complete
+        self._draws = DrawBuilder()
+        self._under_way: _UnderWay | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is under way: then ``go_on`` is next, whatever else there is to do."""
+        return self._under_way is not None
+
+    def takes(self, plan: StepPlan, hook: StepHook) -> bool:
+        """Whether a step can be started. Its hook must have begun it."""
+        return (
+            len(plan.entries) <= self._model.most_started
+            and not hook.wants_layers
+            and all(entry.num_tokens == 1 and _is_drawn_on_device(entry.sequence) for entry in plan.entries)
+        )
+
+    def run(self, plan: StepPlan, hook: StepHook) -> None:
+        """Start this step and the one after it, and collect it. Raises what the model and the hook raise."""
+        self._under_way = self._start(plan.entries, [ON_HOST] * len(plan.entries), hook)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start the step after the one under way, if it is known already, and collect that one.
+
+        When that fails nothing is under way any more, and sequences whose tokens were not taken are as they were.
+        """
+        current, self._under_way = self._under_way, None
+        assert current is not None
+        try:
+            self._under_way = self._start_next(current)
+            self._collect(current)
+        except BaseException:
+            self._give_up(current)
+            if self._under_way is not None:
+                self._give_up(self._under_way)
+                self._under_way = None
+            raise
+
+    def leave(self, sequence: Sequence) -> None:
+        """Its blocks are about to be given back: the step under way keeps them, if it may touch them."""
+        step = self._under_way
+        if step is not None and sequence.block_table and any(entry.sequence is sequence for entry in step.entries):
+            self._scheduler.pool.fork(sequence.block_table)
+            step.kept.append(list(sequence.block_table))
+
+    def give_up(self) -> None:
+        """Wait for what is under way. Nobody wants its tokens any more."""
+        if self._under_way is not None:
+            self._give_up(self._under_way)
+            self._under_way = None
+
+    # One step
+
+    def _start(self, entries: list[StepEntry], newest: list[int], hook: StepHook) -> _UnderWay:
+        started_s = time.monotonic()
+        batch, _ = self._batches.build(entries)
+        draws = self._draws.build([entry.sequence for entry in entries], [entry.first + 1 for entry in entries])
+        is_ahead = max(newest) != ON_HOST
+        step = self._model.start(batch, self._cache.tensor, draws, newest if is_ahead else None)
+        return _UnderWay(entries, hook, step, started_s)
+
+    def _start_next(self, current: _UnderWay) -> _UnderWay | None:
+        if current.hook.wants_layers or self._costs.drafts_pay:
+            return None
+        entries, newest = self._next_entries(current)
+        if not entries or len(entries) > self._model.most_started or not self._scheduler.make_room(entries):
+            return None
+        self.num_steps += 1
+        return self._start(entries, newest, current.hook)
+
+    def _next_entries(self, current: _UnderWay) -> tuple[list[StepEntry], list[int]]:
+        """The decodes of the step after ``current``, and the row of that one which draws the token of each. None when
+        it may hold anything else."""
+        rows = {id(entry.sequence): row for row, entry in enumerate(current.entries)}
+        entries: list[StepEntry] = []
+        newest: list[int] = []
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        for sequence in running:
+            row = rows.get(id(sequence), ON_HOST)
+            if row != ON_HOST:
+                if sequence.num_left > 1:  # else it certainly ends with the token that is drawn now
+                    entries.append(StepEntry(sequence, sequence.num_tokens, 1))
+                    newest.append(row)
+            elif sequence.is_decoding and not sequence.is_parked and _is_drawn_on_device(sequence):
+                entries.append(StepEntry(sequence, sequence.num_computed, 1))
+                newest.append(ON_HOST)
+            else:
+                return [], []
+        if waiting and (len(entries) < len(running) or self._scheduler.may_admit):
+            return [], []
+        return entries, newest
+
+    def _collect(self, current: _UnderWay) -> None:
+        drawn = current.step.tokens()
+        plan = current.plan()
+        if len(plan.entries) < len(drawn):
+            rows = {id(entry.sequence): row for row, entry in enumerate(current.entries)}
+            drawn = [drawn[rows[id(entry.sequence)]] for entry in plan.entries]
+        if min(drawn, default=0) < 0:
+            raise InternalError("the model's logits are not finite")
+        if drawn:
+            finished = self._take(plan, drawn, len(current.entries), current.started_s)
+            self._costs.note(current.entries, len(current.entries), (time.monotonic() - current.started_s) * 1e3)
+            try:
+                current.hook.end_step(plan)
+            finally:
+                for sequence in finished:
+                    self._complete(sequence)
+        self._give_back(current)
+        following = self._under_way
+        if following is not None:
+            following.started_s = time.monotonic()
+            if following.plan().entries:
+                following.hook.begin_step(following.plan())
+
+    def _give_up(self, step: _UnderWay) -> None:
+        with suppress(Exception):  # why it failed is known already, or nobody asks
+            step.step.tokens()
+        self._give_back(step)
+
+    def _give_back(self, step: _UnderWay) -> None:
+        while step.kept:
+            self._scheduler.pool.release(step.kept.pop())
+
+
+def _is_drawn_on_device(sequence: Sequence) -> bool:
+    """Whether only its newest token is to compute, and the next one follows from logits and a random number alone."""
+    return (
+        sequence.num_computed + 1 == sequence.num_tokens
+        and not sequence.is_loading
+        and sequence.has_forked
+        and not sequence.is_beam
+        and not sequence.edits_logits
+        and sequence.sampling.logprobs is None
+        and sequence.adapter < 0
+    )
