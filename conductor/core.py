@@ -96,12 +96,12 @@ class Core:
         known = self.registry.get(info.node_id)
         is_new = known is None or known.info.incarnation != info.incarnation
         replaced = self.registry.register(info, self.clock())
-        if replaced is not None:
-            self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
         if self._wanted.get(info.node_id) is info.role:
             self._unwant(info.node_id)
             self.num_switches += 1
             self.switched_last = info.node_id
+        if replaced is not None:
+            self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
         if self.roles is not None:
             self.roles.registered(info, self.clock())
         if is_new:
@@ -179,6 +179,7 @@ class Core:
 
     def _drop(self, info: NodeInfo, why: str, keep_address: bool = False) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)
+        self._unwant(info.node_id)  # it was wanted of this life: a later one would switch out of the blue
         self.subscriber.forget(info.node_id)
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)

@@ -206,7 +206,7 @@ def role(
     address: Address = "",
 ) -> None:
     """Make a prefill node a decode node, or the other way. It takes nodes started with cluster.switchable."""
-    from mooncake.app.show import switch_role
+    from mooncake.app.switch import switch_role
 
     switch_role(_address(address, config, overrides), node, to)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from mooncake.rpc import cluster_pb2 as pb
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, expected_hits, load_trace
 
 STATE_STYLES = {"live": "green", "suspect": "yellow", "draining": "cyan"}
-_FOLLOW_S = 0.1
 CAPACITIES = (None, 100_000, 50_000, 30_000, 10_000, 1_000)  # blocks, as in the published analyses
 
 
@@ -46,22 +44,6 @@ def show_status(address: str, as_json: bool) -> None:
         f"{status.prompt_tokens:,} prompt tokens, {status.cached_tokens / prompt:.1%} reused; "
         f"{status.block_queries:,} prompt blocks, {status.block_hits / queries:.1%} found in cache"
     )
-
-
-def switch_role(address: str, node_id: str, role: str) -> None:
-    """Ask for the switch and follow it: the node drains, then registers anew."""
-    with reach(address) as client:
-        client.set_role(node_id, role)
-        with out.status(f"{escape(node_id)} drains") as shown:
-            while True:
-                nodes = {node.info.node_id: node for node in client.status().nodes}
-                node = nodes.get(node_id)
-                if node is not None and node.info.role == role:
-                    break
-                running = node.load.running + node.load.waiting if node is not None else 0
-                shown.update(f"{escape(node_id)} drains: {running} sequences left")
-                time.sleep(_FOLLOW_S)
-    out.print(f"{escape(node_id)} is a {escape(role)} node")
 
 
 def _node_table(status: pb.StatusResponse) -> Table:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
 
 import grpc
 import pytest
@@ -98,3 +102,38 @@ async def test_a_node_switches_there_and_back_under_load() -> None:
         again = await ask(channel, PROMPTS[0], 16)
         assert again.tokens == before[0].tokens
         await wait_idle(channel)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_the_command_ends_when_the_node_does() -> None:
+    settings = [*SETTINGS, "conductor.node_timeout_s=2"]
+    mooncake = str(Path(sys.executable).parent / "mooncake")
+
+    async with (
+        LocalCluster(load_config(None, settings), restart=True) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+    ):
+
+        async def command(role: str) -> asyncio.subprocess.Process:
+            arguments = ("role", "prefill-1", role, "--address", cluster.grpc_address)
+            return await asyncio.create_subprocess_exec(
+                mooncake, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+
+        os.kill(cluster.pids["prefill-1"], signal.SIGSTOP)  # it hears nothing, and after a while it is taken as dead
+        process = await command("decode")
+        async with asyncio.timeout(60):
+            _, said = await process.communicate()
+        assert process.returncode == 1
+        assert said.decode() == "mooncake: prefill-1 is gone: it ended before it could become a decode node\n"
+
+        os.kill(cluster.pids["prefill-1"], signal.SIGKILL)  # the launcher starts another one
+        await cluster.wait_ready()
+        await asyncio.sleep(1.0)  # several heartbeats, with which it would be told of an old wish
+        nodes = {node.info.node_id: node for node in (await status(channel)).nodes}
+        assert (nodes["prefill-1"].info.role, nodes["prefill-1"].state) == ("prefill", "live")
+
+        async with asyncio.timeout(60):
+            told, _ = await (await command("decode")).communicate()
+        assert told.decode().splitlines()[-1] == "prefill-1 is a decode node"

@@ -1,0 +1,41 @@
+"""What a node is asked to become, by hand or by the balancer, and when that is no longer asked of it."""
+
+from __future__ import annotations
+
+from conductor.core import Core
+from conductor.dispatch import ModelFacts
+from conductor.registry import NodeInfo
+from conductor.view import Shape
+from kvstore.metadata.memory import MemoryDirectory
+from mooncake.config import load_config
+from mooncake.types import Role
+
+FACTS = ModelFacts("kv", Shape(block_tokens=64, block_bytes=1024, num_layers=2), eos_ids=(1,))
+
+
+async def test_a_wish_for_another_role_ends_with_the_life_that_was_asked() -> None:
+    now = [0.0]
+    core = Core(load_config(), FACTS, MemoryDirectory(), clock=lambda: now[0])
+
+    def join(node_id: str, role: Role, incarnation: int) -> None:
+        address = f"127.0.0.1:{4000 + incarnation}"
+        core.register(NodeInfo(node_id, role, incarnation, address, None, "kv", 64, can_switch=True))
+
+    join("p0", Role.PREFILL, 1)
+    join("p1", Role.PREFILL, 2)
+    core.set_role("p1", Role.DECODE)
+    assert core.wanted_role("p1") is Role.DECODE
+    join("p1", Role.PREFILL, 3)  # its process died and was started anew
+    assert core.wanted_role("p1") is None and core.num_switches == 0
+
+    core.set_role("p1", Role.DECODE)
+    now[0] = 100.0
+    join("p0", Role.PREFILL, 4)
+    core.tick()
+    assert core.registry.get("p1") is None and core.wanted_role("p1") is None
+
+    join("p1", Role.PREFILL, 5)
+    core.set_role("p1", Role.DECODE)
+    join("p1", Role.DECODE, 6)
+    assert core.wanted_role("p1") is None and core.num_switches == 1
+    await core.stop()
