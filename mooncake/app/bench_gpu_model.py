@@ -39,7 +39,7 @@ def model_of_8b(gpu: Gpu) -> ModelConfig:
     )
 
 
-def build_model(gpu: Gpu) -> tuple[GpuModel, int]:
+def build_model(gpu: Gpu, host_logits: bool = False) -> tuple[GpuModel, int]:
     """With random weights, and the bytes of them that a decode step reads."""
     config = model_of_8b(gpu)
     weights = {
@@ -53,7 +53,7 @@ def build_model(gpu: Gpu) -> tuple[GpuModel, int]:
         return CausalLM(config, weights, kernels=kernels)
 
     model = GpuModel(
-        build, config.max_model_len // BLOCK, gpu.dtype, buckets=(1, 64) if graphs else (), host_logits=False
+        build, config.max_model_len // BLOCK, gpu.dtype, buckets=(1, 64) if graphs else (), host_logits=host_logits
     )
     weights.clear()
     gpu.free()
@@ -73,7 +73,7 @@ def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
             dtype=gpu.dtype,
             device=gpu.device,
         ).normal_()
-        step = _decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
+        step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
         seconds = gpu.timed_s(lambda _, s=step, c=cache: model.forward(s, c, NoHook()))  # type: ignore[misc]
         report.add(rate("ours", "8B decode", "tokens/s", batch, seconds, batch=batch, context=context))
         roofline_s = (step_bytes + batch * context * token_bytes) / stream
@@ -116,7 +116,7 @@ def _prefill(gpu: Gpu, report: Report, model: GpuModel) -> None:
     report.add(rate("ours", "8B prefill", "tokens/s", length, seconds, tokens=length))
 
 
-def _decode_batch(batch: int, context: int, per_sequence: int, block: int, vocab: int) -> ForwardBatch:
+def decode_batch(batch: int, context: int, per_sequence: int, block: int, vocab: int) -> ForwardBatch:
     tables = torch.randperm(batch * per_sequence).int().view(batch, per_sequence)
     last = context - 1
     return ForwardBatch(

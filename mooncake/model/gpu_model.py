@@ -94,9 +94,7 @@ class _Rerun:
 @dataclass(slots=True)
 class _Captured:
     graph: _Graph
-    numbers: (
-        torch.Tensor
-    )  # int64 [4, bucket]: tokens, positions, slots, and from which rows of the last step tokens come
+    numbers: torch.Tensor  # int64 [4, bucket]: tokens, positions, slots, rows of the last step that draws tokens
     batch: ForwardBatch  # the buffers that the graph reads, the first of them in ``numbers``
     logits: torch.Tensor  # and the one it writes, [bucket, V]
     tables: torch.Tensor | None = None  # on the host: what the block tables here are a copy of
