@@ -83,15 +83,27 @@ class ChatTemplate:
             if pieces != self._split_plain(expected):
                 raise ModelError("the model's chat template builds control tokens out of parts, which is not supported")
 
-    def render(self, messages: Sequence[ChatMessage], variables: Mapping[str, object] | None = None) -> list[Piece]:
-        """The prompt of a conversation, with ``variables`` (JSON) of the user's for the template to read.
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, object] | None = None,
+        continue_final: bool = False,
+    ) -> list[Piece]:
+        """The prompt of a conversation, with ``variables`` (JSON) of the user's for the template to read. With
+        ``continue_final`` it ends where the last message does, for the model to go on with it.
 
         Raises InvalidRequest when the template refuses it or exceeds its limits.
         """
         if any(self._nonce in message.content or self._nonce in message.role for message in messages):
             raise InvalidRequest("a message holds characters that are not allowed", "messages")
         self._check_variables(variables or {})
-        text = self._run(self._template, messages, {**(variables or {}), **self._variables})
+        variables = {**(variables or {}), **self._variables}
+        if continue_final:
+            text = _up_to_last(
+                self._run(self._template, messages, {**variables, "add_generation_prompt": False}), messages
+            )
+        else:
+            text = self._run(self._template, messages, variables)
         pieces: list[Piece] = []
         for number, part in enumerate(self._alias.split(text)):
             if number % 2:
@@ -161,3 +173,14 @@ class ChatTemplate:
             pieces.append(Piece(match[0], is_control=True))
             at = match.end()
         return [*pieces, Piece(text[at:])] if at < len(text) else pieces
+
+
+def _up_to_last(text: str, messages: Sequence[ChatMessage]) -> str:
+    """``text`` as far as the last message goes; of the space at its end as much as the template left."""
+    content = messages[-1].content if messages else ""
+    at = text.rfind(content.strip())
+    if not content.strip() or at < 0:
+        what = "continue_final_message needs a last message whose text the chat template writes as it is"
+        raise InvalidRequest(what, "continue_final_message")
+    whole = content.lstrip()
+    return text[: at + len(whole if text.startswith(whole, at) else content.strip())]

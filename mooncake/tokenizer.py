@@ -58,18 +58,24 @@ class Tokenizer:
         self.special_ids = frozenset(self._control_ids.values())
         self._check_control_tokens()
 
-    def encode(self, text: str) -> TokenIds:
-        """Ids of plain text, after the begin-of-sequence token if the model asks for one. Raises InvalidRequest."""
+    def encode(self, text: str, add_special: bool = True) -> TokenIds:
+        """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
+        false. Raises InvalidRequest."""
         ids = self._text_ids(text, self._backend)
-        return np.concatenate([self._bos, ids]) if len(self._bos) else ids
+        return np.concatenate([self._bos, ids]) if add_special and len(self._bos) else ids
 
     def encode_more(self, text: str) -> TokenIds:
         """Ids of a text that goes on from another one. Raises InvalidRequest."""
         return self._text_ids(text, self._continuing)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], variables: Mapping[str, object] | None = None) -> TokenIds:
-        """Ids of a conversation in the model's template, ready for the assistant's turn. The template may read
-        ``variables`` too, which are a user's.
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, object] | None = None,
+        continue_final: bool = False,
+    ) -> TokenIds:
+        """Ids of a conversation in the model's template, ready for the assistant's turn, or with ``continue_final`` for
+        more of the last message. The template may read ``variables`` too, which are a user's.
 
         Special tokens of the template become ids, the same strings inside a message do not. The template alone decides
         about a begin-of-sequence token. Raises InvalidRequest: no template, or one that refuses these messages.
@@ -77,7 +83,7 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt instead", "messages")
         runs: list[TokenIds] = []
-        for number, piece in enumerate(self._template.render(messages, variables)):
+        for number, piece in enumerate(self._template.render(messages, variables, continue_final)):
             if piece.is_control:
                 runs.append(np.array([self._control_ids[piece.text]], dtype=np.uint32))
             else:
@@ -93,6 +99,10 @@ class Tokenizer:
     def stream(self) -> DetokenizeStream:
         """Text of generated tokens, as it becomes known. It continues a prompt: no leading space is taken away."""
         return DetokenizeStream(self.token_bytes)
+
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary has it; "" for an id that it does not have."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes that one token adds to a text."""

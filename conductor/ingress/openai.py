@@ -49,6 +49,7 @@ from conductor.ingress.openai_types import (
     decode_request,
     sampling_of,
     stop_strings,
+    template_variables,
     usage_body,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
@@ -100,6 +101,7 @@ class Conversation:
     messages: list[ChatMessage]
     tools: Tools | None = None
     variables: dict[str, object] | None = None
+    continue_final: bool = False  # the last message goes on, no new one begins
     param: str = "messages"  # where it stands in the request
 
 
@@ -157,7 +159,7 @@ class OpenAIApi:
         check_completion(body)
         asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         keep = self.pipeline.num_to_keep(body.truncate_prompt_tokens, asked)
-        prompts = await self._prompts(body.prompt, keep)
+        prompts = await self._prompts(body.prompt, keep, body.add_special_tokens is not False)
         n = _num_choices(body, len(prompts))
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
@@ -184,7 +186,9 @@ class OpenAIApi:
         n = _num_choices(body, 1)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        conversation = Conversation(chat_messages(body.messages), tools, body.chat_template_kwargs)
+        conversation = Conversation(
+            chat_messages(body.messages), tools, template_variables(body), bool(body.continue_final_message)
+        )
         job = await self.chat_job(call, conversation, asked, logprobs)
         extras = self.extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
@@ -207,6 +211,7 @@ class OpenAIApi:
             conversation.param,
             keep=self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1),
             variables=conversation.variables,
+            continue_final=conversation.continue_final,
         )
         max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, None)
         bad_words = self.pipeline.bad_words(fields.bad_words or ())
@@ -224,11 +229,16 @@ class OpenAIApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
-            messages = chat_messages(body.messages)
-            tokens = await self.pipeline.encode_chat(messages, variables=body.chat_template_kwargs)
+            tokens = await self.pipeline.encode_chat(
+                chat_messages(body.messages),
+                variables=template_variables(body),
+                continue_final=bool(body.continue_final_message),
+            )
         else:
-            tokens = await self.pipeline.encode(body.prompt or "")
-        answer = TokenizeResponse(len(tokens), self.pipeline.model.max_model_len, tokens.tolist())
+            tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+        name = self.pipeline.tokenizer.token_name
+        names = [name(token_id) for token_id in tokens.tolist()] if body.return_token_strs else None
+        answer = TokenizeResponse(len(tokens), self.pipeline.model.max_model_len, tokens.tolist(), names)
         return json_response(answer, headers=_warning(ignored))
 
     async def detokenize(self, request: Request) -> Response:
@@ -252,10 +262,12 @@ class OpenAIApi:
         answer_id = f"{id_prefix}{uuid.uuid4().hex}"
         return Call(request, body, arrived_at, answer_id, int(time.time()), _warning(ignored)), body
 
-    async def _prompts(self, prompt: str | list[str | int | list[int]], keep: int | None) -> list[TokenIds]:
+    async def _prompts(
+        self, prompt: str | list[str | int | list[int]], keep: int | None, add_special: bool
+    ) -> list[TokenIds]:
         """The four forms that OpenAI allows: a text, texts, token ids, lists of those; of each the last ``keep``."""
         if isinstance(prompt, str):
-            return [await self.pipeline.encode(prompt, keep=keep)]
+            return [await self.pipeline.encode(prompt, keep=keep, add_special=add_special)]
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if ids := [item for item in prompt if isinstance(item, int)]:
@@ -265,7 +277,7 @@ class OpenAIApi:
         if len(prompt) > MAX_CHOICES:
             raise InvalidRequest(f"at most {MAX_CHOICES} prompts are allowed", "prompt")
         return [
-            await self.pipeline.encode(item, keep=keep)
+            await self.pipeline.encode(item, keep=keep, add_special=add_special)
             if isinstance(item, str)
             else self.pipeline.check_tokens(_ids(item), keep=keep)
             for item in prompt

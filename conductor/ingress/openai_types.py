@@ -94,6 +94,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    add_special_tokens: bool | None = None  # a begin-of-sequence token, if the model has one; None: true
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -114,8 +115,10 @@ class Message(msgspec.Struct, frozen=True):
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: list[Message]
+    chat_template_kwargs: dict[str, object] | None = None  # this and the next two are vLLM's
+    add_generation_prompt: bool | None = None  # None: true, unless the last message is to be continued
+    continue_final_message: bool | None = None
     max_completion_tokens: int | None = None
-    chat_template_kwargs: dict[str, object] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
@@ -128,13 +131,28 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool | None = None
     messages: list[Message] | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, object]:
+    """What the chat template may read. Raises InvalidRequest for two that exclude each other."""
+    if body.add_generation_prompt and body.continue_final_message:
+        what = "add_generation_prompt begins a new message: no continue_final_message with it"
+        raise InvalidRequest(what, "continue_final_message")
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    return variables
 
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -415,6 +433,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None  # as the vocabulary has them
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

@@ -122,11 +122,13 @@ class Pipeline:
         if len(self._running) >= self._max_running:
             raise Overloaded(f"{len(self._running)} requests are running already")
 
-    async def encode(self, text: str, param: str = "prompt", keep: int | None = None) -> TokenIds:
+    async def encode(
+        self, text: str, param: str = "prompt", keep: int | None = None, add_special: bool = True
+    ) -> TokenIds:
         """Token ids of plain text, the last ``keep`` of them. Raises InvalidRequest (empty) or ContextTooLong."""
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a text of {len(text)} characters", param)
-        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text))
+        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special))
         return self._fitting(tokens, param, keep)
 
     async def encode_chat(
@@ -135,9 +137,13 @@ class Pipeline:
         param: str = "messages",
         keep: int | None = None,
         variables: Mapping[str, object] | None = None,
+        continue_final: bool = False,
     ) -> TokenIds:
-        """Token ids of a conversation, ready for the assistant's turn, the last ``keep`` of them. The chat template
-        may read ``variables``. Raises InvalidRequest or ContextTooLong."""
+        """Token ids of a conversation, ready for the assistant's turn, or with ``continue_final`` for more of the last
+        message; the last ``keep`` of them. The chat template may read ``variables``.
+
+        Raises InvalidRequest or ContextTooLong.
+        """
         if not messages:
             raise InvalidRequest("at least one message is needed", param)
         if len(messages) > MAX_MESSAGES:
@@ -151,7 +157,9 @@ class Pipeline:
         text = "".join(message.content for message in messages)
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a conversation of {len(text)} characters", param)
-        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode_chat(messages, variables))
+        tokens = await self._maybe_in_thread(
+            len(text), lambda: self.tokenizer.encode_chat(messages, variables, continue_final)
+        )
         return self._fitting(tokens, param, keep)
 
     async def decode(self, tokens: TokenIds) -> str:

@@ -90,7 +90,7 @@ class ResponsesApi:
             truncate_prompt_tokens=-1 if body.truncation == "auto" else body.truncate_prompt_tokens,
         )
         call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, _headers(call, body))
-        conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, "input")
+        conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         head = _head(call, body, body.model or api.pipeline.model.name)
         reader = CallReader(tools.must_call) if tools else None

@@ -282,11 +282,11 @@ def test_templates_that_look_at_their_messages_still_work(source: str) -> None:
     assert [piece.text for piece in template.render(attack) if piece.is_control] == written
 
 
-def plain_rendering(source: str, chat: list[ChatMessage]) -> str:
+def plain_rendering(source: str, chat: list[ChatMessage], **options: bool) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     dicts = [{"role": message.role, "content": message.content} for message in chat]
-    rendered = render_jinja_template([dicts], chat_template=source, bos_token="<s>", eos_token="</s>")[0][0]
+    rendered = render_jinja_template([dicts], chat_template=source, bos_token="<s>", eos_token="</s>", **options)[0][0]
     assert isinstance(rendered, str)
     return rendered
 
@@ -313,6 +313,30 @@ def test_a_template_reads_the_variables_of_a_request_and_what_they_spell_is_text
         with pytest.raises(InvalidRequest) as refused:
             template.render(chat, wrong)
         assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "ends"),
+    [
+        (
+            "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}",
+            "b a ",
+            "b a ",
+        ),
+        ("{% for m in messages %}<s>{{ m.content | trim }}</s>\n{% endfor %}", " b a ", "b a"),
+        ("{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}a", "a</s>", "a</s>"),
+    ],
+)
+def test_the_last_message_is_left_open_as_transformers_leaves_it(source: str, content: str, ends: str) -> None:
+    template = ChatTemplate(source, CONTROL, {})
+    chat = [ChatMessage("user", "a"), ChatMessage("assistant", content)]
+    pieces = template.render(chat, continue_final=True)
+    assert pieces[-1] == Piece(ends) and pieces[-2] == Piece("<s>", is_control=True)
+    text = "".join(piece.text for piece in pieces)
+    assert text == plain_rendering(source, chat, continue_final_message=True)
+    for wrong in ("", " "):
+        with pytest.raises(InvalidRequest, match="continue_final_message"):
+            template.render([ChatMessage("user", wrong)], continue_final=True)
 
 
 HOSTILE = {

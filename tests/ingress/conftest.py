@@ -33,16 +33,19 @@ class ByteTokenizer:
     eos_ids = (EOS,)
     special_ids = (EOS,)
 
-    def encode(self, text):
+    def encode(self, text, add_special=True):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
     def encode_more(self, text):
         return self.encode(text)
 
-    def encode_chat(self, messages, variables=None):
+    def token_name(self, token_id):
+        return f"<{token_id}>"
+
+    def encode_chat(self, messages, variables=None, continue_final=False):
         told = "".join(f"[{name}={value}]" for name, value in (variables or {}).items())
         turns = "".join(f"<{message.role}>{message.content}" for message in messages)
-        return self.encode(f"{told}{turns}<assistant>")
+        return self.encode(f"{told}{turns}{'' if continue_final else '<assistant>'}")
 
     def decode(self, ids):
         return bytes(int(token_id) for token_id in ids if token_id != EOS).decode(errors="replace")

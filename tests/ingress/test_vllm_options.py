@@ -107,6 +107,24 @@ async def test_variables_reach_the_chat_template(front):
     assert (await front.http.post("/tokenize", json=chat)).json()["tokens"] == list(told)
 
 
+async def test_the_last_message_is_continued_or_no_turn_is_begun(front):
+    chat = {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": False}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert (await front.http.post(path, json=chat)).status_code == 200
+    told = bytes(front.script.asked[-1].tokens.tolist())
+    assert told == b"[add_generation_prompt=False]<user>Hi"
+    both = chat | {"add_generation_prompt": True}
+    refused = await front.http.post("/v1/chat/completions", json=both)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_tokens_are_told_by_their_names_where_that_is_asked(front):
+    body = {"prompt": "ab", "add_special_tokens": False}
+    assert (await front.http.post("/tokenize", json=body)).json()["token_strs"] is None
+    told = await front.http.post("/tokenize", json=body | {"return_token_strs": True})
+    assert told.json()["token_strs"] == ["<97>", "<98>"] and "x-mooncake-warning" not in told.headers
+
+
 @pytest.mark.parametrize(
     ("wishes", "param"),
     [
