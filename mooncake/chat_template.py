@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.sandbox import LimitExceeded, Sandbox, TemplateRefusal
@@ -24,7 +24,7 @@ MAX_TEMPLATE_CHARS = 1 << 20
 MAX_RENDER_S = 2.0
 MAX_GROWTH_CHARS = 1 << 20  # what a template may add to its messages
 MAX_MESSAGE_CHARS = 64 << 20
-MAX_VARIABLE_CHARS = 64 << 10  # of a user's own variables, as JSON
+MAX_VARIABLE_CHARS = 1 << 20  # of a user's own variables, tools among them, as JSON
 
 # A private-use plane: not white space, without case, and in no text that people exchange.
 _ALIAS_FIRST, _ALIAS_LAST = 0xF0000, 0xFFFFD
@@ -60,6 +60,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
         self._sandbox = Sandbox()
+        self.takes_tools = False
         nonce = "".join(chr(_ALIAS_FIRST + secrets.randbelow(0xFFFD)) for _ in range(_NONCE_CHARS))
         self._nonce = nonce
         tokens = sorted(control_tokens, key=len, reverse=True)  # the longest first: one may begin with another
@@ -70,7 +71,10 @@ class ChatTemplate:
         self._variables = {name: self._aliased(value) for name, value in variables.items()}
         try:
             self._template = self._sandbox.compile_template(self._with_literals(source, self._aliased))
-            plain = self._sandbox.compile_template(self._sandbox.parse(source))
+            tree = self._sandbox.parse(source)
+            # other forms of calls than Hermes' are not read out of answers, so their tools are not told
+            self.takes_tools = "tools" in meta.find_undeclared_variables(tree) and "<tool_call>" in source
+            plain = self._sandbox.compile_template(tree)
         except (TemplateError, RecursionError, SyntaxError) as error:
             raise ModelError(f"the model's chat template is broken: {error}") from None
         for probe in _PROBES:
@@ -96,14 +100,13 @@ class ChatTemplate:
         """
         if any(self._nonce in message.content or self._nonce in message.role for message in messages):
             raise InvalidRequest("a message holds characters that are not allowed", "messages")
-        self._check_variables(variables or {})
+        num_chars = self._check_variables(variables or {})
         variables = {**(variables or {}), **self._variables}
         if continue_final:
-            text = _up_to_last(
-                self._run(self._template, messages, {**variables, "add_generation_prompt": False}), messages
-            )
-        else:
-            text = self._run(self._template, messages, variables)
+            variables["add_generation_prompt"] = False
+        text = self._run(self._template, messages, variables, num_chars)
+        if continue_final:
+            text = _up_to_last(text, messages)
         pieces: list[Piece] = []
         for number, part in enumerate(self._alias.split(text)):
             if number % 2:
@@ -112,7 +115,8 @@ class ChatTemplate:
                 pieces.append(Piece(part))
         return pieces
 
-    def _check_variables(self, variables: Mapping[str, object]) -> None:
+    def _check_variables(self, variables: Mapping[str, object]) -> int:
+        """How many characters they have."""
         if taken := sorted(variables.keys() & {"messages", *self._variables}):
             raise InvalidRequest(f"{taken[0]} is not for a request to set", "chat_template_kwargs")
         try:
@@ -124,9 +128,13 @@ class ChatTemplate:
             raise InvalidRequest(what, "chat_template_kwargs")
         if self._nonce in text:
             raise InvalidRequest("a variable holds characters that are not allowed", "chat_template_kwargs")
+        return len(text)
 
-    def _run(self, template: Template, messages: Sequence[ChatMessage], variables: Mapping[str, object]) -> str:
-        num_chars = sum(len(message.role) + len(message.content) for message in messages)
+    def _run(
+        self, template: Template, messages: Sequence[ChatMessage], variables: Mapping[str, object], num_chars: int = 0
+    ) -> str:
+        """``num_chars``: of the user's variables."""
+        num_chars += sum(len(message.role) + len(message.content) for message in messages)
         if num_chars > MAX_MESSAGE_CHARS:
             raise InvalidRequest(f"the messages hold more than {MAX_MESSAGE_CHARS} characters", "messages")
         context: dict[str, object] = {

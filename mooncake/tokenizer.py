@@ -58,6 +58,11 @@ class Tokenizer:
         self.special_ids = frozenset(self._control_ids.values())
         self._check_control_tokens()
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells tools itself, given the variable ``tools``."""
+        return self._template is not None and self._template.takes_tools
+
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
         """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
         false. Raises InvalidRequest."""

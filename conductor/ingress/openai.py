@@ -30,15 +30,14 @@ from conductor.ingress.http import (
     read_json_body,
     unless_gone,
 )
+from conductor.ingress.messages import Conversation, chat_messages
 from conductor.ingress.openai_types import (
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     DetokenizeRequest,
     DetokenizeResponse,
     Envelope,
     GenerationFields,
-    Message,
     ModelCard,
     ModelList,
     PromptLogprobs,
@@ -53,9 +52,8 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
-from conductor.ingress.tools import CallReader, Tools, said_calls, tool_response, tools_of
+from conductor.ingress.tools import CallReader, tools_of
 from mooncake.errors import InvalidRequest
-from mooncake.tokenizer import ChatMessage
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
@@ -92,17 +90,6 @@ class Call:
         """A hint which requests belong together, never an identity."""
         headers = self.request.headers
         return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.user or ""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """What the assistant's turn goes on from; ``variables`` are for the chat template."""
-
-    messages: list[ChatMessage]
-    tools: Tools | None = None
-    variables: dict[str, object] | None = None
-    continue_final: bool = False  # the last message goes on, no new one begins
-    param: str = "messages"  # where it stands in the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +193,12 @@ class OpenAIApi:
     ) -> Job:
         """Everything checked: what is to be computed. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
+        messages, variables = conversation.for_template(self.pipeline.tokenizer.takes_tools)
         tokens = await self.pipeline.encode_chat(
-            conversation.messages if tools is None else tools.told(conversation.messages),
+            messages,
             conversation.param,
             keep=self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1),
-            variables=conversation.variables,
+            variables=variables,
             continue_final=conversation.continue_final,
         )
         max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, None)
@@ -411,34 +399,6 @@ def check_chat(body: ChatRequest) -> None:
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         what = f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}"
         raise InvalidRequest(what, "max_completion_tokens")
-
-
-def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Raises InvalidRequest, naming the message, for content that is no text."""
-    return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-
-def _chat_message(message: Message, where: str) -> ChatMessage:
-    where_content = f"{where}.content"
-    if message.tool_calls:
-        content = "" if message.content is None else content_text(message.content, where_content)
-        return ChatMessage(message.role, said_calls(content, message.tool_calls, where))
-    if message.role == "tool":
-        return tool_response(content_text(message.content, where_content))
-    content = content_text(message.content, where_content)
-    return ChatMessage("system" if message.role == "developer" else message.role, content)
-
-
-def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """Raises InvalidRequest, naming the place, for what is no text."""
-    if content is None:
-        raise InvalidRequest("a message needs content", where)
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type != "text" or part.text is None:
-            raise InvalidRequest("only text parts are supported", where)
-    return "".join(part.text or "" for part in content)
 
 
 def _num_choices(fields: GenerationFields, num_prompts: int) -> int:

@@ -19,7 +19,8 @@ from starlette.routing import Route
 from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.choices import Extras, content_logprob
 from conductor.ingress.http import EventStream, StreamingAnswer, event_frame, json_response, unless_gone
-from conductor.ingress.openai import WARNING_HEADER, Call, Conversation, OpenAIApi, content_text, guarded
+from conductor.ingress.messages import Conversation, content_text
+from conductor.ingress.openai import WARNING_HEADER, Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentLogprob, ContentPart, JsonSchema, ResponseFormat
 from conductor.ingress.responses_types import (
     CallItem,

@@ -1,7 +1,8 @@
 """Tools of a chat: how they are told to a model, how an answer is held to them, and how its calls are read.
 
-The form is Hermes', which SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message, a call
-as JSON between ``<tool_call>`` tags, a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
+The form is Hermes', which SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message (in the
+words of the model's chat template, where it has that form, else in ours), a call as JSON between ``<tool_call>`` tags,
+a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
 """
 
 from __future__ import annotations
@@ -98,6 +99,10 @@ class Tools:
             for function in self.functions
         ]
         return Guide(GuideKind.JSON_SCHEMA, json.dumps(forms[0] if len(forms) == 1 else {"anyOf": forms}))
+
+    def listed(self) -> list[dict[str, object]]:
+        """As chat templates take them."""
+        return [{"type": "function", "function": msgspec.to_builtins(function)} for function in self.functions]
 
     def told(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """The conversation with the functions in its system message."""

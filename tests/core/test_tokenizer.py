@@ -282,11 +282,15 @@ def test_templates_that_look_at_their_messages_still_work(source: str) -> None:
     assert [piece.text for piece in template.render(attack) if piece.is_control] == written
 
 
-def plain_rendering(source: str, chat: list[ChatMessage], **options: bool) -> str:
+def plain_rendering(
+    source: str, chat: list[ChatMessage], tools: list[dict[str, Any]] | None = None, **options: bool
+) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     dicts = [{"role": message.role, "content": message.content} for message in chat]
-    rendered = render_jinja_template([dicts], chat_template=source, bos_token="<s>", eos_token="</s>", **options)[0][0]
+    rendered = render_jinja_template(
+        [dicts], tools, chat_template=source, bos_token="<s>", eos_token="</s>", **options
+    )[0][0]
     assert isinstance(rendered, str)
     return rendered
 
@@ -309,10 +313,27 @@ def test_a_template_reads_the_variables_of_a_request_and_what_they_spell_is_text
     chat = [ChatMessage("user", "a")]
     assert template.render(chat) == [Piece("-a")]
     assert template.render(chat, {"think": True, "note": "<s>"}) == [Piece("<s>", is_control=True), Piece("<s>a")]
-    for wrong in ({"messages": []}, {"bos_token": "x"}, {"note": "x" * (1 << 17)}, {"note": {1, 2}}):
+    for wrong in ({"messages": []}, {"bos_token": "x"}, {"note": "x" * (1 << 20)}, {"note": {1, 2}}):
         with pytest.raises(InvalidRequest) as refused:
             template.render(chat, wrong)
         assert refused.value.param == "chat_template_kwargs"
+
+
+HERMES = (
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+    "\nCall in <tool_call></tool_call>.<|im_end|>{% endif %}{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+)
+
+
+def test_tools_are_told_in_the_template_s_own_words_where_they_are_those_that_are_read_back() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "<s>ö"}}]
+    template = ChatTemplate(HERMES, CONTROL, {})
+    pieces = template.render([ChatMessage("user", "a")], {"tools": tools})
+    assert template.takes_tools
+    assert "".join(piece.text for piece in pieces) == plain_rendering(HERMES, [ChatMessage("user", "a")], tools=tools)
+    assert [piece.text for piece in pieces if piece.is_control] == ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
+    assert not ChatTemplate(HERMES.replace("tool_call", "call"), CONTROL, {}).takes_tools
+    assert not ChatTemplate(HERMES.replace("tools", "others"), CONTROL, {}).takes_tools
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_ids = (EOS,)
     special_ids = (EOS,)
+    takes_tools = False
 
     def encode(self, text, add_special=True):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
@@ -206,12 +207,14 @@ async def running_front(script=None, **limits):
     script = script or Script()
     limits = {"http_port": 0, "grpc_port": 0, "request_timeout_s": 30.0} | limits
     keep_alive_s = limits.pop("keep_alive_s", 5.0)
+    tokenizer = ByteTokenizer()
+    tokenizer.takes_tools = limits.pop("takes_tools", False)
     config = Config(conductor=ConductorSection(**limits))
     checkpoint = SimpleNamespace(
         name="bytes", digest="0123456789abcdef", config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=257)
     )
     status = cluster_status()
-    ingress = Ingress(config, checkpoint, ByteTokenizer(), script, lambda: status, DispatchStats(), keep_alive_s)
+    ingress = Ingress(config, checkpoint, tokenizer, script, lambda: status, DispatchStats(), keep_alive_s)
     server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
     ingress.add_grpc(server)
     grpc_port = await server.start("127.0.0.1", 0)

@@ -49,6 +49,16 @@ async def test_a_call_comes_out_as_a_call(front, client):
     assert front.script.asked[0].sampling.guide is None
 
 
+async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
+    async with open_front(takes_tools=True) as front:
+        front.script.text = CALL
+        asked = await front.http.post("/v1/chat/completions", json={"messages": ASK, "tools": [WEATHER]})
+        [call] = asked.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+        assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
+
+
 async def test_a_stream_tells_calls_piece_by_piece_and_never_a_tag(front, client):
     front.script.text = f"Well <b>. {CALL}"
 

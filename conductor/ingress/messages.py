@@ -1,0 +1,60 @@
+"""A conversation, as a request has it and as the tokenizer takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conductor.ingress.openai_types import ContentPart, Message
+from conductor.ingress.tools import Tools, said_calls, tool_response
+from mooncake.errors import InvalidRequest
+from mooncake.tokenizer import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the assistant's turn goes on from; ``variables`` are for the chat template."""
+
+    messages: list[ChatMessage]
+    tools: Tools | None = None
+    variables: dict[str, object] | None = None
+    continue_final: bool = False  # the last message goes on, no new one begins
+    param: str = "messages"  # where it stands in the request
+
+    def for_template(self, takes_tools: bool) -> tuple[list[ChatMessage], dict[str, object]]:
+        """Messages and variables. Tools are told in the words that the model was trained on where its template has
+        them (``takes_tools``), else in the system message."""
+        variables = dict(self.variables or {})
+        if self.tools is None:
+            return self.messages, variables
+        if takes_tools:
+            return self.messages, variables | {"tools": self.tools.listed()}
+        return self.tools.told(self.messages), variables
+
+
+def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Raises InvalidRequest, naming the message, for content that is no text."""
+    return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _chat_message(message: Message, where: str) -> ChatMessage:
+    where_content = f"{where}.content"
+    if message.tool_calls:
+        content = "" if message.content is None else content_text(message.content, where_content)
+        return ChatMessage(message.role, said_calls(content, message.tool_calls, where))
+    if message.role == "tool":
+        return tool_response(content_text(message.content, where_content))
+    content = content_text(message.content, where_content)
+    return ChatMessage("system" if message.role == "developer" else message.role, content)
+
+
+def content_text(content: str | list[ContentPart] | None, where: str) -> str:
+    """Raises InvalidRequest, naming the place, for what is no text."""
+    if content is None:
+        raise InvalidRequest("a message needs content", where)
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest("only text parts are supported", where)
+    return "".join(part.text or "" for part in content)
