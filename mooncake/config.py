@@ -47,6 +47,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
     ssl_ca_certs: str = ""  # PEM: who signs clients' certificates
     ssl_cert_reqs: int = 0  # 0: clients show none, 1: they may, 2: they must
+    allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call and read (CORS); ["*"]: all
     grpc_port: int = 50051
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # without a heartbeat, a node is taken as gone
@@ -370,6 +371,9 @@ def _check_values(config: Config) -> None:
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
     if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in config.conductor.api_keys):
         raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
+    for origin in config.conductor.allowed_origins:
+        if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+            raise ConfigError(f'conductor.allowed_origins: an origin is "*" or like https://host:port, got {origin!r}')
     for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
         if getattr(config.conductor, name) and not config.conductor.ssl_certfile:
             raise ConfigError(f"conductor.{name} needs conductor.ssl_certfile")

@@ -17,7 +17,7 @@ from conductor.ingress.http import error_response
 from mooncake.api_keys import HEADER, ApiKeys
 from mooncake.errors import Unauthenticated
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version"})
 OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _MISSING = "an API key is needed: send the header Authorization: Bearer KEY"
 _WRONG = "the API key is not one of this server's"

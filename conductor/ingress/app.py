@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from google.protobuf import json_format
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -62,7 +63,10 @@ class Ingress:
         # the core refuses with a better retry time; this bound only keeps what waits before it finite
         self._pipeline = Pipeline(model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests)
         api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
-        app = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
+        app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
+        if limits.allowed_origins:  # outside of the keys: a browser asks first, without any
+            told = ("x-request-id", "x-mooncake-warning", "retry-after")
+            app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=told)
         edge = http.EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
         self._server = http.HttpServer(edge, limits)
 
@@ -90,6 +94,7 @@ class Ingress:
             *ResponsesApi(api).routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),
+            Route("/ping", guarded(self._ready), methods=["GET", "POST"]),
             Route("/health/live", guarded(self._live), methods=["GET"]),
             Route("/health/ready", guarded(self._ready), methods=["GET"]),
             Route("/metrics", guarded(self._metrics_page), methods=["GET"]),

@@ -86,7 +86,16 @@ def serve(
     ] = None,
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes.", show_default="1")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
-    http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP; 0: any.", show_default="8000")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="As clients name it.", show_default="the model's own")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of prompt and answer.", show_default="the model's own")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="To listen on.", show_default="127.0.0.1")] = None,
+    http_port: Annotated[
+        int | None, typer.Option("--http-port", "--port", help="OpenAI HTTP; 0: any.", show_default="8000")
+    ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", show_default="50051")] = None,
     lora: Annotated[
         list[str] | None,
@@ -98,6 +107,12 @@ def serve(
             metavar="KEY",
             help="Callers need one; may be repeated. MOONCAKE_API_KEY and conductor.api_keys keep it out of ps.",
             show_default=False,
+        ),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Of web pages that may call (CORS), or *; may be repeated.", show_default=False
         ),
     ] = None,
     ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate: HTTPS.")] = None,
@@ -115,6 +130,10 @@ def serve(
     """Start a cluster on this machine and keep it until Ctrl-C."""
     flags = {
         "model.path": model,
+        "model.name": served_model_name,
+        "model.max_model_len": max_model_len,
+        "conductor.host": host,
+        "conductor.allowed_origins": allowed_origin,
         "cluster.prefill": prefill,
         "cluster.decode": decode,
         "conductor.http_port": http_port,

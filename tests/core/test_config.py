@@ -79,6 +79,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("conductor.request_timeout_s=nan", "conductor.request_timeout_s must be positive"),
         ("conductor.max_requests=0", "conductor.max_requests must be at least 1"),
         ("conductor.retries=-1", "conductor.retries must not be negative"),
+        ('conductor.allowed_origins=["host"]', "conductor.allowed_origins: an origin is"),
         ("conductor.http_port=70000", "conductor.http_port must be between 0 and 65535"),
         ("conductor.grpc_port=-1", "conductor.grpc_port must be between 0 and 65535"),
         ("node.port=65536", "node.port must be between 0 and 65535"),

@@ -159,3 +159,24 @@ def test_no_text_made_of_a_configuration_has_a_secret(tmp_path: Path):
         assert "(hidden)" in shown.stdout and "host:1/0" in shown.stdout
         texts += [shown.stdout, shown.stderr]
     assert not [text for text in texts if "sk-" in text]
+
+
+async def test_scripts_of_web_pages_call_where_their_origin_is_allowed(open_front):
+    asks = {"origin": "https://page", "access-control-request-method": "POST"}
+    asks |= {"access-control-request-headers": "authorization,content-type"}
+    async with open_front(api_keys=KEYS, allowed_origins=("https://page",)) as front:
+        before = await front.http.options("/v1/chat/completions", headers=asks)
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == "https://page"
+        assert "authorization" in before.headers["access-control-allow-headers"].lower()
+        headers = {"origin": "https://page", "authorization": f"Bearer {KEYS[0]}"}
+        answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://page")
+        refused = await front.http.post("/v1/chat/completions", json=CHAT, headers={"origin": "https://page"})
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers  # the page can tell why
+        other = await front.http.get("/health", headers={"origin": "https://other"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_without_allowed_origins_no_page_is_told_anything(front_without_keys):
+    answer = await front_without_keys.http.get("/health", headers={"origin": "https://page"})
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
