@@ -55,10 +55,13 @@ class TextAssembler:
     string that is complete first ends the answer; of several that end together, the one that begins first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+    ) -> None:
         """``include_stop``: the stop string is the end of the text. Raises as ``check_stop``."""
         check_stop(stop)
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream(skip_special)
+        self.stopped_by = ""  # the stop string that has come
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._longest = max(map(len, stop), default=0)
@@ -81,17 +84,17 @@ class TextAssembler:
 
     def _take(self, new: str) -> TextPiece:
         text = self._held + new
-        if (cut := self._first_stop(text)) is not None:
-            self._held, self._stopped = "", True
-            return TextPiece(text[:cut], stopped=True)
+        if (found := self._first_stop(text)) is not None:
+            end, begin = found
+            self._held, self._stopped, self.stopped_by = "", True, text[begin:end]
+            return TextPiece(text[: end if self._include_stop else begin], stopped=True)
         held = self._open_chars(text)
         self._held = text[len(text) - held :]
         return TextPiece(text[: len(text) - held])
 
-    def _first_stop(self, text: str) -> int | None:
-        """Where to cut ``text``, or None when no stop string is in it."""
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        return min(found)[0 if self._include_stop else 1] if found else None
+    def _first_stop(self, text: str) -> tuple[int, int] | None:
+        """Where a stop string ends and begins, or None when there is none in ``text``."""
+        return min(((at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
 
     def _open_chars(self, text: str) -> int:
         """How many characters at the end of ``text`` may be the beginning of a stop string."""

@@ -101,9 +101,9 @@ class Tokenizer:
         text = data.decode(errors="replace")
         return text.removeprefix(" ") if self._strips_space else text
 
-    def stream(self) -> DetokenizeStream:
+    def stream(self, skip_special: bool = True) -> DetokenizeStream:
         """Text of generated tokens, as it becomes known. It continues a prompt: no leading space is taken away."""
-        return DetokenizeStream(self.token_bytes)
+        return DetokenizeStream(lambda token_id: self.token_bytes(token_id, skip_special))
 
     def token_name(self, token_id: int) -> str:
         """As the vocabulary has it; "" for an id that it does not have."""

@@ -25,6 +25,7 @@ class Job:
     stop: tuple[str, ...]
     arrived_at: float
     include_stop: bool = False  # what stops the answer, a string or a token, is part of its text
+    skip_special: bool = True  # control tokens are no part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Outcome:
     usage: Usage
     latency: Latency
     summary: RequestSummary
+    stop_reason: str | int | None = None  # the stop string or token id of the request's that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,12 @@ class Answer:
         self._job = job
         self._choice = choice
         self._observer = observer
-        self._assembler = TextAssembler(tokenizer, job.stop, job.include_stop)
+        self._assembler = TextAssembler(tokenizer, job.stop, job.include_stop, job.skip_special)
         self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
+        self._stop_ids = frozenset(sampling.stop_token_ids) - (
+            frozenset() if sampling.ignore_eos else {*tokenizer.eos_ids}
+        )
+        self._last_id = -1
         self._watch = Stopwatch(job.arrived_at)
         self._summary = RequestSummary()
         self._num_tokens = 0
@@ -144,6 +150,7 @@ class Answer:
         if token.index != self._num_tokens:
             raise InternalError(f"token {token.index} came where token {self._num_tokens} was due")
         self._num_tokens += 1
+        self._last_id = token.token_id
         self._watch.token(now)
         if self._num_tokens == 1:
             self._observer.first_token(self._watch.ttft_s or 0.0)
@@ -153,9 +160,14 @@ class Answer:
     def _complete(self, reason: FinishReason, now: float) -> Outcome:
         self.is_complete = True
         usage = Usage(len(self._job.request.tokens), self._num_tokens, self._summary.report.cached_tokens)
-        outcome = Outcome(reason, usage, self._watch.read(now), self._summary)
+        outcome = Outcome(reason, usage, self._watch.read(now), self._summary, self._stop_reason(reason))
         self._observer.finished(outcome, prompt_counts=self._choice == 0)
         return outcome
+
+    def _stop_reason(self, reason: FinishReason) -> str | int | None:
+        if self._assembler.stopped_by:
+            return self._assembler.stopped_by
+        return self._last_id if reason is FinishReason.STOP and self._last_id in self._stop_ids else None
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

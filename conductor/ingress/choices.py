@@ -24,6 +24,7 @@ from conductor.ingress.openai_types import (
     ContentLogprob,
     PromptLogprob,
     PromptLogprobs,
+    StopReason,
     ToolCallBody,
     TopLogprob,
 )
@@ -42,10 +43,15 @@ class Extras:
     logprobs: bool = False
     token_ids: bool = False
     prompt_logprobs: int | None = None
+    names_ids: bool = False
 
     def text_of(self, token_id: int) -> str:
-        """A part of a character becomes U+FFFD: here a token is named, no text is told."""
+        """A part of a character becomes U+FFFD."""
         return self.bytes_of(token_id).decode(errors="replace")
+
+    def name_of(self, token_id: int) -> str:
+        """Of a token in log-probabilities."""
+        return f"token_id:{token_id}" if self.names_ids else self.text_of(token_id)
 
 
 class ChoiceWriter(ABC):
@@ -98,6 +104,10 @@ class ChoiceWriter(ABC):
         return None if self.outcome is None else str(self.outcome.finish_reason)
 
     @property
+    def _stop_reason(self) -> StopReason:
+        return UNSET if self.outcome is None else self.outcome.stop_reason
+
+    @property
     def _token_ids(self) -> list[int] | UnsetType:
         return [token.token_id for token in self._tokens] if self._extras.token_ids else UNSET
 
@@ -145,12 +155,15 @@ class ChatWriter(ChoiceWriter):
         delta = ChatDelta(content=self._text or None, tool_calls=calls or None)
         self._num_calls += len(calls)
         self._calls = []
-        return ChatChunkChoice(self._index, delta, self._finish_reason, self._logprobs(), self._token_ids)
+        return ChatChunkChoice(
+            self._index, delta, self._finish_reason, self._logprobs(), self._stop_reason, self._token_ids
+        )
 
     def whole(self) -> AnyChoice:
         has_calls = bool(self._calls)
         message = AssistantMessage(self._text or (None if has_calls else ""), tool_calls=self._calls or UNSET)
-        return ChatChoice(self._index, message, self._finish_reason or "stop", self._logprobs(), self._token_ids)
+        reason = self._finish_reason or "stop"
+        return ChatChoice(self._index, message, reason, self._logprobs(), self._stop_reason, self._token_ids)
 
     def _logprobs(self) -> ChatLogprobs | None:
         if not self._extras.logprobs:
@@ -180,28 +193,34 @@ class CompletionWriter(ChoiceWriter):
         return self._choice(self._finish_reason or "stop")
 
     def _choice(self, finish_reason: str | None) -> AnyChoice:
-        logprobs = self._logprobs()
         return CompletionChoice(
-            self._index, self._text, finish_reason, logprobs, self._prompt_ids, self._token_ids, self.prompt_scores()
+            self._index,
+            self._text,
+            finish_reason,
+            self._logprobs(),
+            self._stop_reason,
+            self._prompt_ids,
+            self._token_ids,
+            self.prompt_scores(),
         )
 
     def _logprobs(self) -> CompletionLogprobs | None:
         if not self._extras.logprobs:
             return None
         tokens = [*self._echoed_tokens(), *self._tokens]
-        texts = [self._extras.text_of(token.token_id) for token in tokens]
+        names = [self._extras.name_of(token.token_id) for token in tokens]
         offsets = []
-        for text in texts:
+        for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._extras.text_of(token.token_id))
         top = [
-            {text: _logprob(token)} | {self._extras.text_of(other): value for other, value in _top(token)}
+            {name: _logprob(token)} | {self._extras.name_of(other): value for other, value in _top(token)}
             if token.logprob is not None
             else None
-            for text, token in zip(texts, tokens, strict=True)
+            for name, token in zip(names, tokens, strict=True)
         ]
         values = [None if token.logprob is None else _logprob(token) for token in tokens]
-        return CompletionLogprobs(texts, values, top, offsets)
+        return CompletionLogprobs(names, values, top, offsets)
 
     def _echoed_tokens(self) -> list[SampledToken]:
         """The prompt's, once. Nothing comes before the first one, so nothing tells how likely it was."""
@@ -220,9 +239,9 @@ class EchoWriter(CompletionWriter):
 
 
 def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:
-    top = [TopLogprob(extras.text_of(other), value, list(extras.bytes_of(other))) for other, value in _top(token)]
+    top = [TopLogprob(extras.name_of(other), value, list(extras.bytes_of(other))) for other, value in _top(token)]
     token_id = token.token_id
-    return ContentLogprob(extras.text_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
+    return ContentLogprob(extras.name_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
 
 
 def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:

@@ -225,7 +225,7 @@ class OpenAIApi:
         else:
             tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         name = self.pipeline.tokenizer.token_name
-        names = [name(token_id) for token_id in tokens.tolist()] if body.return_token_strs else None
+        names = [name(token_id) for token_id in tokens.tolist()] if body.return_token_strs else UNSET
         answer = TokenizeResponse(len(tokens), self.pipeline.model.max_model_len, tokens.tolist(), names)
         return json_response(answer, headers=_warning(ignored))
 
@@ -280,6 +280,7 @@ class OpenAIApi:
             arrived_at=call.arrived_at,
             stop=stop_strings(call.fields.stop),
             include_stop=bool(call.fields.include_stop_str_in_output),
+            skip_special=call.fields.skip_special_tokens is not False,
             salt=call.fields.cache_salt or "",
             session=call.session,
             priority=call.fields.priority or 0,
@@ -293,6 +294,7 @@ class OpenAIApi:
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
             prompt_logprobs=fields.prompt_logprobs,
+            names_ids=bool(fields.return_tokens_as_token_ids),
         )
 
     # ------------------------------------------------------------ out

@@ -74,6 +74,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None  # None: true
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5", where texts are no names
     truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
@@ -373,11 +375,16 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: list[ToolCallBody] | None = None
 
 
+StopReason = str | int | UnsetType | None
+"""vLLM's, with the end: which of the request's stop strings or tokens it was."""
+
+
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: AssistantMessage
     finish_reason: str
     logprobs: ChatLogprobs | None
+    stop_reason: StopReason
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -386,6 +393,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: ChatDelta
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
+    stop_reason: StopReason = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -396,6 +404,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None
+    stop_reason: StopReason
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -433,7 +442,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None  # as the vocabulary has them
+    token_strs: list[str] | UnsetType = UNSET  # as the vocabulary has them
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

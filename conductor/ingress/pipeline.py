@@ -223,6 +223,7 @@ class Pipeline:
         arrived_at: float,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        skip_special: bool = True,
         salt: str = "",
         session: str = "",
         priority: int = 0,
@@ -244,7 +245,7 @@ class Pipeline:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
         adapter = self.adapter_of(model)
         request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority, adapter)
-        return Job(request, tuple(stop), arrived_at, include_stop)
+        return Job(request, tuple(stop), arrived_at, include_stop, skip_special)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
         """The answers to one job. Close it to cancel; raises what ``Generator.generate`` raises, and InternalError."""

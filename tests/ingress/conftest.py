@@ -54,16 +54,17 @@ class ByteTokenizer:
     def token_bytes(self, token_id, skip_special=True):
         return bytes([token_id]) if token_id != EOS else b"" if skip_special else b"<end>"
 
-    def stream(self):
-        return ByteStream()
+    def stream(self, skip_special=True):
+        return ByteStream(b"" if skip_special else b"<end>")
 
 
 class ByteStream:
-    def __init__(self):
+    def __init__(self, end):
         self.held = b""
+        self.end = end
 
     def push(self, token_id):
-        self.held += bytes([token_id] if token_id != EOS else [])
+        self.held += bytes([token_id]) if token_id != EOS else self.end
         with contextlib.suppress(UnicodeDecodeError):
             text, self.held = self.held.decode(), b""
             return text
@@ -156,7 +157,7 @@ class Script:
             top = tuple((ord("a") + rank, -1.0 - rank) for rank in range(sampling.logprobs))
             logprob = TokenLogprob(-0.5 + choice * self.late_logprob, top)
         reason = None
-        if token_id == EOS and not sampling.ignore_eos:
+        if token_id in sampling.stop_token_ids or (token_id == EOS and not sampling.ignore_eos):
             reason = FinishReason.STOP
         elif index + 1 >= sampling.max_tokens:
             reason = FinishReason.LENGTH

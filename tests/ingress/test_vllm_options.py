@@ -47,13 +47,43 @@ async def test_a_stop_string_that_is_told_streams_in_order(front):
 
 
 async def test_a_stop_token_is_told_too_but_not_the_end_token(front):
-    front.script.ends = False
-    stopping = {"stop_token_ids": [ord("o")], "include_stop_str_in_output": True}
-    # the script does not stop by itself: what counts is which token becomes text
-    assert (await complete(front, **stopping, max_tokens=6))["text"] == "Hello,"
-    assert (await complete(front, stop_token_ids=[ord("o")], max_tokens=6))["text"] == "Hell,"
-    front.script.ends = True
+    stopping = {"stop_token_ids": [ord("o")]}
+    assert (await complete(front, **stopping, include_stop_str_in_output=True))["text"] == "Hello"
+    assert (await complete(front, **stopping))["text"] == "Hell"
     assert (await complete(front, include_stop_str_in_output=True))["text"] == "Hello, wörld!"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "reason"),
+    [
+        ({}, None),
+        ({"max_tokens": 3}, None),
+        ({"stop": ["ld", "lo"]}, "lo"),
+        ({"stop": "lo", "include_stop_str_in_output": True}, "lo"),
+        ({"stop": "nowhere", "stop_token_ids": [5]}, None),
+        ({"stop_token_ids": [256]}, None),  # the model's own end
+        ({"stop_token_ids": [256], "ignore_eos": True}, 256),
+    ],
+)
+async def test_what_ended_an_answer_is_told(front, wishes, reason):
+    assert (await complete(front, **wishes))["stop_reason"] == reason
+    body = {"messages": MESSAGES, "max_tokens": 50, **wishes}
+    choice = (await front.http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    assert choice["stop_reason"] == reason
+
+
+async def test_control_tokens_are_text_where_that_is_asked(front):
+    assert (await complete(front, skip_special_tokens=False, include_stop_str_in_output=True))["text"].endswith("<end>")
+    assert (await complete(front, skip_special_tokens=False))["text"] == "Hello, wörld!"
+
+
+async def test_tokens_of_log_probabilities_are_named_by_their_ids_where_that_is_asked(front):
+    logprobs = (await complete(front, logprobs=1, return_tokens_as_token_ids=True, max_tokens=3))["logprobs"]
+    assert logprobs["tokens"] == ["token_id:72", "token_id:101", "token_id:108"]
+    assert set(logprobs["top_logprobs"][0]) == {"token_id:72", "token_id:97"} and logprobs["text_offset"] == [0, 1, 2]
+    body = {"messages": MESSAGES, "max_tokens": 1, "logprobs": True, "return_tokens_as_token_ids": True}
+    choice = (await front.http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    assert choice["logprobs"]["content"][0]["token"] == "token_id:72"
 
 
 async def test_what_may_be_drawn_reaches_the_nodes_as_tokens(front):
@@ -120,7 +150,11 @@ async def test_the_last_message_is_continued_or_no_turn_is_begun(front):
 
 async def test_tokens_are_told_by_their_names_where_that_is_asked(front):
     body = {"prompt": "ab", "add_special_tokens": False}
-    assert (await front.http.post("/tokenize", json=body)).json()["token_strs"] is None
+    assert (await front.http.post("/tokenize", json=body)).json() == {
+        "count": 2,
+        "max_model_len": 4096,
+        "tokens": [97, 98],
+    }
     told = await front.http.post("/tokenize", json=body | {"return_token_strs": True})
     assert told.json()["token_strs"] == ["<97>", "<98>"] and "x-mooncake-warning" not in told.headers
 
