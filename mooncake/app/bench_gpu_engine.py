@@ -1,12 +1,15 @@
 """A part of ``mooncake bench gpu``: decode steps through the engine, running ahead of the card and waiting for it.
 
 Both are held to the bare step: the model and its sampler, started again and again with nothing in between. What is
-missing to that is time in which the card waits for the host.
+missing to that is time in which the card waits for the host. Beside that, steps of sequences with a long common prefix:
+replayed, which reads it once for each, and kernel by kernel, which reads it once.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from mooncake.model_config import ModelConfig
 from mooncake.types import KVLayout, SampledToken, SamplingParams
 
 SHAPES = {"1": (1, 1024), "64x2k": (64, 2048)}  # sequences, tokens of context
+SHARED_CONTEXT = 8192  # tokens, all in common but those of the last block
 STEPS = 128
 MOST_REPS = 3
 
@@ -71,6 +75,27 @@ def engine_steps(gpu: Gpu, report: Report, _: float) -> None:
             report.ratios[f"engine_{name}{kind}_ahead_vs_waiting"] = min(found["waiting"]) / min(found["ahead"])
         del cache
         gpu.free()
+    _shared_prefix(gpu, report, model)
+
+
+def _shared_prefix(gpu: Gpu, report: Report, model: GpuModel) -> None:
+    config = model.config
+    batch, context = gpu.scale.size(64, 2), gpu.scale.size(SHARED_CONTEXT, 200)
+    per_sequence = -(-context // BLOCK)
+    shape = (per_sequence + batch, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
+    cache = torch.zeros(shape, dtype=gpu.dtype, device=gpu.device).normal_()
+    step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
+    tables = torch.arange(per_sequence, dtype=torch.int32).repeat(batch, 1)
+    tables[:, -1] = per_sequence + torch.arange(batch)
+    slots = tables[:, -1].long() * BLOCK + (context - 1) % BLOCK
+    found = {}
+    for way, least in (("replayed", math.inf), ("cascade", 0.0)):
+        model.cascade_bytes = least
+        given = replace(step, block_tables=tables.clone(), slots=slots)
+        found[way] = gpu.timed_s(lambda _, s=given: model.start(s, cache, None))  # type: ignore[misc]
+        title = f"8B decode, common prefix, {way}"
+        report.add(rate("ours", title, "tokens/s", batch, found[way], batch=batch, context=context))
+    report.ratios["model_cascade_64x8k_vs_replayed"] = min(found["replayed"]) / min(found["cascade"])
 
 
 def _step_s(

@@ -37,6 +37,11 @@ log = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Decode batch sizes that get a graph; a batch is padded to the next one, by at most a half."""
 
+CASCADE_BYTES = 40e9
+"""Keys and values that a decode step must save by reading shared prefixes once, for which it runs kernel by kernel:
+some 10 ms of a card's reads, against the 5 that launching a step of an 8B model may take. A prediction; ``mooncake
+bench gpu`` times both ways."""
+
 NO_SLOT = -1  # where a padding token's keys and values go: nowhere
 WARM_UP_TOKENS = (128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones
 
@@ -150,6 +155,8 @@ class GpuModel:
         self._windows = sorted({self.config.window_of(layer) for layer in range(self.config.num_layers)})
         self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
+        self.cascade_bytes = CASCADE_BYTES
+        self._shared: tuple[torch.Tensor | None, bool] = (None, False)  # block tables, and whether they share so much
         self._drawn = torch.empty(0, dtype=torch.int64)  # by the step that was started last, on the device
 
     @property
@@ -179,7 +186,7 @@ class GpuModel:
             self._use(cache)
             for bucket in reversed(self._buckets[: last + 1]):  # the largest first: others fit into its memory
                 self._graphs[bucket] = self._capture(bucket, cache)
-            self._draw_once(self._graphs[self._buckets[last]].logits)
+            self._draw_once(self._graphs[self._buckets[last]], cache)
             if cache.is_cuda:
                 torch.cuda.synchronize()
         took_s = time.monotonic() - started
@@ -214,13 +221,30 @@ class GpuModel:
         size = batch.num_sequences
         decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
         is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
-        if is_plain and not hook.wants_layers and self._buckets and size <= self._buckets[-1]:
+        is_captured = is_plain and not hook.wants_layers and bool(self._buckets) and size <= self._buckets[-1]
+        if is_captured and not self._is_cascade(batch, cache):
             return self._replay(batch, cache, newest)
         self.kernels.step_plans = self._plan(batch, cache)
         moved = self._on_device(batch)
         if newest is not None:
             moved = replace(moved, tokens=self._newest(torch.tensor(newest, device=self._device), moved.tokens))
         return self._model.forward(moved, cache, hook)
+
+    def _is_cascade(self, batch: ForwardBatch, cache: torch.Tensor) -> bool:
+        """Whether so much is shared by neighbours of the batch that it should be read once, which no graph can."""
+        if self._shared[0] is not batch.block_tables:  # else as many blocks as before
+            self._shared = batch.block_tables, self._shared_bytes(batch, cache) >= self.cascade_bytes
+        return self._shared[1]
+
+    def _shared_bytes(self, batch: ForwardBatch, cache: torch.Tensor) -> float:
+        """What reading each shared block once saves, in layers without a window."""
+        tables = batch.block_tables.numpy()
+        full_blocks = (batch.context_lens.numpy() - 1) // cache.shape[4]
+        differs = tables[1:] != tables[:-1]
+        same = np.where(differs.any(axis=1), differs.argmax(axis=1), tables.shape[1])
+        blocks = np.minimum(same, np.minimum(full_blocks[1:], full_blocks[:-1])).sum()
+        layers = sum(not self.config.window_of(layer) for layer in range(self.config.num_layers))
+        return float(blocks) * cache[0, 0].nbytes * layers
 
     def _newest(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """What those rows of the last started step drew, and ``tokens`` where a row is below 0. A row that could draw
@@ -242,8 +266,10 @@ class GpuModel:
         """Host memory for one copy to the device, to be filled."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
 
-    def _draw_once(self, logits: torch.Tensor) -> None:
-        """In all ways, so that what they need is compiled, loaded and known to fit."""
+    def _draw_once(self, captured: _Captured, cache: torch.Tensor) -> None:
+        """Kernel by kernel and in all ways, so that what such a step needs is loaded and known to fit."""
+        self.kernels.step_plans = self._decode_plans
+        logits = self._model.forward(captured.batch, cache, NoHook())
         rows = len(logits)
         values = np.tile(np.array([[1.0], [2.0], [0.5], [0.1], [0.5]]), rows)
         choose(logits, *self._draws_on_device(Draws(values, np.arange(rows))))
@@ -270,8 +296,7 @@ class GpuModel:
 
     def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
         given = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
-        moved = {name: part.to(self._device, non_blocking=True) for name, part in given.items() if part is not None}
-        return ForwardBatch(**moved)
+        return ForwardBatch(**{name: self._moved(part.numpy()) for name, part in given.items() if part is not None})
 
     # Graphs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
 from mooncake.model.llama import CausalLM
@@ -91,18 +93,66 @@ def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: st
     assert tokens_of(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
+def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -> None:
+    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA))
+    weights = {name: torch.randn(shape) * 0.2 for name, shape in weight_shapes(config).items()}
+    model = GpuModel(
+        lambda kernels: CausalLM(config, weights, kernels=kernels), 2, dtype=torch.float32, buckets=(1, 2, 4, 8)
+    )
+    cache = torch.randn((5, 2, 2, 2, BLOCK_TOKENS, 16))
+    before = cache.clone()
+    model.warm_up(cache, 3)
+    assert torch.equal(cache, before)
+    assert sorted(model._graphs) == [1, 2, 4] and model.most_started == 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
+def test_what_neighbours_share_is_read_once_where_that_saves_enough() -> None:
+    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA | {"max_model_len": 1024}))
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
+    cache = torch.randn((50, 2, 2, 2, BLOCK_TOKENS, 16), generator=generator)
+    tables = torch.zeros((3, 40), dtype=torch.int32)
+    tables[:, :36] = torch.arange(36)
+    tables[:, 36] = torch.tensor([40, 41, 42])
+    contexts = torch.tensor([580, 577, 590], dtype=torch.int32)
+    batch = ForwardBatch(
+        tokens=torch.tensor([5, 6, 7]),
+        positions=contexts.long() - 1,
+        query_starts=torch.arange(4, dtype=torch.int32),
+        context_lens=contexts,
+        block_tables=tables,
+        slots=tables[:, 36].long() * BLOCK_TOKENS + (contexts.long() - 1) % BLOCK_TOKENS,
+        logit_rows=torch.arange(3),
+    )
+    model = Counting(
+        lambda kernels: CausalLM(config, weights, kernels=kernels), max_blocks=64, dtype=torch.float32, buckets=(4,)
+    )
+    expected = CausalLM(config, weights, kernels=reference).forward(batch, cache.clone(), NoHook())
+    saved = 2 * 36 * cache[0].nbytes
+    for least, num_replays in ((saved + 1, 1), (saved, 0)):
+        model.cascade_bytes, model.num_replays = least, 0
+        again = replace(batch, block_tables=tables.clone())
+        torch.testing.assert_close(model.forward(again, cache.clone(), NoHook()), expected, rtol=1e-4, atol=1e-4)
+        assert model.num_replays == num_replays
+        [plan] = model.kernels.step_plans.values()
+        pieces = plan.pieces[: int(plan.num_pieces)]
+        assert int((pieces[:, 5] - pieces[:, 4]).sum()) == 580 + 577 + 590 - (0 if num_replays else 2 * 576)
+
+
 class Counting(GpuModel):
-    """Counts steps that are replayed, and how often block tables are copied to the device."""
+    """Counts steps that are replayed, and for how many of them block tables were copied to the device."""
 
     num_replays = num_tables = 0
 
-    def _fill(self, *arguments: Any) -> None:
+    def _fill(self, captured: Any, batch: ForwardBatch, newest: Any) -> None:
+        before = captured.tables
+        super()._fill(captured, batch, newest)
         self.num_replays += 1
-        super()._fill(*arguments)
-
-    def _moved(self, numbers: Any) -> torch.Tensor:
-        self.num_tables += numbers.dtype == np.int32
-        return super()._moved(numbers)
+        self.num_tables += captured.tables is not before
 
 
 @pytest.mark.parametrize(
