@@ -1,9 +1,10 @@
 """The functions of ``reference`` in C++ (``cpu_kernels.cpp``), called through ctypes on the tensors' own memory.
 
-Activations are float32 here, whatever weights and pages are: what is narrow in memory is widened in registers, so that
-narrow types save memory traffic and nothing else is rounded. What the library does not take (other activations, a head
-size that is no multiple of 16, an unusual layout) goes to the reference. The C side checks block ids, slots and
-positions: a wrong one is our bug and raises IndexError before a byte is written. There are as many threads as torch has
+Activations come and go as float32, whatever weights and pages are. What is narrow in memory is widened in registers;
+only where the processor multiplies bfloat16, activations are rounded to it for products with bfloat16 weights, and on
+its matrix unit queries for attention over narrow pages. What the library does not take (other activations, a head size
+that is no multiple of 16, an unusual layout) goes to the reference. The C side checks block ids, slots and positions: a
+wrong one is our bug and raises IndexError before a byte is written. There are as many threads as torch has
 (``torch.get_num_threads``), but they are the library's own.
 """
 
@@ -21,7 +22,6 @@ import torch
 
 from mooncake.kernels import reference
 from mooncake.kernels.reference import Coding
-from mooncake.precision import has_native_bf16
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
@@ -38,6 +38,7 @@ _SIGNATURES = {
     "mc_add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT, _FLOAT, _INT],
     "mc_silu_mul": [_POINTER, _POINTER, _LONG, _INT, _INT],
     "mc_panel_width": [],
+    "mc_activation_unit": [_INT],
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
@@ -47,7 +48,6 @@ _SIGNATURES = {
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _CODED_KINDS: dict[Coding, int] = {"int8": 2, "w8a8": 3}
-_TYPICAL_BATCH = 32  # tokens; what oneDNN chooses its packing for
 PROBLEMS = {
     1: "a block id or slot lies outside the cache",
     2: "a position lies outside the model's length",
@@ -56,11 +56,12 @@ PROBLEMS = {
 STOPPED_BY_HOOK = 4
 DRAW = struct.Struct("=dddqQ")
 """How one token is chosen: temperature, top_p, min_p, top_k, seed; mirrors ``Draw`` of sampling.h."""
+_ROW_UNIT = 64  # bytes, as in packed.h
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
 
 
 class _PackedLinear(ctypes.Structure):
-    """Mirrors ``PackedLinear`` of linear.h."""
+    """Mirrors ``PackedLinear`` of packed.h."""
 
     _fields_: ClassVar = [
         ("panels", _POINTER),
@@ -99,7 +100,7 @@ class _Rope(ctypes.Structure):
 
 
 class PanelLinear:
-    """Weights interleaved in panels of some outputs each (see linear.h), in memory that lies in large pages.
+    """Weights interleaved in panels of some outputs each (see packed.h), in memory that lies in large pages.
 
     Each output is one sum in a fixed order: a token's result does not depend, to the bit, on which or how many tokens
     are computed with it.
@@ -126,13 +127,14 @@ class PanelLinear:
             kind = _CODED_KINDS[coding]
         source = source.contiguous()  # packing reads it by its address
         order = torch.arange(outputs)
-        if is_gated:  # as source_row of linear.h
+        if is_gated:  # as source_row of packed.h
             order = order.view(2, -1, width // 2).transpose(0, 1).flatten()
         padding = (0, -outputs % width)
         sums = source[order].sum(1, dtype=torch.int32) if coding == "w8a8" else None
         parts = [None if bias is None else bias.float()[order], None if scales is None else scales[order], sums]
         self._kept = [None if part is None else torch.nn.functional.pad(part, padding).contiguous() for part in parts]
-        num_bytes = (outputs + padding[1]) * (inputs + -inputs % 4) * source.element_size()
+        row_bytes = inputs * source.element_size()
+        num_bytes = (outputs + padding[1]) * (row_bytes + -row_bytes % _ROW_UNIT)
         self._panels = memory.take(num_bytes)
         pointers = [None if part is None else part.data_ptr() for part in self._kept]
         self._layer = _PackedLinear(self._panels.data_ptr(), *pointers, inputs, outputs, kind, is_gated, block)
@@ -167,31 +169,13 @@ class WeightMemory:
         """Bytes that live as long as the tensor does, or one from the same piece."""
         rounded = num_bytes + -num_bytes % 4096
         if rounded > len(self._chunk):
-            area = mmap.mmap(-1, max(rounded, _CHUNK_BYTES))
+            # private: most systems have no large pages for memory that is shared
+            area = mmap.mmap(-1, max(rounded, _CHUNK_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 area.madvise(mmap.MADV_HUGEPAGE)
             self._chunk = torch.frombuffer(area, dtype=torch.uint8)
         taken, self._chunk = self._chunk[:num_bytes], self._chunk[rounded:]
         return taken
-
-
-class OneDnnLinear:
-    """oneDNN's packed product, for bfloat16 on processors that multiply it natively (several times faster there).
-
-    As everywhere in this module, activations come and go as float32.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_BATCH)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        narrow = hidden.to(self._weight.dtype)
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(narrow, self._packed, self._bias, "none", [], "")
-        return output.float()
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(indices, self._weight).float()
 
 
 class CpuKernels:
@@ -203,7 +187,9 @@ class CpuKernels:
             function.argtypes, function.restype = arguments, _INT
         self.library = library
         self.weight_memory = WeightMemory()
-        self.has_native_bf16 = has_native_bf16()
+        unit = library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16])
+        self.rounds_activations = unit > 0  # to bfloat16, for products with bfloat16 weights
+        self.has_matrix_unit = unit == _ROW_UNIT
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
         self._write_kv = library.mc_write_kv
@@ -213,11 +199,9 @@ class CpuKernels:
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = ""
-    ) -> reference.Linear | PanelLinear | OneDnnLinear:
+    ) -> reference.Linear | PanelLinear:
         if weight.dtype not in _WEIGHT_KINDS:
             return reference.linear(weight, bias, coding)
-        if weight.dtype is torch.bfloat16 and self.has_native_bf16 and not coding:
-            return OneDnnLinear(weight, bias)
         return self.panel_linear(weight, bias, coding)
 
     def panel_linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 from mooncake.native import BuildFailed, load_native
@@ -13,6 +14,7 @@ SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 HEADERS = Path(__file__).with_name("cpp")
 
 
-def load_library() -> ctypes.CDLL:
-    """The kernels as a loaded library, built if need be. Raises BuildFailed."""
-    return load_native("cpu", SOURCE, sorted(HEADERS.glob("*.h")))
+def load_library(flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """The kernels as a loaded library, built if need be; further ``flags`` can forbid what this processor has. Raises
+    BuildFailed."""
+    return load_native("cpu", SOURCE, sorted(HEADERS.glob("*.h")), flags)

@@ -1,7 +1,7 @@
-// The functions of reference.py for CPUs, and a whole decoder in one call. Activations are float32; weights and pages are
-// what they are. A plain C interface (pointers, strides, int status), so that it compiles in seconds and depends on no
-// version of torch. What is behind it: cpp/vectors.h, pool.h, pages.h, steps.h, attention.h, linear.h, decoder.h,
-// sampling.h, in the order in which they build on each other.
+// The functions of reference.py for CPUs, and a whole decoder in one call. Activations come and go as float32; weights and
+// pages are what they are. A plain C interface (pointers, strides, int status), so that it compiles in seconds and depends on no
+// version of torch. What is behind it: cpp/vectors.h, pool.h, pages.h, steps.h, packed.h, tiles.h, activations.h, linear.h,
+// attention.h, decoder.h, sampling.h, in the order in which they build on each other.
 
 #include "cpp/decoder.h"
 #include "cpp/sampling.h"
@@ -54,6 +54,9 @@ int mc_silu_mul(const float* gate_up, float* out, int64_t tokens, int width, int
 }
 
 int mc_panel_width() { return PANEL; }
+
+// Bytes of activations that products with such weights take together: 64 (tiles), 4 (lanes), 0 for float32 activations.
+int mc_activation_unit(int kind) { return unit_of(kind); }
 
 // `rows` is the published matrix [outputs][inputs]: float32, bfloat16 bits or int8 codes, as `layer->kind` says.
 int mc_pack(const PackedLinear* layer, const void* rows, void* panels, int threads) {

@@ -20,9 +20,6 @@ from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_we
 from mooncake.model.lora import AdapterLayers, LayerAdapter, Rows, adapter_of_rows, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
-_FEW_TOKENS = 16
-"""Up to here reading the weights is what takes time, also where a processor multiplies bfloat16 natively."""
-
 
 class CausalLM:
     """A decoder-only language model. ``max_model_len`` bounds positions: it is the length of the RoPE tables."""
@@ -56,8 +53,7 @@ class CausalLM:
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
             self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding, adapters)
-            if not (kernels.has_native_bf16 and dtype is torch.bfloat16 and not coding):
-                return
+            return
         self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
@@ -72,7 +68,7 @@ class CausalLM:
         ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
         afterwards. What the hook raises passes through, and the cache then holds a part of the step.
         """
-        if self._fused is not None and (not self._layers or len(batch.tokens) <= _FEW_TOKENS):
+        if self._fused is not None:
             return self._fused.forward(batch, cache, hook)
         eps, kernels = self.config.rms_eps, self._kernels
         residual = self._embedding.rows(batch.tokens)

@@ -1,7 +1,9 @@
 // Attention of few query rows (decode): lanes run over keys for the scores, over D for the mixing, and K and V stream by once.
 #pragma once
 
-#include "attention_plan.h"
+#include <optional>
+
+#include "score_tiles.h"
 
 namespace mooncake {
 
@@ -92,6 +94,18 @@ inline void scale_scores(const int8_t* const* coded, int count, int D, int rows,
     }
 }
 
+// [row / W][SCORE_KEYS][W] to rows of SCORE_KEYS scores, `width` apart.
+inline void turn_scores(const float* tiles, int rows, float* scores, int64_t width) {
+    for (int row = 0; row < rows; row += W)
+        for (int t = 0; t < SCORE_KEYS; t += W, tiles += W * W) {
+            vf block[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) block[i] = load(tiles + i * W);
+            transpose(block);
+            for (int i = 0; i < std::min(W, rows - row); i++) store(scores + (row + i) * width + t, block[i]);
+        }
+}
+
 // The rows of an item, wherever they come from.
 struct RowPlace {
     int seq, row;
@@ -131,7 +145,9 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
     constexpr int MOST = std::max(MIX_TILE, SCORE_KEYS);
     const int32_t* table = call.table(item.seq);
-    scratch.start(int64_t(rows) * (2 * D + width + 2) + MOST * D + 128);
+    const bool is_tiled = fits_tiles<T>(D);
+    const int tiled_rows = is_tiled ? (rows + W - 1) / W * W : 0;
+    scratch.start(int64_t(rows) * (2 * D + width + 2) + MOST * D + tiled_rows * (D / 2 + SCORE_KEYS) + 192);
     float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
     float *most = scratch.take(rows), *sums = scratch.take(rows);
     float* wide = scratch.take(MOST * D);
@@ -140,10 +156,16 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     };
     RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
     places_of(call, plan, item, places);
-    for (int row = 0; row < rows; row++) {
-        const float* from = call.query_row(places[row].seq, item.kv_head, places[row].row);
-        for (int d = 0; d < D; d += W) store(query + row * D + d, load(from + d) * call.scale_log2);
-    }
+    uint32_t* query_tiles = scratch.take<uint32_t>(tiled_rows * D / 2);
+    float* score_tiles = scratch.take(tiled_rows * SCORE_KEYS);
+    const auto query_row = [&](int row) {
+        return row < rows ? call.query_row(places[row].seq, item.kv_head, places[row].row) : nullptr;
+    };
+    tiles_of_queries(query_row, tiled_rows, D, call.scale_log2, query_tiles);
+    for (int row = 0; row < rows && !is_tiled; row++)
+        for (int d = 0; d < D; d += W) store(query + row * D + d, load(query_row(row) + d) * call.scale_log2);
+    std::optional<Tiles> tiles;
+    if (is_tiled) tiles.emplace(TILE_STRIP);
 
     const T* tile[MOST];
     const float* wide_tile[MOST];
@@ -152,9 +174,14 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         cache.rows(table, item.kv_head, 0, item.begin + at, count, tile);
         prefetch(0, at + SCORE_KEYS, SCORE_KEYS);
         for (int t = count; t < SCORE_KEYS; t++) tile[t] = tile[0];
-        turn_keys(tile, D, wide);
-        for (int row = 0; row < rows; row += SCORE_ROWS)
-            SCORE[std::min(SCORE_ROWS, rows - row) - 1](query + row * D, wide, D, scores + row * width + at, width);
+        if (is_tiled) {
+            score_keys_in_tiles(tile, query_tiles, rows, D, (bf16*)wide, score_tiles, W * sizeof(float), SCORE_KEYS * W);
+            turn_scores(score_tiles, rows, scores + at, width);
+        } else {
+            turn_keys(tile, D, wide);
+            for (int row = 0; row < rows; row += SCORE_ROWS)
+                SCORE[std::min(SCORE_ROWS, rows - row) - 1](query + row * D, wide, D, scores + row * width + at, width);
+        }
         if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
     }
 

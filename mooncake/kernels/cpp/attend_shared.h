@@ -14,6 +14,7 @@ constexpr int SHARED_KEYS = 8;  // keys, or elements of V, that one pass takes
 constexpr int SHARED_KEYS = 4;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
+static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
 constexpr int MANY_SHARED = 32;  // beyond so many rows it is faster than attend_dots; measured
 
 // All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded
@@ -24,6 +25,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     constexpr int lanes = VECS * W;
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
+    const bool is_tiled = fits_tiles<T>(D);
     scratch.start(lanes * (2 * D + DOT_PART + 2) + TILE * D + 128);
     float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
     float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(TILE * D);
@@ -34,12 +36,15 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     places_of(call, plan, item, places);
     std::fill(places + rows, places + lanes, places[0]);
     vf block[W];
-    for (int d = 0; d < D; d += W)
+    const auto query_row = [&](int i) { return call.query_row(places[i].seq, item.kv_head, places[i].row); };
+    std::optional<Tiles> tiles;
+    if (is_tiled) {
+        tiles_of_queries(query_row, lanes, D, call.scale_log2, (uint32_t*)query);
+        tiles.emplace(TILE_STRIP);
+    }
+    for (int d = 0; d < D && !is_tiled; d += W)
         for (int v = 0; v < VECS; v++) {
-            for (int i = 0; i < W; i++) {
-                const RowPlace place = places[v * W + i];
-                block[i] = load(call.query_row(place.seq, item.kv_head, place.row) + d) * call.scale_log2;
-            }
+            for (int i = 0; i < W; i++) block[i] = load(query_row(v * W + i) + d) * call.scale_log2;
             transpose(block);
             for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
         }
@@ -48,6 +53,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
         cache.rows(table, item.kv_head, kv, item.begin + at, TILE, coded);
+        if (is_tiled && kv == 0) return;  // multiplied as they are
         if constexpr (std::is_same<T, float>::value)
             std::copy(coded, coded + TILE, tile);
         else
@@ -66,7 +72,11 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     for (int at = 0; at < DOT_PART; at += TILE) {
         open(0, at);
         if (at + TILE < DOT_PART) prefetch(0, at + TILE);
-        for (int t = 0; t < TILE; t += SHARED_KEYS) score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
+        if (is_tiled)
+            score_keys_in_tiles(coded, (const uint32_t*)query, lanes, D, (bf16*)wide, scores + at * lanes, lanes * sizeof(float), W);
+        else
+            for (int t = 0; t < TILE; t += SHARED_KEYS)
+                score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
         scale(at);
         for (int t = at; t < at + TILE; t++)
             for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));

@@ -3,7 +3,7 @@
 // Three ways, chosen by how many query rows (tokens times G) read the same keys, and whose they are:
 //   few rows (decode)   `attend_dots`    the G rows of a sequence, or those of a few sequences that share a part
 //   many sequences      `attend_shared`  the rows of all sequences that share a part, with the bits of attend_dots
-//   many rows (chunks)  `attend_lanes`   the rows of one sequence
+//   many rows (chunks)  `attend_lanes`   the rows of one sequence; `attend_tiles` where there is a matrix unit for its pages
 // Long contexts are cut into parts whose borders depend on the sequence alone, never on threads or batch; whoever finishes
 // a row's last part merges them in order. So a result does not depend on the number of threads or on the neighbours.
 #pragma once
@@ -11,8 +11,16 @@
 #include "attend_dots.h"
 #include "attend_lanes.h"
 #include "attend_shared.h"
+#include "attend_tiles.h"
 
 namespace mooncake {
+
+template <class T>
+void attend_many(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Results& results, Scratch& scratch) {
+    if constexpr (!std::is_same<T, float>::value)
+        if (fits_tiles<T>(call.head_dim)) return attend_tiles<T>(call, cache, item, results, scratch);
+    attend_lanes<T>(call, cache, item, results, scratch);
+}
 
 template <class T> void attend(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, int threads) {
     static thread_local Scratch partial;
@@ -28,7 +36,7 @@ template <class T> void attend(const AttentionCall& call, const AttentionPlan& p
         else if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
             attend_dots<T>(call, plan, cache, item, results, scratch);
         else
-            attend_lanes<T>(call, cache, item, results, scratch);
+            attend_many<T>(call, cache, item, results, scratch);
     });
 }
 

@@ -83,9 +83,7 @@ public:
             }
             multiply(*layer.output, mixed_, rows, nullptr, {Then::ADD, residual_, hidden});
             adapt(index, &LayerAdapter::output, mixed_, nullptr, residual_, hidden);
-            gate(index, layer, rows);
-            multiply(*layer.down, gated_, rows, nullptr, {Then::ADD, residual_, hidden});
-            adapt(index, &LayerAdapter::down, gated_, nullptr, residual_, hidden);
+            mlp(index, layer, rows);
         }
         multiply(*model_.head, residual_, rows, model_.final_norm, {Then::STORE, logits, model_.vocab});
         return OK;
@@ -129,12 +127,27 @@ private:
         }
     }
 
-    void gate(int64_t index, const DecoderLayer& layer, int64_t rows) {
+    void mlp(int64_t index, const DecoderLayer& layer, int64_t rows) {
         const int64_t width = model_.intermediate;
-        if (runs_.empty()) return multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, gated_, width});
-        multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::STORE, wide_, 2 * width});
-        adapt(index, &LayerAdapter::gate_up, residual_, layer.mlp_norm, wide_, 2 * width);
-        gate_panels(wide_, rows, width, gated_, threads_);
+        const Target residual{Then::ADD, residual_, model_.hidden};
+        if (runs_.empty() && rows && takes_tiles(*layer.down)) {  // as narrow as they are needed, and where
+            const Activations gated = room_for(*layer.down, rows, narrow_);
+            multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, nullptr, 0, &gated});
+            return multiply_by(*layer.down, gated, residual, threads_);
+        }
+        if (runs_.empty()) {
+            multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, gated_, width});
+        } else {
+            multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::STORE, wide_, 2 * width});
+            adapt(index, &LayerAdapter::gate_up, residual_, layer.mlp_norm, wide_, 2 * width);
+            gate_panels(wide_, rows, width, gated_, threads_);
+        }
+        multiply(*layer.down, gated_, rows, nullptr, residual);
+        adapt(index, &LayerAdapter::down, gated_, nullptr, residual_, model_.hidden);
+    }
+
+    static bool takes_tiles(const PackedLinear& layer) {
+        return layer.kind == BF16S && unit_of(BF16S) == ROW_UNIT && layer.padded() == layer.inputs;
     }
 
     int attention(int64_t index, const DecoderLayer& layer) {
@@ -165,12 +178,12 @@ private:
     float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
     AttentionCall call_{};
     static thread_local AttentionPlan plan_;
-    static thread_local Scratch turned_;
+    static thread_local Scratch turned_, narrow_;
     static thread_local std::vector<AdaptedRun> runs_;
 };
 
 inline thread_local AttentionPlan ForwardPass::plan_;
-inline thread_local Scratch ForwardPass::turned_;
+inline thread_local Scratch ForwardPass::turned_, ForwardPass::narrow_;
 inline thread_local std::vector<AdaptedRun> ForwardPass::runs_;
 
 }  // namespace mooncake

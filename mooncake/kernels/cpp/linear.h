@@ -1,169 +1,20 @@
-// Products of a few to some thousand rows of activations with packed weights, which are float32, bfloat16 or int8.
-//
-// Weights lie in panels of PANEL outputs: for every G inputs the G weights of the panel's first output, of its second, and so
-// on. G is what makes the weights of an input cheapest to get: bfloat16 ones in pairs, a shift or a mask apart; fours of int8
-// for the int8 product instruction (VNNI), which takes 32-bit lanes as they are; one by one else. Activations lie in strips of
-// up to STRIP rows: [inputs][rows], coded ones [inputs / 4][rows][4]. Memory is read once, in one stream a thread.
+// Products of a few to some thousand rows of activations with packed weights.
 //
 // Every output is one sum over inputs in order, whichever rows are computed together, with whatever threads: so a token's
 // result does not depend on its batch, to the bit. Libraries do not promise that, and it is what makes chunks, batches and
 // reused prefixes agree.
 #pragma once
 
-#if defined(__AVX512VNNI__)
-#include <immintrin.h>
-#endif
-
-#include <array>
-
-#include "hadamard.h"
-#include "pool.h"
-#include "steps.h"
-#include "vectors.h"
+#include "activations.h"
 
 namespace mooncake {
 
-// How weights are held, and what activations become. CODES: int8 weights with a scale an output, activations float32.
-// BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8); see hadamard.h.
-enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3 };
-
-template <WeightKind KIND> using Held = std::conditional_t<KIND == FLOATS, float, std::conditional_t<KIND == BF16S, bf16, int8_t>>;
-template <WeightKind KIND> constexpr int G = KIND == BF16S ? 2 : KIND == BOTH_CODES ? 4 : 1;
-
-// body(k) for `kind` as a constant.
-template <class Body> auto with_kind(int32_t kind, const Body& body) {
-    switch (kind) {
-        case BF16S: return body(std::integral_constant<WeightKind, BF16S>{});
-        case CODES: return body(std::integral_constant<WeightKind, CODES>{});
-        case BOTH_CODES: return body(std::integral_constant<WeightKind, BOTH_CODES>{});
-        default: return body(std::integral_constant<WeightKind, FLOATS>{});
-    }
-}
-
-constexpr int PANEL_VECS = 2;
-constexpr int PANEL = W * PANEL_VECS;         // outputs whose weights lie interleaved
-constexpr int STRIP = W == 16 ? 12 : 6;       // rows multiplied at once: STRIP * PANEL_VECS accumulators
 constexpr int DEEP = 192;                     // inputs at a time, so that a panel's part stays in L1 for all strips
 constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware's own stops at every 4 KiB
 constexpr int START = 3072;                   // bytes to prefetch before a product begins, a thread
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
+constexpr int NEAR_STRIPS = 8;               // strips of tiles that go through a panel together
 constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay
-
-// One packed weight matrix; mirrored in cpu.py. Everything is padded with zeros: outputs to PANEL, inputs to 4.
-struct PackedLinear {
-    const void* panels;
-    const float* bias;    // [outputs] or null
-    const float* scales;  // [outputs], of int8 weights
-    const int32_t* sums;  // [outputs]: sums of codes, for BOTH_CODES
-    int64_t inputs, outputs;
-    int32_t kind;
-    int32_t is_gated;     // each panel has W gates and then their W ups: `outputs` counts both
-    int32_t hadamard;     // inputs in a block of the transform before coding; 1 for none
-
-    int64_t padded() const { return (inputs + 3) / 4 * 4; }
-    int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
-    int weight_bytes() const { return kind == FLOATS ? 4 : kind == BF16S ? 2 : 1; }
-    int64_t panel_bytes() const { return padded() * PANEL * weight_bytes(); }
-    const char* panel(int64_t index) const { return (const char*)panels + index * panel_bytes(); }
-};
-
-// ---- packing --------------------------------------------------------------------------------------------------------
-
-// Row of the published matrix that is output `at` of a packed one; gates come first in the published one.
-inline int64_t source_row(const PackedLinear& layer, int64_t at) {
-    if (!layer.is_gated) return at;
-    const int64_t within = at % PANEL;
-    return at / PANEL * W + within % W + (within < W ? 0 : layer.outputs / 2);
-}
-
-// Where in its panel the weight of input k and the panel's output i is.
-template <WeightKind KIND> inline int64_t place(int64_t k, int64_t i) {
-    return k / G<KIND> * PANEL * G<KIND> + i * G<KIND> + k % G<KIND>;
-}
-
-template <WeightKind KIND> void pack(const PackedLinear& layer, const Held<KIND>* rows, Held<KIND>* panels, int threads) {
-    using T = Held<KIND>;
-    const int64_t K = layer.inputs, padded = layer.padded();
-    parallel(layer.num_panels(), threads, [&](int64_t p) {
-        T* panel = panels + p * padded * PANEL;
-        std::memset(panel, 0, padded * PANEL * sizeof(T));
-        for (int i = 0; i < PANEL && p * PANEL + i < layer.outputs; i++) {
-            const T* row = rows + source_row(layer, p * PANEL + i) * K;
-            for (int64_t k = 0; k < K; k++) panel[place<KIND>(k, i)] = row[k];
-        }
-    });
-}
-
-// Row `at` of the packed matrix as float32 [inputs].
-inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
-    with_kind(layer.kind, [&](auto kind) {
-        const auto* panel = (const Held<kind>*)layer.panel(at / PANEL);
-        for (int64_t k = 0; k < layer.inputs; k++) out[k] = to_float(panel[place<kind>(k, at % PANEL)]);
-    });
-    hadamard(out, layer.inputs, layer.hadamard);  // its own inverse, but for the factor that packing took out
-    if (layer.scales)
-        for (int64_t k = 0; k < layer.inputs; k++) out[k] *= layer.scales[at];
-}
-
-// ---- activations ----------------------------------------------------------------------------------------------------
-
-// Rows cut into strips of nearly equal height.
-struct Strips {
-    int64_t rows, count;
-    explicit Strips(int64_t rows) : rows(rows), count((rows + STRIP - 1) / STRIP) {}
-    int64_t first(int64_t strip) const { return strip * rows / count; }
-    int height(int64_t strip) const { return int(first(strip + 1) - first(strip)); }
-};
-
-// Rows of activations in the form that a kind of weights is multiplied with.
-struct Activations {
-    Strips strips;
-    int64_t padded;      // inputs
-    bool is_coded;
-    char* memory;        // strip by strip
-    float* row_scales;   // [rows], when coded
-
-    int64_t row_bytes() const { return padded * (is_coded ? 1 : 4); }
-    char* strip(int64_t index) const { return memory + strips.first(index) * row_bytes(); }
-};
-
-// ROWS rows, `stride` apart, as float32 [padded][ROWS].
-template <int ROWS> void turn(const float* rows, int64_t stride, int64_t K, int64_t padded, float* out) {
-    int64_t k = 0;
-    for (; k + W <= K; k += W, out += W * ROWS) {
-        float piece[ROWS][W];
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) store(piece[r], load(rows + r * stride + k));
-        for (int i = 0; i < W; i++)
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) out[i * ROWS + r] = piece[r][i];
-    }
-    for (; k < padded; k++)
-        for (int r = 0; r < ROWS; r++) *out++ = k < K ? rows[r * stride + k] : 0.0f;
-}
-
-// One row as codes 1 .. 255 around 128 (the instruction wants one side without sign), a scale = max|x| / 127.
-inline float code_row(const float* row, int64_t K, int64_t padded, int rows, uint8_t* out) {
-    vf top{};
-    int64_t k = 0;
-    for (; k + W <= K; k += W) top = larger(top, magnitude(load(row + k)));
-    float most = largest(top);
-    for (; k < K; k++) most = std::max(most, __builtin_fabsf(row[k]));
-    const float scale = most / 127.0f, divisor = scale > 0 ? scale : 1.0f;
-    for (k = 0; k < padded; k += W) {
-        uint8_t codes[W];
-        vf piece{};
-        if (k + W <= K)
-            piece = load(row + k);
-        else
-            std::memcpy(&piece, row + k, std::max<int64_t>(0, K - k) * sizeof(float));
-        store(codes, __builtin_convertvector(round_whole(piece / divisor), vi) + 128);
-#pragma GCC unroll 4
-        for (int i = 0; i < W; i += 4)
-            if (k + i < padded) std::memcpy(out + (k + i) * rows, codes + i, 4);
-    }
-    return scale;
-}
 
 // ---- the inner loops ------------------------------------------------------------------------------------------------
 
@@ -257,15 +108,27 @@ inline vi add_products(vi sum, uint32_t codes, vi weights) {
 #endif
 }
 
-template <int ROWS> void multiply_codes(const void* strip, const char* panel, int deep, void* sums, bool fresh) {
+// sum + the products of 2 bfloat16 values with 2 others, lane by lane.
+inline vf add_products(vf sum, uint32_t pair, vi weights) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)weights);
+#else
+    const vi both = vi{} + int(pair);
+    return sum + (vf)(both << 16) * (vf)(weights << 16) + (vf)(both & int(0xffff0000)) * (vf)(weights & int(0xffff0000));
+#endif
+}
+
+// As `multiply`, for activations as narrow as the weights, in units of 4 bytes.
+template <WeightKind KIND, int ROWS> void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh) {
+    using Sum = std::conditional_t<KIND == BOTH_CODES, vi, vf>;
     const uint32_t* x = (const uint32_t*)strip;
-    int32_t* to = (int32_t*)sums;
-    vi acc[ROWS][PANEL_VECS];
+    char* to = (char*)sums;
+    Sum acc[ROWS][PANEL_VECS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = fresh ? vi{} : load_as<vi>(to + r * PANEL + v * W);
-    for (int k = 0; k < deep; k += 4, panel += PANEL * 4, x += ROWS) {
+        for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = fresh ? Sum{} : load_as<Sum>(to + (r * PANEL + v * W) * 4);
+    for (int k = 0; k < deep; k += G<KIND>, panel += PANEL * 4, x += ROWS) {
         prefetch_panel(panel);
         const vi weights[PANEL_VECS] = {load_as<vi>(panel), load_as<vi>(panel + W * 4)};
 #pragma GCC unroll 12
@@ -276,22 +139,19 @@ template <int ROWS> void multiply_codes(const void* strip, const char* panel, in
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < PANEL_VECS; v++) store(to + r * PANEL + v * W, acc[r][v]);
+        for (int v = 0; v < PANEL_VECS; v++) std::memcpy(to + (r * PANEL + v * W) * 4, &acc[r][v], sizeof(Sum));
 }
 
-// The inner loops for strips of a height.
-struct StripLoops {
-    void (*turn)(const float*, int64_t, int64_t, int64_t, float*);
-    void (*multiply[4])(const void*, const char*, int, void*, bool);  // by WeightKind
-};
+// The inner loops for strips of a height, by WeightKind.
+using Multiply = void (*)(const void*, const char*, int, void*, bool);
 
-template <size_t... I> constexpr std::array<StripLoops, STRIP> strip_loops(std::index_sequence<I...>) {
-    return {StripLoops{turn<int(I) + 1>,
-                       {multiply<FLOATS, int(I) + 1>, multiply<BF16S, int(I) + 1>, multiply<CODES, int(I) + 1>,
-                        multiply_codes<int(I) + 1>}}...};
+template <size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
+    return std::array<std::array<Multiply, 4>, STRIP>{std::array<Multiply, 4>{
+        multiply<FLOATS, int(I) + 1>, MULTIPLIES_BF16 ? multiply_units<BF16S, int(I) + 1> : multiply<BF16S, int(I) + 1>,
+        multiply<CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>}...};
 }
 
-constexpr auto LOOPS = strip_loops(std::make_index_sequence<STRIP>());
+constexpr auto MULTIPLY = strip_loops(std::make_index_sequence<STRIP>());
 
 // ---- a product ------------------------------------------------------------------------------------------------------
 
@@ -306,118 +166,127 @@ struct Target {
     Then then;
     float* to;
     int64_t stride;
+    const Activations* next = nullptr;  // GATE: results go here instead, as bfloat16 in tiles
 };
 
-// `rows` rows of `from`, normalised first where `norm` is given, as activations for `layer`. `memory` is kept by the caller.
-inline Activations prepare(const PackedLinear& layer, const float* from, int64_t stride, int64_t rows, const float* norm,
-                           float eps, Scratch& memory, int threads) {
-    const int64_t K = layer.inputs;
-    Activations out{Strips(rows), layer.padded(), layer.kind == BOTH_CODES, nullptr, nullptr};
-    char* start = memory.start<char>(rows * out.row_bytes() + rows * 4 + 128);
-    out.memory = memory.take<char>(rows * out.row_bytes());
-    out.row_scales = memory.take<float>(rows);
-    (void)start;
-    parallel(out.strips.count, rows * K < (1 << 15) ? 1 : threads, [&](int64_t strip) {
-        static thread_local Scratch normed;
-        const int64_t first = out.strips.first(strip);
-        const int height = out.strips.height(strip);
-        const float* rows_at = from + first * stride;
-        int64_t rows_stride = stride;
-        if (norm || layer.hadamard > 1) {
-            float* to = normed.start(height * K);
-            for (int r = 0; r < height; r++) {
-                if (norm)
-                    normalise(rows_at + r * stride, norm, to + r * K, int(K), eps);
-                else
-                    std::memcpy(to + r * K, rows_at + r * stride, K * sizeof(float));
-                hadamard(to + r * K, K, layer.hadamard);
-            }
-            rows_at = to;
-            rows_stride = K;
-        }
-        uint8_t* codes = (uint8_t*)out.strip(strip);
-        if (out.is_coded)
-            for (int r = 0; r < height; r++)
-                out.row_scales[first + r] = code_row(rows_at + r * rows_stride, K, out.padded, height, codes + 4 * r);
-        else
-            LOOPS[height - 1].turn(rows_at, rows_stride, K, out.padded, (float*)out.strip(strip));
-    });
-    return out;
-}
-
-// Results of one row and panel, [PANEL].
-inline void results_of(const PackedLinear& layer, int64_t column, const void* sums, float row_scale, vf* out) {
+// What becomes of sums [rows][PANEL] of a panel; `first` is the row of the first of them, and in one strip with all, when
+// they go to tiles.
+template <WeightKind KIND, Then THEN>
+void deliver(const PackedLinear& layer, const float* row_scales, const Target& target, int64_t index, const float* sums,
+             int64_t first, int64_t rows) {
+    const int64_t column = index * PANEL;
+    vf bias[PANEL_VECS]{}, scales[PANEL_VECS]{};
     for (int v = 0; v < PANEL_VECS; v++) {
-        const int64_t at = column + v * W;
-        if (layer.kind == BOTH_CODES) {
-            const vi exact = load_as<vi>((const int32_t*)sums + v * W) - load_as<vi>(layer.sums + at) * 128;
-            out[v] = __builtin_convertvector(exact, vf) * (load(layer.scales + at) * row_scale);
-        } else {
-            out[v] = load((const float*)sums + v * W);
-            if (layer.kind == CODES) out[v] = out[v] * load(layer.scales + at);
+        if (layer.bias) bias[v] = load(layer.bias + column + v * W);
+        if (layer.scales) scales[v] = load(layer.scales + column + v * W);
+    }
+    float* to = target.to + first * target.stride + (THEN == Then::GATE ? column / 2 : column);
+    char* tile = target.next ? target.next->tile_row(first, column / 2 * int64_t(sizeof(bf16))) : nullptr;
+    for (int64_t r = 0; r < rows; r++, sums += PANEL, to += target.stride, tile += ROW_UNIT) {
+        vf results[PANEL_VECS];
+        for (int v = 0; v < PANEL_VECS; v++) {
+            if (KIND == BOTH_CODES) {
+                const vi exact = load_as<vi>((const int32_t*)sums + v * W) - load_as<vi>(layer.sums + column + v * W) * 128;
+                results[v] = __builtin_convertvector(exact, vf) * (scales[v] * row_scales[first + r]);
+            } else {
+                results[v] = KIND == CODES ? load(sums + v * W) * scales[v] : load(sums + v * W);
+            }
+            results[v] = results[v] + bias[v];
         }
-        if (layer.bias) out[v] = out[v] + load(layer.bias + at);
-    }
-}
-
-inline void deliver(const Target& target, int64_t row, int64_t column, int64_t outputs, const vf* results) {
-    if (target.then == Then::GATE) {
-        store(target.to + row * target.stride + column / 2, silu(results[0]) * results[1]);
-        return;
-    }
-    float* to = target.to + row * target.stride + column;
-    for (int v = 0; v < PANEL_VECS; v++, to += W) {
-        const int64_t left = outputs - column - v * W;
-        if (left >= W) {
-            store(to, target.then == Then::ADD ? load(to) + results[v] : results[v]);
-        } else {
-            for (int i = 0; i < left; i++) to[i] = target.then == Then::ADD ? to[i] + results[v][i] : results[v][i];
+        if constexpr (THEN == Then::GATE) {
+            const vf gated = silu(results[0]) * results[1];
+            if (target.next)
+                store((bf16*)tile, gated);
+            else
+                store(to, gated);
+            continue;
+        }
+        for (int v = 0; v < PANEL_VECS; v++) {
+            const int64_t left = layer.outputs - column - v * W;
+            float* at = to + v * W;
+            if (left >= W)
+                store(at, THEN == Then::ADD ? load(at) + results[v] : results[v]);
+            else
+                for (int i = 0; i < left; i++) at[i] = THEN == Then::ADD ? at[i] + results[v][i] : results[v][i];
         }
     }
 }
 
 template <WeightKind KIND>
-void product_of_panel(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
-                      int64_t to_strip) {
-    static thread_local Scratch scratch;
-    const int64_t K = x.padded, first_row = x.strips.first(from_strip), rows = x.strips.first(to_strip) - first_row;
+void deliver(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, const float* sums, int64_t first,
+             int64_t rows) {
+    const auto then = target.then == Then::GATE  ? deliver<KIND, Then::GATE>
+                      : target.then == Then::ADD ? deliver<KIND, Then::ADD>
+                                                 : deliver<KIND, Then::STORE>;
+    then(layer, x.row_scales, target, index, sums, first, rows);
+}
+
+// sums[row][PANEL] of the rows in some strips, in vectors.
+template <WeightKind KIND>
+void sum_in_vectors(const Activations& x, const char* panel, int64_t inputs, int64_t from_strip, int64_t to_strip, float* sums,
+                    float* wide) {
+    constexpr int SIZE = sizeof(Held<KIND>);
     const bool is_single = to_strip - from_strip == 1;
-    scratch.start(rows * PANEL + DEEP * PANEL + 64);
-    float *sums = scratch.take(rows * PANEL), *wide = scratch.take(DEEP * PANEL);
-    const char* panel = layer.panel(index);
-    const int64_t step = is_single ? K : DEEP;
-    for (int64_t k = 0; k < K; k += step) {
-        const int deep = int(std::min(step, K - k));
-        const char* part = panel + k * PANEL * layer.weight_bytes();
-        constexpr bool is_narrow = KIND == BF16S || KIND == CODES;
-        if (is_narrow && !is_single) widen_part<KIND>(part, deep, wide);
+    const bool is_widened = SIZE < 4 && !x.unit && !is_single;
+    const int64_t step = is_single ? inputs : DEEP, size = x.unit ? SIZE : 4;
+    for (int64_t k = 0; k < inputs; k += step) {
+        const int deep = int(std::min(step, inputs - k));
+        const char* part = panel + k * PANEL * SIZE;
+        if (is_widened) widen_part<KIND>(part, deep, wide);
+        float* to = sums;
         for (int64_t strip = from_strip; strip < to_strip; strip++) {
             const int height = x.strips.height(strip);
-            const char* at = x.strip(strip) + k * height * (KIND == BOTH_CODES ? 1 : 4);
-            float* to = sums + (x.strips.first(strip) - first_row) * PANEL;
-            if (is_narrow && !is_single)
-                LOOPS[height - 1].multiply[FLOATS](at, (const char*)wide, deep, to, k == 0);
-            else
-                LOOPS[height - 1].multiply[KIND](at, part, deep, to, k == 0);
+            const char* at = x.strip(strip) + k * height * size;
+            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, is_widened ? (const char*)wide : part, deep, to, k == 0);
+            to += height * PANEL;
         }
     }
-    for (int64_t r = 0; r < rows; r++) {
-        vf results[PANEL_VECS];
-        results_of(layer, index * PANEL, sums + r * PANEL, x.row_scales[first_row + r], results);
-        deliver(target, first_row + r, index * PANEL, layer.outputs, results);
+}
+
+// One strip waits for its weights; several bring the next panel's near, each a part of them.
+template <WeightKind KIND>
+void product_in_tiles(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
+                      int64_t to_strip) {
+    constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // of a panel, for every 64 bytes of a row
+    alignas(64) float sums[TILE_STRIP * PANEL];
+    Tiles tiles(x.strips.height(from_strip));
+    const char* panel = layer.panel(index);
+    const int64_t count = to_strip - from_strip;
+    const int lines = int((PANEL_LINES + count - 1) / count);
+    const char* ahead = panel + (count == 1 ? AHEAD : x.row_bytes * PANEL);
+    for (int64_t strip = from_strip; strip < to_strip; strip++, ahead += lines * x.row_bytes) {
+        const int height = x.strips.height(strip);
+        tiles.shape(height);
+        multiply_tiles<KIND>(x.strip(strip), height, panel, x.row_bytes, (char*)sums, ahead, lines);
+        deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
     }
+}
+
+template <WeightKind KIND>
+void product_in_vectors(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
+                        int64_t to_strip) {
+    static thread_local Scratch scratch;
+    const int64_t first = x.strips.first(from_strip), rows = x.strips.first(to_strip) - first;
+    scratch.start(rows * PANEL + DEEP * PANEL + 64);
+    float *sums = scratch.take(rows * PANEL), *wide = scratch.take(DEEP * PANEL);
+    sum_in_vectors<KIND>(x, layer.panel(index), layer.padded(), from_strip, to_strip, sums, wide);
+    deliver<KIND>(layer, x, target, index, sums, first, rows);
 }
 
 template <WeightKind KIND> void product(const PackedLinear& layer, const Activations& x, const Target& target, int threads) {
     const int64_t panels = layer.num_panels(), strips = x.strips.count;
     const int team = x.strips.rows * layer.inputs * layer.outputs < PRODUCTS_ALONE ? 1 : threads;
     // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
-    const int64_t cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
+    int64_t cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
+    // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
+    const bool is_tiled = x.unit == ROW_UNIT;
+    const auto of_panel = is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
+    if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
     const int64_t run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : 1, runs = (panels + run - 1) / run;
     parallel(runs * cuts, team, [&](int64_t item) {
-        const int64_t first = item / cuts * run, cut = item % cuts;
+        const int64_t first = (is_tiled ? item % runs : item / cuts) * run, cut = is_tiled ? item / runs : item % cuts;
         for (int64_t index = first; index < std::min(first + run, panels); index++)
-            product_of_panel<KIND>(layer, x, target, index, cut * strips / cuts, (cut + 1) * strips / cuts);
+            of_panel(layer, x, target, index, cut * strips / cuts, (cut + 1) * strips / cuts);
     });
 }
 

@@ -20,6 +20,7 @@
 #include <thread>
 
 #include <linux/futex.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -28,12 +29,16 @@ namespace mooncake {
 // Memory of one thread, kept between calls and cut into pieces anew by each.
 class Scratch {
 public:
+    static constexpr int64_t LARGE_PAGE = 2 << 20;
+
     template <class T = float> T* start(int64_t count) {
         const int64_t bytes = (count * int64_t(sizeof(T)) + 4095) / 4096 * 4096;
         used_ = 0;
         if (bytes > capacity_) {
-            capacity_ = bytes;
-            memory_.reset((char*)std::aligned_alloc(64, bytes));
+            // Rows of activations are pages apart: in small pages, each is a search for its address.
+            capacity_ = bytes < LARGE_PAGE ? bytes : (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+            memory_.reset((char*)std::aligned_alloc(bytes < LARGE_PAGE ? 64 : LARGE_PAGE, capacity_));
+            if (bytes >= LARGE_PAGE) madvise(memory_.get(), capacity_, MADV_HUGEPAGE);
         }
         return (T*)memory_.get();
     }

@@ -56,6 +56,11 @@ inline void store(float* to, vf v) { std::memcpy(to, &v, sizeof v); }
 inline void store(int32_t* to, vi v) { std::memcpy(to, &v, sizeof v); }
 
 inline void store(bf16* to, vf v) {  // round to nearest, ties to even; NaN stays NaN
+#if defined(__AVX512BF16__)
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(to, &narrow, sizeof narrow);
+    return;
+#endif
     vu bits = (vu)v;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     rounded = v != v ? (bits >> 16 | 0x40) : rounded;

@@ -1,0 +1,167 @@
+// Rows of activations in the form that a kind of packed weights is multiplied with: float32, or as narrow as the weights where
+// the processor multiplies them so.
+#pragma once
+
+#include <array>
+
+#include "steps.h"
+#include "tiles.h"
+
+namespace mooncake {
+
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_BF16 = true;  // pairs of bfloat16, in lanes of 32 bits
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+
+constexpr int STRIP = W == 16 ? 12 : 6;  // rows multiplied at once in vectors: STRIP * PANEL_VECS accumulators
+
+// Bytes of a narrow row that lie together: those of a tile's row, or of one lane. 0 for rows that stay float32.
+inline int unit_of(int32_t kind) {
+    if (kind != BOTH_CODES && kind != BF16S) return 0;
+    if (has_tiles()) return ROW_UNIT;
+    return kind == BOTH_CODES || MULTIPLIES_BF16 ? 4 : 0;
+}
+
+// Rows cut into strips: of nearly equal height for vectors, of whole tiles for tiles.
+struct Strips {
+    int64_t rows, count;
+    bool is_tiled;
+
+    Strips(int64_t rows, bool is_tiled)
+        : rows(rows), count((rows + height(is_tiled) - 1) / height(is_tiled)), is_tiled(is_tiled) {}
+    int64_t first(int64_t strip) const { return is_tiled ? std::min(strip * TILE_STRIP, rows) : strip * rows / count; }
+    int height(int64_t strip) const { return int(first(strip + 1) - first(strip)); }
+
+private:
+    static int64_t height(bool is_tiled) { return is_tiled ? TILE_STRIP : STRIP; }
+};
+
+// Strip by strip: [inputs][rows] float32, or [row_bytes / unit][rows][unit].
+struct Activations {
+    Strips strips;
+    int64_t row_bytes;
+    int unit;
+    char* memory;
+    float* row_scales;  // [rows], of codes
+
+    const char* strip(int64_t index) const { return memory + strips.first(index) * row_bytes; }
+
+    // Of tiled rows: where byte `at` of a row is.
+    char* tile_row(int64_t row, int64_t at) const {
+        const int64_t strip = row / TILE_STRIP, within = row % TILE_STRIP;
+        return memory + strips.first(strip) * row_bytes + (at / ROW_UNIT * strips.height(strip) + within) * ROW_UNIT + at % ROW_UNIT;
+    }
+};
+
+// ROWS rows, `stride` apart, as float32 [padded][ROWS].
+template <int ROWS> void turn(const float* rows, int64_t stride, int64_t K, int64_t padded, float* out) {
+    int64_t k = 0;
+    for (; k + W <= K; k += W, out += W * ROWS) {
+        float piece[ROWS][W];
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) store(piece[r], load(rows + r * stride + k));
+        for (int i = 0; i < W; i++)
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) out[i * ROWS + r] = piece[r][i];
+    }
+    for (; k < padded; k++)
+        for (int r = 0; r < ROWS; r++) *out++ = k < K ? rows[r * stride + k] : 0.0f;
+}
+
+template <size_t... I> constexpr auto turns(std::index_sequence<I...>) {
+    return std::array<void (*)(const float*, int64_t, int64_t, int64_t, float*), STRIP>{turn<int(I) + 1>...};
+}
+
+constexpr auto TURN = turns(std::make_index_sequence<STRIP>());
+
+// W values of a row of K, zeros behind its end.
+inline vf piece_of(const float* row, int64_t k, int64_t K) {
+    if (k + W <= K) return load(row + k);
+    vf piece{};
+    std::memcpy(&piece, row + k, std::max<int64_t>(0, K - k) * sizeof(float));
+    return piece;
+}
+
+// Bytes at `at` of a narrow row, in its strip of `rows` rows.
+template <int UNIT, class T, size_t COUNT> inline void put_piece(const T (&piece)[COUNT], int64_t at, int rows, char* out) {
+    constexpr int BYTES = int(sizeof(T) * COUNT), TOGETHER = BYTES < UNIT ? BYTES : UNIT;
+#pragma GCC unroll 8
+    for (int i = 0; i < BYTES; i += TOGETHER)
+        std::memcpy(out + (at + i) / UNIT * UNIT * rows + (at + i) % UNIT, (const char*)piece + i, TOGETHER);
+}
+
+// One row as codes 1 .. 255 around 128 (the instructions want one side without sign), a scale = max|x| / 127.
+template <int UNIT> float code_row(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+    vf top{};
+    int64_t k = 0;
+    for (; k + W <= K; k += W) top = larger(top, magnitude(load(row + k)));
+    float most = largest(top);
+    for (; k < K; k++) most = std::max(most, __builtin_fabsf(row[k]));
+    const float scale = most / 127.0f, divisor = scale > 0 ? scale : 1.0f;
+    for (k = 0; k < padded; k += W) {
+        uint8_t codes[W];
+        store(codes, __builtin_convertvector(round_whole(piece_of(row, k, K) / divisor), vi) + 128);
+        put_piece<UNIT>(codes, k, rows, out);
+    }
+    return scale;
+}
+
+// One row as bfloat16.
+template <int UNIT> void narrow_row(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+    for (int64_t k = 0; k < padded; k += W) {
+        bf16 narrow[W];
+        store(narrow, piece_of(row, k, K));
+        put_piece<UNIT>(narrow, k * int64_t(sizeof(bf16)), rows, out);
+    }
+}
+
+// Room for `rows` rows of activations for `layer`. `memory` is kept by the caller.
+inline Activations room_for(const PackedLinear& layer, int64_t rows, Scratch& memory) {
+    const int unit = unit_of(layer.kind);
+    Activations out{Strips(rows, unit == ROW_UNIT), unit ? layer.row_bytes() : layer.padded() * 4, unit, nullptr, nullptr};
+    memory.start<char>(rows * out.row_bytes + rows * 4 + 128);
+    out.memory = memory.take<char>(rows * out.row_bytes);
+    out.row_scales = memory.take<float>(rows);
+    return out;
+}
+
+// `rows` rows of `from`, normalised first where `norm` is given, as activations for `layer`.
+inline Activations prepare(const PackedLinear& layer, const float* from, int64_t stride, int64_t rows, const float* norm,
+                           float eps, Scratch& memory, int threads) {
+    const int64_t K = layer.inputs, padded = layer.padded();
+    const Activations out = room_for(layer, rows, memory);
+    const int unit = out.unit;
+    parallel(out.strips.count, rows * K < (1 << 15) ? 1 : threads, [&](int64_t strip) {
+        static thread_local Scratch normed;
+        const int64_t first = out.strips.first(strip);
+        const int height = out.strips.height(strip);
+        const float* rows_at = from + first * stride;
+        int64_t rows_stride = stride;
+        if (norm || layer.hadamard > 1) {
+            float* to = normed.start(height * K);
+            for (int r = 0; r < height; r++) {
+                if (norm)
+                    normalise(rows_at + r * stride, norm, to + r * K, int(K), eps);
+                else
+                    std::memcpy(to + r * K, rows_at + r * stride, K * sizeof(float));
+                hadamard(to + r * K, K, layer.hadamard);
+            }
+            rows_at = to;
+            rows_stride = K;
+        }
+        char* to = out.memory + first * out.row_bytes;
+        if (!unit) return TURN[height - 1](rows_at, rows_stride, K, padded, (float*)to);
+        for (int r = 0; r < height; r++, rows_at += rows_stride, to += unit) {
+            if (layer.kind == BF16S)
+                (unit == ROW_UNIT ? narrow_row<ROW_UNIT> : narrow_row<4>)(rows_at, K, padded, height, to);
+            else
+                out.row_scales[first + r] =
+                    (unit == ROW_UNIT ? code_row<ROW_UNIT> : code_row<4>)(rows_at, K, padded, height, to);
+        }
+    });
+    return out;
+}
+
+}  // namespace mooncake

@@ -1,0 +1,216 @@
+// Attention of many query rows of one sequence (chunks) on the matrix unit, over pages of bfloat16 or int8.
+//
+// As in attend_lanes, lanes run over query rows, so that softmax is vertical. Scores are K times queries: keys are the rows of a
+// strip and queries the outputs of a panel, as in a product with weights (tiles.h). Their weights, rounded to bfloat16, are the
+// panel of a second product, whose rows are the columns of V. int8 codes are exact in bfloat16; their scales go to the scores.
+#pragma once
+
+#include "attend_lanes.h"
+#include "score_tiles.h"
+
+namespace mooncake {
+
+constexpr int TILE_KEYS = 128;       // tokens between two looks at the largest score
+constexpr int TILE_LANES = PANEL;    // query rows in one row block
+
+// 2^x for x ≤ 0, to a part in 10^4: what is rounded to bfloat16 needs no more.
+inline vf exp2_roughly(vf x) {
+#if defined(__AVX512DQ__)
+    const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
+    const vf p = ((f * 0.07944154f + 0.22741128f) * f + 0.69517630f) * f + 0.99992807f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return exp2v(x);
+#endif
+}
+
+// Bits of W values as bfloat16, each in a lane of its own.
+inline vu narrow_bits(const bf16* from) { return (vu)load(from) >> 16; }
+inline vu narrow_bits(const int8_t* from) { return (vu)load(from) >> 16; }
+inline vu narrow_bits(vf v) {
+    bf16 narrow[W];
+    store(narrow, v);
+    return __builtin_convertvector(load_as<vh>(narrow), vu);
+}
+
+// Query rows as a panel: pairs of dimensions, [D / 2][TILE_LANES]. `row(i)` is null for rows behind the last.
+template <class Row> inline void panel_of_queries(const Row& row, int D, float scale, uint32_t* out) {
+    for (int first = 0; first < TILE_LANES; first += W)
+        for (int d = 0; d < D; d += 2 * W) {
+            vf block[W];
+            for (int i = 0; i < W; i++) {
+                bf16 pairs[2 * W] = {};
+                if (const float* from = row(first + i))
+                    for (int half = 0; half < 2; half++) store(pairs + half * W, load(from + d + half * W) * scale);
+                block[i] = load_as<vf>(pairs);
+            }
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store((float*)out + (d / 2 + i) * TILE_LANES + first, block[i]);
+        }
+}
+
+// [D][TILE_LANES] as `count` rows of D.
+inline void turn_back(const float* mixed, int count, int D, float* out) {
+    for (int first = 0; first < count; first += W)
+        for (int d = 0; d < D; d += W) {
+            vf block[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) block[i] = load(mixed + (d + i) * TILE_LANES + first);
+            transpose(block);
+            for (int i = 0; i < std::min(W, count - first); i++) store(out + (first + i) * D + d, block[i]);
+        }
+}
+
+// Columns of V as strips: [D / 32][tokens / 32][32][32].
+template <class T> inline void strips_of_values(const T* const* values, int tokens, int D, bf16* out) {
+    for (int first = 0; first < tokens; first += STRIP_TOKENS)
+        for (int d = 0; d < D; d += W) {
+            vf block[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) {
+                const T* const* pair = values + first + 2 * i;
+                block[i] = (vf)(narrow_bits(pair[0] + d) | narrow_bits(pair[1] + d) << 16);
+            }
+            transpose(block);
+            bf16* to = out + (int64_t(d / TILE_STRIP) * tokens + first) * TILE_STRIP + d % TILE_STRIP * STRIP_TOKENS;
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store((float*)(to + i * STRIP_TOKENS), block[i]);
+        }
+}
+
+// Up to TILE_LANES query rows with the running state of their softmax.
+struct TiledRows {
+    const char* queries;   // a panel of TILE_LANES outputs and D inputs
+    float *mixed;          // [D][TILE_LANES]
+    float *most, *sums;    // [TILE_LANES]
+    const int32_t* position;
+    int first_position, last_position;
+};
+
+// What the rows of a block need of some tokens.
+struct TiledTokens {
+    const bf16 *keys, *values;                  // strips
+    const float *key_scales, *value_scales;     // of int8 pages, else null
+    int begin, count, padded;
+};
+
+// Scores of one vector of rows: hides what they must not see, takes the largest, and leaves weights as pairs of tokens.
+// Returns what everything before it fades to.
+inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int window, float* scores, uint32_t* weights) {
+    float* column = scores + v * W;
+    if (tokens.key_scales)
+        for (int t = 0; t < tokens.count; t++)
+            store(column + t * TILE_LANES, load(column + t * TILE_LANES) * tokens.key_scales[t]);
+    const bool future = tokens.begin + tokens.padded - 1 > rows.first_position || tokens.count < tokens.padded;
+    if (future || (window && tokens.begin <= rows.last_position - window)) {
+        const vi position = load_as<vi>(rows.position + v * W);
+        for (int t = 0; t < tokens.padded; t++) {
+            vi hidden = position < tokens.begin + t;
+            if (window) hidden |= position >= tokens.begin + t + window;
+            if (t >= tokens.count) hidden = ~vi{};
+            store(column + t * TILE_LANES, hidden ? splat(NEVER) : load(column + t * TILE_LANES));
+        }
+    }
+    const vf before = load(rows.most + v * W);
+    vf top[2] = {before, before};
+    for (int t = 0; t < tokens.padded; t += 2)
+        for (int i = 0; i < 2; i++) top[i] = larger(top[i], load(column + (t + i) * TILE_LANES));
+    const vf most = larger(top[0], top[1]), fade = exp2v(before - most);
+    vf total[2]{};
+    for (int t = 0; t < tokens.padded; t += 2) {
+        vu bits[2];
+        for (int i = 0; i < 2; i++) {
+            vf p = exp2_roughly(load(column + (t + i) * TILE_LANES) - most);
+            total[i] += p;
+            if (tokens.value_scales) p = p * tokens.value_scales[t + i];
+            bits[i] = narrow_bits(p);
+        }
+        store((int32_t*)weights + t / 2 * TILE_LANES + v * W, (vi)(bits[0] | bits[1] << 16));
+    }
+    store(rows.most + v * W, most);
+    store(rows.sums + v * W, load(rows.sums + v * W) * fade + (total[0] + total[1]));
+    return fade;
+}
+
+inline void attend_tokens(const TiledRows& rows, const TiledTokens& tokens, int window, int D, float* scores, uint32_t* weights) {
+    const int64_t key_bytes = D * int64_t(sizeof(bf16)), token_bytes = tokens.padded * int64_t(sizeof(bf16));
+    for (int t = 0; t < tokens.padded; t += TILE_STRIP)
+        multiply_tiles<BF16S>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
+                              (char*)(scores + t * TILE_LANES), nullptr, 0);
+    vf fade[PANEL_VECS];
+    for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(rows, tokens, v, window, scores, weights);
+    for (int d = 0; d < D; d += TILE_STRIP) {
+        multiply_tiles<BF16S>((const char*)(tokens.values + int64_t(d) * tokens.padded), TILE_STRIP, (const char*)weights,
+                              token_bytes, (char*)scores, nullptr, 0);
+        float* mixed = rows.mixed + d * TILE_LANES;
+        for (int i = 0; i < TILE_STRIP; i++, mixed += TILE_LANES)
+            for (int v = 0; v < PANEL_VECS; v++)
+                store(mixed + v * W, load(mixed + v * W) * fade[v] + load(scores + i * TILE_LANES + v * W));
+    }
+}
+
+template <class T>
+void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Results& results, Scratch& scratch) {
+    const int D = call.head_dim, rows = item.count, num_blocks = (rows + TILE_LANES - 1) / TILE_LANES;
+    const int32_t* table = call.table(item.seq);
+    const int64_t area = int64_t(num_blocks) * TILE_LANES;
+    scratch.start(area * (2 * D + D / 2 + 3) + TILE_KEYS * (TILE_LANES + TILE_LANES / 2 + D + 2) + 256);
+    float* scores = scratch.take(TILE_KEYS * TILE_LANES);
+    uint32_t* weights = scratch.take<uint32_t>(TILE_KEYS / 2 * TILE_LANES);
+    bf16 *keys = scratch.take<bf16>(TILE_KEYS * D), *values = scratch.take<bf16>(TILE_KEYS * D);
+    float *key_scales = scratch.take(TILE_KEYS), *value_scales = scratch.take(TILE_KEYS);
+    uint32_t* queries = scratch.take<uint32_t>(area * D / 2);
+    float *mixed = scratch.take(area * D), *turned = scratch.take(area * D);
+    float *most = scratch.take(area), *sums = scratch.take(area);
+    int32_t* positions = scratch.take<int32_t>(area);
+
+    for (int row = 0; row < area; row++) {
+        const int real = item.first + std::min(row, rows - 1);
+        positions[row] = call.position(item.seq, real);
+        most[row] = NEVER;
+        sums[row] = 0;
+    }
+    for (int64_t first = 0; first < area; first += TILE_LANES) {
+        const auto row = [&](int i) {
+            return first + i < rows ? call.query_row(item.seq, item.kv_head, item.first + int(first) + i) : nullptr;
+        };
+        panel_of_queries(row, D, call.scale_log2, queries + first * D / 2);
+    }
+    std::memset(mixed, 0, sizeof(float) * area * D);
+
+    Tiles tiles(TILE_STRIP);
+    static thread_local std::vector<char> nothing_there;  // a row of zeros, for tokens behind the last
+    nothing_there.assign(row_bytes<T>(D), 0);
+    const T* pointers[TILE_KEYS];
+    for (int at = item.begin; at < item.end; at += TILE_KEYS) {
+        const int count = std::min(TILE_KEYS, item.end - at), padded = (count + TILE_STRIP - 1) / TILE_STRIP * TILE_STRIP;
+        const auto scales_of = [&](float* out) {
+            for (int t = 0; t < padded; t++) out[t] = row_scale(pointers[t], D);
+        };
+        const T* const nothing = (const T*)nothing_there.data();
+        for (int t = count; t < padded; t++) pointers[t] = nothing;
+        cache.rows(table, item.kv_head, 0, at, count, pointers);
+        strips_of_keys(pointers, padded, D, keys);
+        if (IS_CODED<T>) scales_of(key_scales);
+        cache.rows(table, item.kv_head, 1, at, count, pointers);
+        strips_of_values(pointers, padded, D, values);
+        if (IS_CODED<T>) scales_of(value_scales);
+        const TiledTokens tokens{keys, values, IS_CODED<T> ? key_scales : nullptr, IS_CODED<T> ? value_scales : nullptr,
+                                 at, count, padded};
+        for (int block = 0; block < num_blocks; block++) {
+            const int64_t from = int64_t(block) * TILE_LANES;
+            const TiledRows part{(const char*)(queries + from * D / 2), mixed + from * D, most + from, sums + from, positions + from,
+                                 positions[from], positions[from + TILE_LANES - 1]};
+            if (at > part.last_position) continue;
+            if (call.window && at + count <= part.first_position - call.window + 1) continue;
+            attend_tokens(part, tokens, call.window, D, scores, weights);
+        }
+    }
+
+    for (int first = 0; first < rows; first += TILE_LANES)
+        turn_back(mixed + int64_t(first) * D, std::min(TILE_LANES, rows - first), D, turned + int64_t(first) * D);
+    results.put(item, turned, most, sums);
+}
+
+}  // namespace mooncake

@@ -1,0 +1,78 @@
+// Scores of query rows against keys on the matrix unit, for those who mix V in vectors (attend_dots, attend_shared): keys are
+// multiplied where they lie in their pages, and need not be turned. Queries are rounded to bfloat16; int8 codes are exact in it.
+#pragma once
+
+#include "attention_plan.h"
+#include "tiles.h"
+
+namespace mooncake {
+
+constexpr int STRIP_TOKENS = ROW_UNIT / int(sizeof(bf16));  // tokens, or dimensions, in a row of a tile
+
+template <class T> inline bool fits_tiles(int head_dim) {
+    return !std::is_same<T, float>::value && W == TILE_ROWS && head_dim % STRIP_TOKENS == 0 && has_tiles();
+}
+
+// Query rows as columns of tiles, in pairs of dimensions: [rows / 16][D / 32][16][16]. `row(i)` is null behind the last.
+template <class Row> inline void tiles_of_queries(const Row& row, int rows, int D, float scale, uint32_t* out) {
+    for (int first = 0; first < rows; first += W)
+        for (int d = 0; d < D; d += 2 * W, out += W * W) {
+            vf block[W];
+            for (int i = 0; i < W; i++) {
+                bf16 pairs[2 * W] = {};
+                if (const float* from = row(first + i))
+                    for (int half = 0; half < 2; half++) store(pairs + half * W, load(from + d + half * W) * scale);
+                block[i] = load_as<vf>(pairs);
+            }
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store((float*)out + i * W, block[i]);
+        }
+}
+
+// Tokens' keys as strips: [token / 32][D / 32][32][32], of `tokens` tokens, a multiple of 32.
+template <class T> inline void strips_of_keys(const T* const* keys, int tokens, int D, bf16* out) {
+    for (int first = 0; first < tokens; first += TILE_STRIP)
+        for (int d = 0; d < D; d += STRIP_TOKENS, out += TILE_STRIP * STRIP_TOKENS)
+            for (int t = 0; t < TILE_STRIP; t++)
+                if constexpr (std::is_same<T, bf16>::value)
+                    std::memcpy(out + t * STRIP_TOKENS, keys[first + t] + d, ROW_UNIT);
+                else
+                    for (int half = 0; half < STRIP_TOKENS; half += W)
+                        store(out + t * STRIP_TOKENS + half, load(keys[first + t] + d + half));
+}
+
+// scores[key][row] of TILE_STRIP keys and one tile of queries; `stride` bytes lie between scores of one row. The keys of a strip
+// are `key_stride` bytes apart, and `step` bytes further on are their next 32 dimensions. Needs Tiles(TILE_STRIP).
+inline void score_strip(const char* keys, int64_t key_stride, int64_t step, const uint32_t* queries, int D, float* scores,
+                        int64_t stride) {
+#if defined(MOONCAKE_TILES)
+    settle_memory();
+    _tile_zero(0);
+    _tile_zero(2);
+    for (int d = 0; d < D; d += STRIP_TOKENS, keys += step, queries += W * W) {
+        _tile_loadd(6, queries, ROW_UNIT);
+        _tile_loadd(4, keys, key_stride);
+        _tile_loadd(5, keys + TILE_ROWS * key_stride, key_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+    }
+    _tile_stored(0, scores, stride);
+    _tile_stored(2, (char*)scores + TILE_ROWS * stride, stride);
+#endif
+}
+
+// As above for all tiles of queries of `rows` rows, whose scores lie `tile_floats` floats apart. `strip` has room for D * TILE_STRIP.
+template <class T>
+void score_keys_in_tiles(const T* const* keys, const uint32_t* queries, int rows, int D, bf16* strip, float* scores, int64_t stride,
+                         int64_t tile_floats) {
+    bool is_adjacent = std::is_same<T, bf16>::value;
+    for (int t = 1; is_adjacent && t < TILE_STRIP; t++) is_adjacent = keys[t] == keys[t - 1] + D;
+    const char* from = (const char*)(is_adjacent ? (const void*)keys[0] : strip);
+    const int64_t key_stride = is_adjacent ? D * int64_t(sizeof(bf16)) : ROW_UNIT, step = is_adjacent ? ROW_UNIT : TILE_STRIP * ROW_UNIT;
+    if (!is_adjacent) strips_of_keys(keys, TILE_STRIP, D, strip);
+    for (int row = 0; row < rows; row += W, queries += W * D / 2, scores += tile_floats)
+        score_strip(from, key_stride, step, queries, D, scores, stride);
+}
+
+}  // namespace mooncake

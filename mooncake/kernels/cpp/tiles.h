@@ -1,0 +1,129 @@
+// The matrix unit of some processors (Intel AMX): sums of products of two tiles, each up to 16 rows of 64 bytes.
+//
+// Panels of packed weights are tiles as they lie: a row of PANEL * 4 bytes has the pairs (bfloat16) or fours (int8) of inputs of
+// 16 outputs and then of the next 16. Activations lie in tiles of their own: for every 64 bytes of a row, those of all rows.
+// A result is one sum over inputs in a fixed order, whatever other rows are in its tile; NaN and infinity pass through it.
+#pragma once
+
+#include "packed.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#include <immintrin.h>
+#define MOONCAKE_TILES
+#endif
+
+namespace mooncake {
+
+constexpr int TILE_ROWS = 16;
+constexpr int TILE_STRIP = 2 * TILE_ROWS;  // rows multiplied at once: 4 tiles of sums, 2 of activations, 2 of weights
+
+#if defined(MOONCAKE_TILES)
+
+static_assert(PANEL == 2 * TILE_ROWS);
+
+// Whether this process may use tiles: Linux keeps their 8 KiB of registers only for those who ask.
+inline bool has_tiles() {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    static const bool has = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return has;
+}
+
+// GCC does not tell its optimiser that loading tiles reads memory: what was written before has to be made to count.
+inline void settle_memory() { asm volatile("" ::: "memory"); }
+
+// Tiles of this thread for strips of `rows` rows, while it lives.
+class Tiles {
+public:
+    explicit Tiles(int rows) { shape(rows); }
+    Tiles(const Tiles&) = delete;
+    ~Tiles() { _tile_release(); }
+
+    void shape(int rows) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        const int upper = std::min(rows, TILE_ROWS), lower = rows - upper;
+        const int heights[8] = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS};
+        Shapes shapes{};
+        for (int i = 0; i < 8; i++) {
+            shapes.rows[i] = uint8_t(heights[i]);
+            shapes.bytes[i] = heights[i] ? 64 : 0;
+        }
+        settle_memory();
+        _tile_loadconfig(&shapes);
+    }
+
+private:
+    struct alignas(64) Shapes {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    };
+    int rows_ = 0;
+};
+
+// Tiles 0 and 1, or 2 and 3, += tile 4, or 5, times the two tiles of a panel. (The compiler wants to see their numbers.)
+template <WeightKind KIND> inline void multiply_upper() {
+    if constexpr (KIND == BF16S) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+    } else {
+        _tile_dpbusd(0, 4, 6);
+        _tile_dpbusd(1, 4, 7);
+    }
+}
+
+template <WeightKind KIND> inline void multiply_lower() {
+    if constexpr (KIND == BF16S) {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    } else {
+        _tile_dpbusd(2, 5, 6);
+        _tile_dpbusd(3, 5, 7);
+    }
+}
+
+// sums[row][PANEL] = a strip of up to TILE_STRIP rows times a panel, over `row_bytes` of each row. Meanwhile it has memory brought
+// near, LINES cache lines from `ahead` on for every 64 bytes of a row.
+template <WeightKind KIND>
+void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_bytes, char* sums, const char* ahead, int lines) {
+    constexpr int ROW = PANEL * 4;  // bytes of a row of a panel, and of sums
+    const bool is_tall = rows > TILE_ROWS;
+    settle_memory();
+    _tile_zero(0);
+    _tile_zero(1);
+    if (is_tall) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t at = 0; at < row_bytes; at += 64, strip += 64 * rows, panel += TILE_ROWS * ROW) {
+        for (int i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead);
+        _tile_loadd(6, panel, ROW);
+        _tile_loadd(7, panel + 64, ROW);
+        _tile_loadd(4, strip, 64);
+        multiply_upper<KIND>();
+        if (!is_tall) continue;
+        _tile_loadd(5, strip + 64 * TILE_ROWS, 64);
+        multiply_lower<KIND>();
+    }
+    _tile_stored(0, sums, ROW);
+    _tile_stored(1, sums + 64, ROW);
+    if (is_tall) {
+        _tile_stored(2, sums + TILE_ROWS * ROW, ROW);
+        _tile_stored(3, sums + TILE_ROWS * ROW + 64, ROW);
+    }
+}
+
+#else
+
+inline bool has_tiles() { return false; }
+
+struct Tiles {
+    explicit Tiles(int) {}
+    void shape(int) {}
+};
+
+template <WeightKind KIND> void multiply_tiles(const char*, int, const char*, int64_t, char*, const char*, int) {}
+
+#endif
+
+}  // namespace mooncake
