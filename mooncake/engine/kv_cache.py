@@ -110,7 +110,8 @@ class KVCache:
 
 def _own_memory(num_bytes: int) -> memoryview:
     """Zeroed, aligned to pages, and taken from the system only as it is touched."""
-    area = mmap.mmap(-1, max(num_bytes, 1))
+    # private: most systems have no large pages for memory that is shared
+    area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(area)
