@@ -19,7 +19,7 @@ from mooncake.errors import Unauthenticated
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version"})
 OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-_MISSING = "an API key is needed: send the header Authorization: Bearer KEY"
+_MISSING = "an API key is needed, as Authorization: Bearer KEY"
 _WRONG = "the API key is not one of this server's"
 
 

@@ -369,7 +369,8 @@ def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, st
 def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:
     from mooncake.rpc.server import check_address
 
-    return check_address(address or _load(path, overrides, {}).conductor_address)
+    settings = _load(path, overrides, {})  # also for an address: the configuration may have the key to it
+    return check_address(address or settings.conductor_address)
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:

@@ -6,17 +6,22 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+from mooncake.api_keys import API_KEY_ENV
 from mooncake.client import Client
-from mooncake.errors import NodeUnavailable
+from mooncake.errors import NodeUnavailable, Unauthenticated
 from mooncake.rpc.server import split_address
 
 
 @contextlib.contextmanager
 def reach(address: str) -> Iterator[Client]:
-    """A client for one command. When nobody listens at ``address``, NodeUnavailable says how to start a cluster."""
+    """A client for one command. When nobody listens at ``address``, NodeUnavailable says how to start a cluster;
+    Unauthenticated says where a key is taken from."""
     with Client(address) as client:
         try:
             yield client
+        except Unauthenticated as error:
+            where = f"{API_KEY_ENV}, or conductor.api_keys of the configuration"
+            raise Unauthenticated(f"{error.message}; commands take the key of {where}") from None
         except NodeUnavailable:
             if _is_listening(address):
                 raise

@@ -61,8 +61,13 @@ def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: py
         with Client(cluster.grpc_address, KEY) as known:
             assert known.generate("One, two,").text
             assert KEY not in str(known.status())
+        mooncake = [str(Path(sys.executable).parent / "mooncake"), "status", "--address", cluster.grpc_address]
+        for flags, code in (([], 2), (["--set", f'conductor.api_keys=["{KEY}"]'], 0)):
+            command = subprocess.run([*mooncake, *flags], capture_output=True, text=True, timeout=240, check=False)
+            assert command.returncode == code
+            assert ("decode-0" in command.stdout) == (code == 0) == (API_KEY_ENV not in command.stderr)
         nosy = [sys.executable, "-m", "decode_node", *(f"--set={value}" for value in SMALL)]
         nosy += [f"--set=node.conductor={cluster.grpc_address}", "--set=node.id=nosy"]
-        node = subprocess.run(nosy, capture_output=True, text=True, timeout=120, env=os.environ | {API_KEY_ENV: "sk-x"})
+        node = subprocess.run(nosy, capture_output=True, text=True, timeout=240, env=os.environ | {API_KEY_ENV: "sk-x"})
         assert node.returncode == 1 and "the API key is not one of this server's" in node.stderr
         assert not [text for child in cluster.children.values() for text in child.last_lines if "sk-" in text]
