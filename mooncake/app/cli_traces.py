@@ -93,7 +93,7 @@ def simulate(
 @app.command()
 def sweep(
     trace: AnyTraceFile,
-    vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity or load.")],
+    vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity, ssd or load.")],
     values: Annotated[str, typer.Option(help="With commas between: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
     preset: Preset = "",
     cluster: ClusterFile = None,

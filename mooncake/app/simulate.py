@@ -39,6 +39,7 @@ REQUEST_COLUMNS = (
     "end_s",
     "cached_tokens",
     "fetched_tokens",
+    "ssd_tokens",
     "prefill_ms",
     "retry_after_s",
 )
@@ -163,7 +164,8 @@ def print_summary(summary: Summary, cluster: Cluster) -> None:
     out.print(
         f"\n{summary.done:,} of {summary.requests:,} answered, {refused:,} rejected, {summary.failed:,} failed\n"
         f"{summary.goodput:.1%} inside TTFT {cluster.slo.ttft_s:g} s and TBT {cluster.slo.tbt_ms:g} ms\n"
-        f"{summary.hit_tokens:.1%} of prompt tokens reused ({summary.fetched_tokens:.1%} from another host); "
+        f"{summary.hit_tokens:.1%} of prompt tokens reused ({summary.hit_ssd:.1%} from an SSD, "
+        f"{summary.fetched_tokens:.1%} from another host); "
         f"mean of requests {summary.hit_requests:.1%}\n"
         f"machines at work: prefill {summary.prefill_use:.0%} (busiest {summary.prefill_use_max:.0%}), "
         f"decode {summary.decode_use:.0%}; {summary.bytes_moved_gb:,.0f} GB moved\n"

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace as replace_struct
 from rich.markup import escape
 
 from mooncake.app.console import out, plain_table, print_json
 from mooncake.app.sim.charts import Series, lines
-from mooncake.app.sim.cluster import Cluster
+from mooncake.app.sim.cluster import Cluster, Ssd
 from mooncake.app.sim.simulation import Run
 from mooncake.app.sim.summary import Summary, summarize, to_json
 from mooncake.app.simulate import play
@@ -66,6 +67,18 @@ def _capacity(setting: Setting, value: str) -> Setting:
     return setting[0].with_machines("prefill", store_tokens=int(_number(value))), setting[1]
 
 
+def _ssd(setting: Setting, value: str) -> Setting:
+    """Tokens of KV of room on each prefill machine's SSD; 0: it has none."""
+    tokens = int(_number(value))
+    machines = tuple(
+        group
+        if group.role != "prefill"
+        else replace_struct(group, ssd=replace_struct(group.ssd or Ssd(tokens=1), tokens=tokens) if tokens else None)
+        for group in setting[0].machines
+    )
+    return replace_struct(setting[0], machines=machines), setting[1]
+
+
 def _load(setting: Setting, value: str) -> Setting:
     """Times the trace's own speed."""
     return setting[0], replace(setting[1], speed=_number(value))
@@ -78,6 +91,7 @@ VARIED: dict[str, Callable[[Setting, str], Setting]] = {
     "nodes": _nodes,
     "bandwidth": _bandwidth,
     "capacity": _capacity,
+    "ssd": _ssd,
     "load": _load,
 }
 
@@ -112,7 +126,7 @@ def sweep(
 
 def _table(vary: str, points: Sequence[Point]) -> object:
     table = plain_table(
-        vary, "TTFT mean s", "p99 s", "TBT mean ms", "p99 ms", "goodput", "reused", "rejected", "GB moved"
+        vary, "TTFT mean s", "p99 s", "TBT mean ms", "p99 ms", "goodput", "reused", "from SSD", "rejected", "GB moved"
     )
     for point in points:
         one = point.summary
@@ -124,6 +138,7 @@ def _table(vary: str, points: Sequence[Point]) -> object:
             f"{one.tail_tbt_ms.p99:.3g}",
             f"{one.goodput:.1%}",
             f"{one.hit_tokens:.1%}",
+            f"{one.hit_ssd:.1%}",
             f"{one.rejected + one.rejected_late:,}",
             f"{one.bytes_moved_gb:,.0f}",
         )
@@ -152,6 +167,8 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
     ]
     reused = [
         Series("all", xs, [one.hit_tokens for one in found]),
+        Series("from memory", xs, [one.hit_dram for one in found]),
+        Series("from an SSD", xs, [one.hit_ssd for one in found]),
         Series("from another host", xs, [one.fetched_tokens for one in found]),
     ]
     charts = [

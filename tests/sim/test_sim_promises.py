@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conductor.admission import ADMISSIONS
 from conductor.policies import POLICIES
-from mooncake.app.sim.cluster import Cluster, load_preset
+from mooncake.app.sim.cluster import Cluster, Ssd, load_preset
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Fault, Run, Simulation
 from mooncake.app.sim.summary import summarize, to_json
@@ -20,9 +20,12 @@ from mooncake.trace import TraceRequest
 MACHINES = ("prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1")
 
 
-def small_cluster(policy: str = "milliseconds", admission: str = "none", store_blocks: int = 300) -> Cluster:
+def small_cluster(
+    policy: str = "milliseconds", admission: str = "none", store_blocks: int = 300, ssd_tokens: int = 0
+) -> Cluster:
     cluster = load_preset("paper-16").with_counts(prefill=3, decode=2)
-    cluster = cluster.with_machines("prefill", store_tokens=store_blocks * 512)
+    ssd = Ssd(tokens=ssd_tokens) if ssd_tokens and store_blocks else None
+    cluster = cluster.with_machines("prefill", store_tokens=store_blocks * 512, ssd=ssd)
     return cluster.with_conductor(policy=policy, admission=admission, max_tokens=2000)
 
 
@@ -44,8 +47,8 @@ def check_promises(simulation: Simulation) -> None:
     assert simulation.network.num_open == 0, "a hand-off or a fetch is still open"
     for machine in simulation.prefill.values():
         assert machine.running is None and not machine.queue
-        machine.cache.pool.check()
-        assert machine.cache.pool.num_in_use == 0, "somebody still holds blocks"
+        machine.cache.check()
+        assert machine.cache.num_in_use == 0, "somebody still holds blocks"
     for decoder in simulation.decode.values():
         assert not decoder.running and not decoder.waiting
         assert decoder.reserved_tokens == 0 and decoder.context == 0
@@ -60,6 +63,7 @@ def check_promises(simulation: Simulation) -> None:
     assert (results.tail_tbt_ms[with_gaps] >= results.mean_tbt_ms[with_gaps] * (1 - 1e-6)).all()
     assert (results.cached_tokens < results.input_tokens).all()
     assert (results.fetched_tokens <= results.cached_tokens).all()
+    assert (results.ssd_tokens <= results.cached_tokens).all()
 
 
 faults = st.lists(
@@ -80,12 +84,13 @@ faults = st.lists(
     admission=st.sampled_from(sorted(ADMISSIONS)),
     struck=faults,
     store_blocks=st.sampled_from([0, 20, 300, 3000]),
+    ssd_tokens=st.sampled_from([0, 10_000, 2_000_000]),
 )
 @settings(max_examples=8, deadline=None)
 def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
-    seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int
+    seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
-    check_promises(play(small_cluster(policy, admission, store_blocks), seed, struck))
+    check_promises(play(small_cluster(policy, admission, store_blocks, ssd_tokens), seed, struck))
 
 
 @pytest.mark.slow
@@ -95,12 +100,13 @@ def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
     admission=st.sampled_from(sorted(ADMISSIONS)),
     struck=faults,
     store_blocks=st.sampled_from([0, 20, 300, 3000]),
+    ssd_tokens=st.sampled_from([0, 10_000, 2_000_000]),
 )
 @settings(max_examples=100, deadline=None)
 def test_the_same_over_many_more_seeds(
-    seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int
+    seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
-    check_promises(play(small_cluster(policy, admission, store_blocks), seed, struck, 200))
+    check_promises(play(small_cluster(policy, admission, store_blocks, ssd_tokens), seed, struck, 200))
 
 
 def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
@@ -123,6 +129,25 @@ def test_a_prefix_that_is_fetched_is_computed_when_its_source_dies() -> None:
     cluster = small_cluster("algorithm_1").with_machines(nic_gb_per_s=0.05)
     for at_s in (8.0, 12.0, 16.0, 20.0):
         check_promises(play(cluster, 4, [Fault(at_s, "prefill-0", 10.0), Fault(at_s + 1, "prefill-1", 10.0)]))
+
+
+def test_what_is_read_from_an_ssd_is_computed_when_its_host_dies() -> None:
+    ssd = Ssd(tokens=10_000_000, read_gb_per_s=3.5, write_gb_per_s=50.0)
+    cluster = small_cluster().with_machines("prefill", store_tokens=150 * 512, ssd=ssd)
+    simulation = Simulation(cluster, small_trace(5, 300), Run(seed=5))
+    reading_s = []
+
+    def look() -> None:
+        if any(flight.loading is not None for flight in simulation._flying):
+            reading_s.append(simulation.agenda.now)
+
+    for tick in range(2000):
+        simulation.agenda.at(tick / 10, look)
+    simulation.run()
+    assert len(reading_s) > 2, "nothing was being read"
+    for at_s in reading_s[:: len(reading_s) // 3]:
+        struck = [Fault(at_s, name, 10.0) for name in ("prefill-0", "prefill-1", "prefill-2")]
+        check_promises(play(cluster, 5, struck, 300))
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:

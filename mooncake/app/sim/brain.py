@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import numpy as np
 
@@ -52,7 +53,10 @@ class Brain:
         self.registry = Registry(FINGERPRINT, model.block_tokens, settings.heartbeat_s, timeout_s)
         self.index = PrefixIndex()
         self.costs = CostModel(start_costs(cluster))
-        self.fleet = Fleet(self.registry, self.costs, self.index)
+        ssds = [group.ssd for group in cluster.machines if group.ssd is not None]
+        self._is_tiered = bool(ssds)
+        ssd_mb_per_s = min((ssd.read_gb_per_s * 1e3 for ssd in ssds), default=1e3)
+        self.fleet = Fleet(self.registry, self.costs, self.index, ssd_mb_per_s=ssd_mb_per_s)
         shape = Shape(model.block_tokens, model.block_tokens * model.token_bytes, model.num_layers)
         policy_rng, admission_rng = rng.spawn(2)
         self.scheduler = Scheduler(self.fleet, shape, POLICIES[settings.policy], policy_rng)
@@ -170,14 +174,19 @@ class Brain:
         self._register(name, name, Role.PREFILL, 0, now)
         if group.role == "coupled" or not has_store:
             return
-        self._register(store_id(name), name, Role.STORE, 0, now)
+        self._register(store_id(name), name, Role.STORE, 0, now, is_tiered=group.ssd is not None)
         for num_bytes in (10**8, 10**9, 10**10):  # it has read from its own host's memory before
             load_ms = num_bytes / group.load_gb_per_s / 1e6
             self.costs.observe_transfer(name, store_id(name), num_bytes, load_ms)
 
     def stored(self, name: str, events: Iterable[BlockEvent]) -> None:
-        if self.script is None:  # nobody asks in a replay
+        if self.script is not None:  # nobody asks in a replay
+            return
+        if not self._is_tiered:
             self.index.apply(name, events)
+            return
+        for tier, changes in itertools.groupby(events, key=attrgetter("tier")):
+            self.index.apply(name, changes, tier)
 
     def heartbeat(self, node_id: str, load: NodeLoad, now: float, draining: bool = False) -> None:
         node = self.registry.get(node_id)
@@ -205,14 +214,16 @@ class Brain:
         self.costs.forget(info.node_id)
         self.fleet.forget(info.node_id)
 
-    def _register(self, node_id: str, host: str, role: Role, max_sequences: int, now: float) -> None:
+    def _register(
+        self, node_id: str, host: str, role: Role, max_sequences: int, now: float, is_tiered: bool = False
+    ) -> None:
         incarnation = next(self._incarnations)
         segment = SegmentAddress(node_id, incarnation, host, "", "", 0, 0)
         info = NodeInfo(node_id, role, incarnation, node_id, segment, FINGERPRINT, self._block_tokens, max_sequences)
         replaced = self.registry.register(info, now)
         if replaced is not None:
             self._forget(replaced)
-        self.index.join(node_id)
+        self.index.join(node_id, is_tiered)
 
 
 def store_id(host: str) -> str:

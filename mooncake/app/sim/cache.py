@@ -7,7 +7,9 @@ never a block that somebody holds. Times and bytes are others' business.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
+from mooncake.app.sim.tiered import TieredCache
 from mooncake.engine.block_pool import BlockPool
 from mooncake.types import BlockEvent, BlockKey
 
@@ -22,6 +24,8 @@ class HostCache:
 
     def match(self, keys: Keys) -> int:
         return self.pool.match(keys)
+
+    stored = match
 
     def hold(self, keys: Keys, count: int) -> list[int]:
         """Keep the first ``count`` blocks, which are here, from being evicted."""
@@ -44,9 +48,19 @@ class HostCache:
     def release(self, held: list[int]) -> None:
         self.pool.release(held)
 
-    def clear(self) -> None:
-        """The host has lost its memory; nobody holds anything."""
-        self.pool.drop_cached()
+    def die(self) -> None:
+        """The host has lost its memory: nobody asks here any more."""
 
     def take_events(self) -> list[BlockEvent]:
         return self.pool.take_events()
+
+    @property
+    def num_in_use(self) -> int:
+        return self.pool.num_in_use
+
+    def check(self) -> None:
+        """Raises AssertionError when the accounts do not add up."""
+        self.pool.check()
+
+
+Cache: TypeAlias = HostCache | TieredCache

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvstore.eviction import POLICIES
 from mooncake.errors import ConfigError
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -57,6 +58,19 @@ class StepCurve(Frozen, frozen=True):
         return self.decode_step_ms + self.decode_sequence_ms * batch + self.decode_context_ms * context_tokens
 
 
+class Ssd(Frozen, frozen=True):
+    """The second tier of a machine's store: ``tokens`` of KV are the room of its log, of which it keeps about two
+    thirds readable, so that segments can be emptied. The rules are those of ``store.write_through_sights``,
+    ``store.demote_sights`` and ``store.eviction``, which is then DRAM's policy too."""
+
+    tokens: Count
+    read_gb_per_s: Positive = 6.0
+    write_gb_per_s: Positive = 3.0
+    write_through_sights: Size = 2
+    demote_sights: Size = 1
+    eviction: str = "lru"
+
+
 class Machines(Frozen, frozen=True):
     """``count`` equal machines. Token counts are capacities."""
 
@@ -70,6 +84,7 @@ class Machines(Frozen, frozen=True):
     max_sequences: Count = 256
     chunk_tokens: Size = 0  # most prompt tokens in a step; 0: whole prompts
     prefix_caching: bool = True  # coupled: keep what was computed
+    ssd: Ssd | None = None  # under ``store_tokens``
     beside: Positive = 1.0  # times as slow while machines of the other role work: they share a processor
 
 
@@ -105,6 +120,11 @@ class Cluster(Frozen, frozen=True):
         for machines in self.machines:
             if machines.curve not in self.curves:
                 raise ValueError(f"no curve is called {machines.curve!r}; there are: {', '.join(self.curves)}")
+            if machines.ssd is not None:
+                if machines.role != "prefill" or not machines.store_tokens:
+                    raise ValueError("only prefill machines with store_tokens have an SSD under them")
+                if machines.ssd.eviction not in POLICIES:
+                    raise ValueError(f"ssd.eviction = {machines.ssd.eviction!r}: known are {', '.join(POLICIES)}")
         roles = {machines.role for machines in self.machines}
         if roles not in ({"prefill", "decode"}, {"coupled"}, {"prefill"}):
             raise ValueError("a cluster has prefill and decode machines, or coupled ones, or prefill ones alone")

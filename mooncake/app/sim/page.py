@@ -51,11 +51,13 @@ def page(simulation: Simulation, summary: Summary) -> str:
         ("requests answered / rejected / failed", f"{summary.done:,} / {refused:,} / {summary.failed:,}"),
         (f"inside TTFT {slo.ttft_s:g} s and TBT {slo.tbt_ms:g} ms", f"{summary.goodput:.2%}"),
         ("prompt tokens reused", f"{summary.hit_tokens:.2%}"),
+        ("of those in memory / on an SSD", f"{summary.hit_dram:.2%} / {summary.hit_ssd:.2%}"),
         ("of those from another host", f"{summary.fetched_tokens:.2%}"),
         ("mean of requests' own shares", f"{summary.hit_requests:.2%}"),
         ("prefill machines at work, mean / busiest", f"{summary.prefill_use:.0%} / {summary.prefill_use_max:.0%}"),
         ("decode machines at work", f"{summary.decode_use:.0%}"),
         ("moved between hosts", f"{summary.bytes_moved_gb:,.0f} GB"),
+        ("read from / written to SSDs", f"{summary.ssd_read_gb:,.0f} / {summary.ssd_written_gb:,.0f} GB"),
         ("error of the conductor's TTFT predictions, median", f"{summary.ttft_error:.1%}"),
         ("seed, speed", f"{summary.seed}, {summary.speed:g}"),
     ]
@@ -95,7 +97,12 @@ def _charts(simulation: Simulation) -> list[str]:
             ],
         ),
         lines("Requests a minute", "minutes", "requests", [windows["sent"], windows["refused"]]),
-        lines("Prompt tokens reused, by tier", "minutes", "share", [windows["all tiers"], windows["another host"]]),
+        lines(
+            "Prompt tokens reused, by tier",
+            "minutes",
+            "share",
+            [windows[name] for name in ("all tiers", "memory", "SSD", "another host")],
+        ),
         lines(
             "Machines at work",
             "minutes",
@@ -128,6 +135,8 @@ def _over_time(simulation: Simulation) -> dict[str, Series]:
         "sent": total(ones, everybody) * per_minute,
         "refused": total(ones, refused) * per_minute,
         "all tiers": total(results.cached_tokens, done) / tokens,
+        "memory": total(results.cached_tokens - results.ssd_tokens, done) / tokens,
+        "SSD": total(results.ssd_tokens, done) / tokens,
         "another host": total(results.fetched_tokens, done) / tokens,
         "ttft": total(results.ttft_s, done) / count,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from mooncake.app.sim.cache import HostCache
+from mooncake.app.sim.cache import Cache
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import Flight
@@ -26,7 +26,7 @@ class PrefillMachine:
         curve: StepCurve,
         model: Model,
         agenda: Agenda,
-        cache: HostCache,
+        cache: Cache,
         on_start: Callable[[Flight, float], None],
         on_end: Callable[[Flight, float], None],
     ) -> None:

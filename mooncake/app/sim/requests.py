@@ -15,6 +15,7 @@ import numpy.typing as npt
 from conductor.fleet import Ticket
 from conductor.scheduler import Placement
 from mooncake.app.sim.links import Flow
+from mooncake.app.sim.tiered import Loading
 from mooncake.trace import ResampledTrace, TraceRequest
 from mooncake.types import BlockKey
 
@@ -46,6 +47,7 @@ class Flight:
         "is_prefilled",
         "is_ready",
         "keys",
+        "loading",
         "num_tokens",
         "output_tokens",
         "placement",
@@ -56,6 +58,7 @@ class Flight:
         "source_held",
         "source_id",
         "spent_s",
+        "ssd_tokens",
         "start_step",
         "started_s",
         "ticket",
@@ -80,6 +83,8 @@ class Flight:
         self.prefill_id = self.decode_id = ""
         self.source_id = ""  # the host that it is fetching from
         self.cached_tokens = self.fetched_tokens = 0
+        self.ssd_tokens = 0  # that came from an SSD, here or on another host
+        self.loading: Loading | None = None  # from there
         self.is_ready = False  # nothing more has to arrive before it can be computed
         self.is_prefilled = self.is_handed_over = False
         self.held: list[int] = []  # blocks kept in the cache of its prefill machine
@@ -114,6 +119,7 @@ class Results:
         self.end_s = np.full(size, np.nan)
         self.cached_tokens = np.zeros(size, dtype=np.int64)  # reused, wherever from
         self.fetched_tokens = np.zeros(size, dtype=np.int64)  # of those, from another host
+        self.ssd_tokens = np.zeros(size, dtype=np.int64)  # of the reused, from an SSD, here or on another host
         self.prefill_ms = np.zeros(size)  # of the machine's time, over all attempts
         self.retry_after_s = np.full(size, np.nan)
         self.attempts = np.zeros(size, dtype=np.int16)

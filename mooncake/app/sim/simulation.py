@@ -19,14 +19,17 @@ import numpy as np
 from conductor.balance import Switch, SwitchState
 from conductor.registry import NodeLoad
 from mooncake.app.sim.brain import Brain, Refused, store_id
-from mooncake.app.sim.cache import HostCache
+from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
 from mooncake.app.sim.coupled import CoupledMachine
 from mooncake.app.sim.decode import DecodeMachine
+from mooncake.app.sim.disk import Disk
 from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.fetches import Fetches
 from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.prefill import PrefillMachine
 from mooncake.app.sim.requests import Fate, Flight, Results
+from mooncake.app.sim.tiered import TieredCache
 from mooncake.app.sim.timeline import Timeline
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded, TryLater
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest
@@ -89,8 +92,12 @@ class Simulation:
         self._names: Counter[str] = Counter()  # how many machines of each role there were
         self._groups: dict[str, Machines] = {}  # of each machine
         self._down: set[str] = set()
+        self.disks: dict[str, Disk] = {}
         self._died: set[str] = set()  # and have not been started anew in a role that keeps KV
         self._draining: Switch | None = None
+        self.fetches = Fetches(
+            cluster, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
+        )
         self._faults = faults
         self._flying: dict[Flight, None] = {}  # requests under way
         self._beats = 0
@@ -173,49 +180,8 @@ class Simulation:
         elif self.coupled:
             self.coupled[flight.prefill_id].submit(flight)
         else:
-            self._fetch(flight)
+            self.fetches.begin(flight)
             self.prefill[flight.prefill_id].submit(flight)
-
-    def _fetch(self, flight: Flight) -> None:
-        """Start moving the prefix that another host has; without one the prompt is ready."""
-        placement = flight.placement
-        assert placement is not None
-        flight.is_ready = True
-        source = placement.pools[0].host_id if placement.pools else ""
-        if not placement.fetched_tokens or source == placement.prefill.host_id or source in self._down:
-            return
-        store = self.prefill[source].cache
-        run = min(store.match(flight.keys), (placement.local_tokens + placement.fetched_tokens) // self._block_tokens)
-        own = self.prefill[flight.prefill_id].cache.match(flight.keys[:run])
-        if run <= own:
-            return
-        flight.is_ready = False
-        flight.source_id, flight.source_held = source, store.hold(flight.keys, run)
-        flight.fetched_tokens = (run - own) * self._block_tokens
-        num_bytes = flight.fetched_tokens * self.cluster.model.token_bytes
-        done = partial(self._fetched, flight, run)
-        flight.transfers.append(self.network.send(source, flight.prefill_id, num_bytes, done))
-
-    def _fetched(self, flight: Flight, run: int, flow: Flow) -> None:
-        flight.transfers.remove(flow)
-        source = flight.source_id
-        self._let_source_go(flight)
-        machine = self.prefill[flight.prefill_id]
-        machine.cache.add(flight.keys[:run], [])
-        flight.held = machine.cache.hold(flight.keys, machine.cache.match(flight.keys[:run]))
-        self._tell_index(machine.name)
-        took_ms = (self.agenda.now - flow.started_s) * 1e3
-        if flight.index % self._sample_every == 0:
-            self.brain.costs.observe_transfer(flight.prefill_id, store_id(source), int(flow.num_bytes), took_ms)
-        flight.is_ready = True
-        machine.make_ready()
-
-    def _let_source_go(self, flight: Flight) -> None:
-        source, flight.source_id = flight.source_id, ""
-        if source:
-            self.prefill[source].cache.release(flight.source_held)
-            flight.source_held = []
-            self._tell_index(source)
 
     # Prefill
 
@@ -267,6 +233,8 @@ class Simulation:
         results.predicted_ttft_s[index] = flight.predicted_ttft_s
         results.cached_tokens[index] = flight.cached_tokens
         results.fetched_tokens[index] = min(flight.fetched_tokens, flight.cached_tokens)
+        if flight.ssd_tokens:
+            results.ssd_tokens[index] = min(flight.ssd_tokens, flight.cached_tokens)
 
     def _handed_over(self, flight: Flight, flow: Flow) -> None:
         flight.transfers.remove(flow)
@@ -301,10 +269,7 @@ class Simulation:
 
     def _clean_up(self, flight: Flight) -> None:
         """Nothing more of this attempt happens anywhere."""
-        for flow in flight.transfers:
-            self.network.cancel(flow)
-        flight.transfers = []
-        self._let_source_go(flight)
+        self.fetches.cancel(flight)
         if flight.prefill_id in self.prefill:
             self.prefill[flight.prefill_id].cancel(flight)
         if flight.decode_id in self.decode:
@@ -336,12 +301,13 @@ class Simulation:
         self._down.add(name)
         self._died.add(name)
         for flight in [flight for flight in self._flying if flight.source_id == name]:
-            self._lose_source(flight)
+            self.fetches.lose_source(flight)
         on_it = [flight for flight in self._flying if self._is_on(flight, name)]
         if name in self.decode:
             self.decode[name].fail()
         if name in self.prefill:
             self.prefill[name].fail()
+            self.prefill[name].cache.die()
         for flight in on_it:
             self._try_again(flight, [name])
         self.agenda.after(fault.down_s, self._revive, name)
@@ -350,16 +316,6 @@ class Simulation:
         """Whether the flight loses anything when the machine dies."""
         gone_from_prefill = flight.is_prefilled and flight.is_handed_over
         return flight.decode_id == name or (flight.prefill_id == name and not gone_from_prefill)
-
-    def _lose_source(self, flight: Flight) -> None:
-        """What was being fetched has to be computed."""
-        for flow in flight.transfers:
-            self.network.cancel(flow)
-        flight.transfers = []
-        flight.source_id, flight.source_held = "", []
-        flight.fetched_tokens = 0
-        flight.is_ready = True
-        self.prefill[flight.prefill_id].make_ready()
 
     def _revive(self, name: str) -> None:
         self._down.discard(name)
@@ -487,11 +443,29 @@ class Simulation:
                 self.brain.join(name, group, self.agenda.now, has_store=False)
                 return
             self._died.discard(name)
-            cache = HostCache(group.store_tokens // model.block_tokens, model.block_tokens)
             machine = PrefillMachine(
-                name, group, curve, model, self.agenda, cache, self._prefill_starts, self._prefill_ends
+                name,
+                group,
+                curve,
+                model,
+                self.agenda,
+                self._make_cache(name, group),
+                self._prefill_starts,
+                self._prefill_ends,
             )
             if name in self.prefill:
                 machine.busy_s = self.prefill[name].busy_s
             self.prefill[name] = machine
         self.brain.join(name, group, self.agenda.now)
+        if name in self.disks:  # it has found its blocks there
+            self._tell_index(name)
+
+    def _make_cache(self, name: str, group: Machines) -> Cache:
+        """Empty memory; an SSD is as it was left."""
+        model, ssd = self.cluster.model, group.ssd
+        if ssd is None:
+            return HostCache(group.store_tokens // model.block_tokens, model.block_tokens)
+        if name not in self.disks:
+            self.disks[name] = Disk(ssd, model, self.agenda)
+        tell = partial(self._tell_index, name)
+        return TieredCache(group.store_tokens, ssd, model, self.agenda, self.disks[name], tell)

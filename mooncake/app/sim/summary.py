@@ -38,6 +38,8 @@ class Summary:
     tail_tbt_ms: Spread
     hit_tokens: float  # share of prompt tokens reused
     hit_requests: float  # mean of each request's own share
+    hit_dram: float  # of hit_tokens, what was in memory, here or on another host
+    hit_ssd: float  # … and what an SSD alone had
     fetched_tokens: float  # share of prompt tokens that came from another host
     prefill_ms: float  # of machine time, mean of all requests
     wasted_prefill: float  # share of that time spent on requests that were not answered
@@ -48,6 +50,8 @@ class Summary:
     prefill_use_max: float
     decode_use: float
     bytes_moved_gb: float
+    ssd_read_gb: float
+    ssd_written_gb: float  # with what is copied within its log
 
 
 def meets(results: Results, slo: SLO) -> Mask:
@@ -88,6 +92,8 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
         mean_tbt_ms=_spread(results.mean_tbt_ms[done]),
         tail_tbt_ms=_spread(results.tail_tbt_ms[done]),
         hit_tokens=_share(results.cached_tokens[done].sum(), results.input_tokens[done].sum()),
+        hit_dram=_share((results.cached_tokens - results.ssd_tokens)[done].sum(), results.input_tokens[done].sum()),
+        hit_ssd=_share(results.ssd_tokens[done].sum(), results.input_tokens[done].sum()),
         hit_requests=float(np.mean(results.cached_tokens[done] / results.input_tokens[done])) if done.any() else 0.0,
         fetched_tokens=_share(results.fetched_tokens[done].sum(), results.input_tokens[done].sum()),
         prefill_ms=float(results.prefill_ms.mean()),
@@ -99,6 +105,8 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
         prefill_use_max=max(busy["prefill"], default=0.0) / duration_s,
         decode_use=_mean(busy["decode"]) / duration_s,
         bytes_moved_gb=simulation.network.bytes_moved / 1e9,
+        ssd_read_gb=sum(disk.bytes_read for disk in simulation.disks.values()) / 1e9,
+        ssd_written_gb=sum(disk.bytes_written for disk in simulation.disks.values()) / 1e9,
     )
 
 
