@@ -475,9 +475,11 @@ class StoreIndex:
             if (index := self._table.sealed.get(BlockKey(key))) is not None:
                 self._room.rescue(index, now)
             self._policy.pin(key)
+        self._room.kept |= parents
         try:
             yield
         finally:
+            self._room.kept -= parents
             for key in parents:
                 self._policy.unpin(key)
 

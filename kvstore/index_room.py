@@ -39,6 +39,7 @@ class Room:
         self._leaving: list[Held] = []  # to be handed out
         self._clean: OrderedDict[int, None] = OrderedDict()  # slots
         self._num_held = 0
+        self.kept: set[bytes] = set()  # the beginning of a chain for whose end room is being made
         self.num_saving = 0  # blocks that are to go once they have been saved
 
     # Staying
@@ -148,7 +149,7 @@ class Room:
         """When one chain fills the store: a block that others build on, but that stays readable elsewhere."""
         for key in self._tenants.blocks():
             slot = self._table.slots[self._table.sealed[key]]
-            is_idle = slot.leases == 0 and not slot.is_leaving and key not in self._pins
+            is_idle = slot.leases == 0 and not slot.is_leaving and key not in self._pins and key not in self.kept
             if is_idle and (self._is_elsewhere(slot.name) or self._must_save(slot.name)):
                 return key
         return None

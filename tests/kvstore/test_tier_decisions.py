@@ -9,6 +9,7 @@ from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Held
 from kvstore.ssd_record import BlockHeader
 from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
+from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 NUM_SLOTS, LENGTH = 8, 1000
@@ -55,6 +56,21 @@ def test_the_oldest_blocks_are_saved_ahead_and_leave_as_soon_as_room_is_wanted()
     store.put(6, 7, 8)
     assert store.index.exists([key(0)]) == [False] and not store.demotion.is_busy
     assert BlockEvent(True, key(0), b"", Tier.SSD) in tier_events(store.index, ())
+
+
+def test_a_chain_that_fills_the_store_does_not_give_up_the_block_that_its_next_one_builds_on() -> None:
+    """Whoever waits for room would rescue that block and give it up again, for ever."""
+    store = Decisions()
+    store.put(*range(7))
+    held = [store.index.hold(key(number)) for number in range(7)]
+    store.put(7)
+    with pytest.raises(OutOfBlocks):
+        store.index.reserve([BlockName(key(8), key(7))], "me", LENGTH, 1, 0.0)
+    assert store.demotion.take_leaving() == []
+    for one in held:
+        assert one is not None
+        store.index.let_go(one)
+    store.index.check()
 
 
 def test_an_ssd_that_takes_nothing_is_given_nothing_and_blocks_are_dropped() -> None:
