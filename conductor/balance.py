@@ -49,6 +49,10 @@ class Switch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BalanceLimits:
+    """Chosen by looking at parts of Azure's traces; then held against generated ones that nothing is scored on, where
+    changing any of seven, mostly to half or twice as much, gains 1.3 points of goodput at most
+    (tests/bench/results/balance-limits-generated.json)."""
+
     busy: float = 0.9  # from here on something is lacking
     cost_s: float = 1.0  # what a switch costs: so long for a side that lacks as much as it has
     turn_back: float = 2.0  # times as much when it takes back the last one
