@@ -341,7 +341,7 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_runs_ahead(round
         mine = got.get(name, [])
         assert mine == (tokens[: len(mine)] if name.split("#")[0] in gone else tokens), name
     assert_empty(engine, model)
-    assert model.num_ahead > 0
+    assert model.num_ahead > 0 or most_started < 1000
 
 
 def hand_over_with(
