@@ -11,6 +11,7 @@ namespace mooncake {
 
 constexpr int DEEP = 192;                     // inputs at a time, so that a panel's part stays in L1 for all strips
 constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware's own stops at every 4 KiB
+constexpr int AHEAD_IN_TILES = 3072;          // likewise
 constexpr int START = 3072;                   // bytes to prefetch before a product begins, a thread
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
 constexpr int NEAR_STRIPS = 8;               // strips of tiles that go through a panel together
@@ -212,6 +213,19 @@ void deliver(const PackedLinear& layer, const float* row_scales, const Target& t
     }
 }
 
+// Has the memory that `deliver` will write brought near.
+inline void prefetch_target(const Target& target, int64_t index, int64_t first, int64_t rows) {
+    if (target.next) {
+        const char* tile = target.next->tile_row(first, index * PANEL / 2 * int64_t(sizeof(bf16)));
+        for (int64_t at = 0; at < rows * ROW_UNIT; at += 64) __builtin_prefetch(tile + at, 1);
+        return;
+    }
+    const bool is_gate = target.then == Then::GATE;
+    const float* to = target.to + first * target.stride + index * (is_gate ? PANEL / 2 : PANEL);
+    for (int64_t r = 0; r < rows; r++, to += target.stride)
+        for (int v = 0; v < (is_gate ? 1 : PANEL_VECS); v++) __builtin_prefetch(to + v * W, 1);
+}
+
 template <WeightKind KIND>
 void deliver(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, const float* sums, int64_t first,
              int64_t rows) {
@@ -253,10 +267,11 @@ void product_in_tiles(const PackedLinear& layer, const Activations& x, const Tar
     const char* panel = layer.panel(index);
     const int64_t count = to_strip - from_strip;
     const int lines = int((PANEL_LINES + count - 1) / count);
-    const char* ahead = panel + (count == 1 ? AHEAD : x.row_bytes * PANEL);
+    const char* ahead = panel + (count == 1 ? AHEAD_IN_TILES : x.row_bytes * PANEL);
     for (int64_t strip = from_strip; strip < to_strip; strip++, ahead += lines * x.row_bytes) {
         const int height = x.strips.height(strip);
         tiles.shape(height);
+        prefetch_target(target, index, x.strips.first(strip), height);
         multiply_tiles<KIND>(x.strip(strip), height, panel, x.row_bytes, (char*)sums, ahead, lines);
         deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
     }
