@@ -39,10 +39,8 @@ template <class Row> inline void panel_of_queries(const Row& row, int D, float s
         for (int d = 0; d < D; d += 2 * W) {
             vf block[W];
             for (int i = 0; i < W; i++) {
-                bf16 pairs[2 * W] = {};
-                if (const float* from = row(first + i))
-                    for (int half = 0; half < 2; half++) store(pairs + half * W, load(from + d + half * W) * scale);
-                block[i] = load_as<vf>(pairs);
+                const float* from = row(first + i);
+                block[i] = from ? in_pairs(load(from + d) * scale, load(from + d + W) * scale) : vf{};
             }
             transpose(block);
 #pragma GCC unroll 16
@@ -133,15 +131,20 @@ inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int win
     return fade;
 }
 
-inline void attend_tokens(const TiledRows& rows, const TiledTokens& tokens, int window, int D, float* scores, uint32_t* weights) {
-    const int64_t key_bytes = D * int64_t(sizeof(bf16)), token_bytes = tokens.padded * int64_t(sizeof(bf16));
+inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window, int D, float* scores, uint32_t* weights) {
+    const int64_t key_bytes = D * int64_t(sizeof(bf16)), strip_values = tokens.padded;
+    // what all rows of the block must not see adds nothing to them
+    const int seen = (rows.last_position + TILE_STRIP - tokens.begin) / TILE_STRIP * TILE_STRIP;
+    tokens.padded = std::min(tokens.padded, seen);
+    tokens.count = std::min(tokens.count, seen);
+    const int64_t token_bytes = tokens.padded * int64_t(sizeof(bf16));
     for (int t = 0; t < tokens.padded; t += TILE_STRIP)
         multiply_tiles<BF16S>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
                               (char*)(scores + t * TILE_LANES), nullptr, 0);
     vf fade[PANEL_VECS];
     for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(rows, tokens, v, window, scores, weights);
     for (int d = 0; d < D; d += TILE_STRIP) {
-        multiply_tiles<BF16S>((const char*)(tokens.values + int64_t(d) * tokens.padded), TILE_STRIP, (const char*)weights,
+        multiply_tiles<BF16S>((const char*)(tokens.values + d * strip_values), TILE_STRIP, (const char*)weights,
                               token_bytes, (char*)scores, nullptr, 0);
         float* mixed = rows.mixed + d * TILE_LANES;
         for (int i = 0; i < TILE_STRIP; i++, mixed += TILE_LANES)

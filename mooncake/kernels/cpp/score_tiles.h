@@ -19,10 +19,8 @@ template <class Row> inline void tiles_of_queries(const Row& row, int rows, int 
         for (int d = 0; d < D; d += 2 * W, out += W * W) {
             vf block[W];
             for (int i = 0; i < W; i++) {
-                bf16 pairs[2 * W] = {};
-                if (const float* from = row(first + i))
-                    for (int half = 0; half < 2; half++) store(pairs + half * W, load(from + d + half * W) * scale);
-                block[i] = load_as<vf>(pairs);
+                const float* from = row(first + i);
+                block[i] = from ? in_pairs(load(from + d) * scale, load(from + d + W) * scale) : vf{};
             }
             transpose(block);
 #pragma GCC unroll 16

@@ -68,6 +68,17 @@ inline void store(bf16* to, vf v) {  // round to nearest, ties to even; NaN stay
     std::memcpy(to, &half, sizeof half);
 }
 
+// 2 * W values as bfloat16, two in each lane.
+inline vf in_pairs(vf first, vf second) {
+#if defined(__AVX512BF16__)  // by way of memory it would wait for two stores to become one load
+    return (vf)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#endif
+    bf16 narrow[2 * W];
+    store(narrow, first);
+    store(narrow + W, second);
+    return load_as<vf>(narrow);
+}
+
 // Codes 0 .. 255, or -128 .. 127 by their bits.
 inline void store(uint8_t* to, vi v) {
 #if defined(__AVX512F__)
