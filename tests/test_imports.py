@@ -36,6 +36,7 @@ BENCHES = {
         "mooncake.app.bench_chunked",
         "mooncake.app.bench_engine",
         "mooncake.app.bench_gpu",
+        "mooncake.app.bench_gpu_engine",
         "mooncake.app.bench_gpu_kernels",
         "mooncake.app.bench_gpu_model",
         "mooncake.app.bench_kernels",
