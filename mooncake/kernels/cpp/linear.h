@@ -288,20 +288,35 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
     deliver<KIND>(layer, x, target, index, sums, first, rows);
 }
 
+// Two panels next to each other, for a few rows, which wait for nothing but weights.
+template <WeightKind KIND>
+void product_of_two(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index) {
+    alignas(64) float sums[TILE_STRIP * PANEL];
+    const int rows = int(x.strips.rows);
+    Tiles tiles(rows);
+    multiply_two<KIND>(x.strip(0), rows, layer.panel(index), x.row_bytes * PANEL, x.row_bytes, (char*)sums, AHEAD_IN_TILES);
+    for (int i = 0; i < 2; i++) deliver<KIND>(layer, x, target, index + i, sums + i * TILE_ROWS * PANEL, 0, rows);
+}
+
 template <WeightKind KIND> void product(const PackedLinear& layer, const Activations& x, const Target& target, int threads) {
     const int64_t panels = layer.num_panels(), strips = x.strips.count;
     const int team = x.strips.rows * layer.inputs * layer.outputs < PRODUCTS_ALONE ? 1 : threads;
+    const bool is_tiled = x.unit == ROW_UNIT, is_small = is_tiled && x.strips.rows <= TILE_ROWS;
     // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
     int64_t cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
     // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
-    const bool is_tiled = x.unit == ROW_UNIT;
-    const auto of_panel = is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
     if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
-    const int64_t run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : 1, runs = (panels + run - 1) / run;
+    const auto of_panel = is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
+    const int64_t run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1, runs = (panels + run - 1) / run;
     parallel(runs * cuts, team, [&](int64_t item) {
         const int64_t first = (is_tiled ? item % runs : item / cuts) * run, cut = is_tiled ? item / runs : item % cuts;
-        for (int64_t index = first; index < std::min(first + run, panels); index++)
-            of_panel(layer, x, target, index, cut * strips / cuts, (cut + 1) * strips / cuts);
+        const int64_t end = std::min(first + run, panels);
+        for (int64_t index = first; index < end; index++) {
+            if (is_small && index + 1 < end)
+                product_of_two<KIND>(layer, x, target, index++);
+            else
+                of_panel(layer, x, target, index, cut * strips / cuts, (cut + 1) * strips / cuts);
+        }
     });
 }
 

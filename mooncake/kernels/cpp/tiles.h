@@ -41,12 +41,12 @@ public:
     void shape(int rows) {
         if (rows == rows_) return;
         rows_ = rows;
-        const int upper = std::min(rows, TILE_ROWS), lower = rows - upper;
+        const int upper = std::min(rows, TILE_ROWS), lower = rows > upper ? rows - upper : upper;
         const int heights[8] = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS};
         Shapes shapes{};
         for (int i = 0; i < 8; i++) {
             shapes.rows[i] = uint8_t(heights[i]);
-            shapes.bytes[i] = heights[i] ? 64 : 0;
+            shapes.bytes[i] = 64;
         }
         settle_memory();
         _tile_loadconfig(&shapes);
@@ -113,6 +113,36 @@ void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_
     }
 }
 
+// As multiply_tiles, of up to TILE_ROWS rows, with two panels that are `apart` bytes from each other: two streams bring more from
+// memory than one.
+template <WeightKind KIND>
+void multiply_two(const char* strip, int rows, const char* panel, int64_t apart, int64_t row_bytes, char* sums, int64_t ahead) {
+    constexpr int ROW = PANEL * 4;
+    settle_memory();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < row_bytes; at += 64, strip += 64 * rows, panel += TILE_ROWS * ROW) {
+        for (int i = 0; i < TILE_ROWS * ROW; i += 64) {
+            __builtin_prefetch(panel + ahead + i);
+            __builtin_prefetch(panel + apart + ahead + i);
+        }
+        _tile_loadd(4, strip, 64);
+        _tile_loadd(5, strip, 64);
+        _tile_loadd(6, panel, ROW);
+        _tile_loadd(7, panel + 64, ROW);
+        multiply_upper<KIND>();
+        _tile_loadd(6, panel + apart, ROW);
+        _tile_loadd(7, panel + apart + 64, ROW);
+        multiply_lower<KIND>();
+    }
+    _tile_stored(0, sums, ROW);
+    _tile_stored(1, sums + 64, ROW);
+    _tile_stored(2, sums + TILE_ROWS * ROW, ROW);
+    _tile_stored(3, sums + TILE_ROWS * ROW + 64, ROW);
+}
+
 #else
 
 inline bool has_tiles() { return false; }
@@ -123,6 +153,7 @@ struct Tiles {
 };
 
 template <WeightKind KIND> void multiply_tiles(const char*, int, const char*, int64_t, char*, const char*, int) {}
+template <WeightKind KIND> void multiply_two(const char*, int, const char*, int64_t, int64_t, char*, int64_t) {}
 
 #endif
 
