@@ -132,7 +132,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # most tokens of a sequence guessed and checked in one step; 0: none
     draft_model: str = ""  # that guesses them, with the same vocabulary, as model.path; "": from what came before
-    threads: int = 0  # of the compute library; 0: cores of this machine / nodes started on it
+    threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
 
 
 class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,7 +23,14 @@ from types import TracebackType
 
 from conductor.api import DRAIN_S
 from mooncake.adapters import open_adapters, parse_adapters
-from mooncake.app.preflight import check_choices, check_memory, check_ports, cores_of_nodes, resolve
+from mooncake.app.preflight import (
+    check_choices,
+    check_memory,
+    check_ports,
+    cores_of_nodes,
+    openmp_threads,
+    resolve,
+)
 from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
@@ -206,7 +213,7 @@ class LocalCluster:
     async def _spawn(self, child: Child) -> None:
         assert self.folder is not None
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
-        threads = section.threads if section else 1
+        threads = openmp_threads(section, self.config) if section else 1
         cores = self._cores.get(child.node_id, ())
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,

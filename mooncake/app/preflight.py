@@ -51,8 +51,21 @@ def resolve(config: Config) -> Config:
 
 
 def _with_threads(section: EngineSection, config: Config) -> EngineSection:
-    nodes = config.cluster.num_prefill + config.cluster.num_decode
-    return section if section.threads else replace(section, threads=max(1, available_cores() // nodes))
+    """Twice a node's share of the cores, but for nodes that are pinned: seldom are all busy, and threads of our own
+    that find no core cost the others nothing."""
+    if section.threads:
+        return section
+    share = _share_of_cores(config)
+    return replace(section, threads=share if config.cluster.pin else min(2 * share, available_cores()))
+
+
+def openmp_threads(section: EngineSection, config: Config) -> int:
+    """For what torch computes itself: its threads wait for each other, so no more than there are cores for."""
+    return min(section.threads, _share_of_cores(config))
+
+
+def _share_of_cores(config: Config) -> int:
+    return max(1, available_cores() // (config.cluster.num_prefill + config.cluster.num_decode))
 
 
 def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from mooncake.errors import ConfigError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.kernels.cpu import use_threads
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
 
@@ -154,7 +155,8 @@ class EngineHost:
         """
         self._loop = asyncio.get_running_loop()
         if self._section.threads:
-            torch.set_num_threads(self._section.threads)
+            use_threads(self._section.threads)
+            torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
         plan = self.plan
         num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes

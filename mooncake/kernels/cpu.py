@@ -4,8 +4,8 @@ Activations come and go as float32, whatever weights and pages are. What is narr
 only where the processor multiplies bfloat16, activations are rounded to it for products with bfloat16 weights, and on
 its matrix unit queries for attention over narrow pages. What the library does not take (other activations, a head size
 that is no multiple of 16, an unusual layout) goes to the reference. The C side checks block ids, slots and positions: a
-wrong one is our bug and raises IndexError before a byte is written. There are as many threads as torch has
-(``torch.get_num_threads``), but they are the library's own.
+wrong one is our bug and raises IndexError before a byte is written. Threads are the library's own, as many as torch has
+unless ``use_threads`` says otherwise.
 """
 
 from __future__ import annotations
@@ -58,6 +58,19 @@ DRAW = struct.Struct("=dddqQ")
 """How one token is chosen: temperature, top_p, min_p, top_k, seed; mirrors ``Draw`` of sampling.h."""
 _ROW_UNIT = 64  # bytes, as in packed.h
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
+
+
+_given_threads = 0
+
+
+def use_threads(count: int) -> None:
+    """Of this process, from now on; 0: as many as torch has."""
+    global _given_threads
+    _given_threads = count
+
+
+def num_threads() -> int:
+    return _given_threads or torch.get_num_threads()
 
 
 class _PackedLinear(ctypes.Structure):
@@ -140,7 +153,7 @@ class PanelLinear:
         self._layer = _PackedLinear(self._panels.data_ptr(), *pointers, inputs, outputs, kind, is_gated, block)
         self.address = ctypes.addressof(self._layer)
         self.num_bytes = num_bytes + sum(part.nbytes for part in self._kept if part is not None)
-        library.mc_pack(self.address, source.data_ptr(), self._panels.data_ptr(), torch.get_num_threads())
+        library.mc_pack(self.address, source.data_ptr(), self._panels.data_ptr(), num_threads())
         self._linear, self._unpack_rows = library.mc_linear, library.mc_unpack_rows
         self._inputs, self._outputs = inputs, outputs
 
@@ -149,7 +162,7 @@ class PanelLinear:
         stride, adjacent = hidden.stride()
         assert hidden.dtype is torch.float32 and inputs == self._inputs and adjacent == 1
         output = hidden.new_empty((tokens, self._outputs))
-        self._linear(self.address, hidden.data_ptr(), stride, output.data_ptr(), tokens, torch.get_num_threads())
+        self._linear(self.address, hidden.data_ptr(), stride, output.data_ptr(), tokens, num_threads())
         return output
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -225,7 +238,7 @@ class CpuKernels:
         if instead:
             others = (_POINTER * count)(*(instead[row].ctypes.data if row in instead else None for row in range(count)))
         where = None if draws is None else (_LONG * count)(*positions)
-        first, stride, threads = logits.data_ptr(), logits.stride(0), torch.get_num_threads()
+        first, stride, threads = logits.data_ptr(), logits.stride(0), num_threads()
         self._sample(first, stride, others, count, size, draws, where, tokens, threads)
         return tokens[:]
 
@@ -255,7 +268,7 @@ class CpuKernels:
             residual.numel() // width,
             width,
             eps,
-            torch.get_num_threads(),
+            num_threads(),
         )
         return output
 
@@ -264,7 +277,7 @@ class CpuKernels:
             return reference.silu_mul(gate_up)
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty((tokens, width))
-        self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, torch.get_num_threads())
+        self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, num_threads())
         return output
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
@@ -312,7 +325,7 @@ class CpuKernels:
             num_heads,
             slots.data_ptr(),
             tokens,
-            torch.get_num_threads(),
+            num_threads(),
         )
         _check(status)
         return qkv.as_strided((tokens, num_heads, head_dim), (qkv.stride(0), head_dim, 1))
@@ -358,7 +371,7 @@ class CpuKernels:
             context_lens.shape[0],
             scale,
             window,
-            torch.get_num_threads(),
+            num_threads(),
         )
 
         def call() -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from mooncake.checkpoint import ModelConfig
-from mooncake.kernels.cpu import PROBLEMS, STOPPED_BY_HOOK, CpuKernels, PanelLinear, page_kind
+from mooncake.kernels.cpu import PROBLEMS, STOPPED_BY_HOOK, CpuKernels, PanelLinear, num_threads, page_kind
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.layers import LayerWeights, Weights, vector, weight
@@ -190,7 +190,7 @@ class CpuDecoder:
             told.before,
             told.after,
             logits.data_ptr(),
-            torch.get_num_threads(),
+            num_threads(),
         )
         if told.error is not None:
             raise told.error

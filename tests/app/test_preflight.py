@@ -20,6 +20,7 @@ from mooncake.app.preflight import (
     cores_of_nodes,
     free_port,
     memory_need,
+    openmp_threads,
     parameter_count,
     port_holder,
     resolve,
@@ -79,9 +80,12 @@ def test_an_address_of_another_machine_is_refused() -> None:
 
 def test_threads_are_shared_among_the_compute_nodes() -> None:
     config = resolve(load_config(None, ["cluster.prefill=1", "cluster.decode=1", "decode.threads=7"]))
-    assert config.prefill.threads == max(1, available_cores() // 2)
+    share = max(1, available_cores() // 2)
+    assert config.prefill.threads == min(2 * share, available_cores())
     assert config.decode.threads == 7
-    assert resolve(load_config(None, ["cluster.prefill=500"])).prefill.threads == 1
+    assert openmp_threads(config.prefill, config) == openmp_threads(config.decode, config) == share
+    assert resolve(load_config(None, ["cluster.pin=true"])).prefill.threads == share
+    assert resolve(load_config(None, ["cluster.prefill=500"])).prefill.threads == min(2, available_cores())
 
 
 def test_memory_is_counted_for_every_node() -> None:
