@@ -99,6 +99,15 @@ inline void attend_tile(const RowBlock& rows, const float* const* keys, const fl
     for (int d = 0; d < D; d += 4) mix_dims<4, LANE_VECS>(scores, values, count, d, faded, rows.mixed);
 }
 
+// State of an item's rows before the first token; rows behind its last one, up to `area`, stand where that stands.
+inline void begin_rows(const AttentionCall& call, const Item& item, int64_t area, int32_t* positions, float* most, float* sums) {
+    for (int row = 0; row < area; row++) {
+        positions[row] = call.position(item.seq, item.first + std::min(row, item.count - 1));
+        most[row] = NEVER;
+        sums[row] = 0;
+    }
+}
+
 template <class T>
 void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Results& results, Scratch& scratch) {
     const int D = call.head_dim, rows = item.count, num_blocks = (rows + LANES - 1) / LANES;
@@ -110,13 +119,10 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
     float *most = scratch.take(area), *sums = scratch.take(area);
     int32_t* positions = scratch.take<int32_t>(area);
 
+    begin_rows(call, item, area, positions, most, sums);
     for (int row = 0; row < area; row++) {
-        const int real = item.first + std::min(row, rows - 1);
-        positions[row] = call.position(item.seq, real);
-        most[row] = NEVER;
-        sums[row] = 0;
         float* column = queries + int64_t(row / LANES) * LANES * D + row % LANES;
-        const float* from = call.query_row(item.seq, item.kv_head, real);
+        const float* from = call.query_row(item.seq, item.kv_head, item.first + std::min(row, rows - 1));
         for (int d = 0; d < D; d++) column[d * LANES] = row < rows ? from[d] * call.scale_log2 : 0;
     }
     std::memset(mixed, 0, sizeof(float) * area * D);

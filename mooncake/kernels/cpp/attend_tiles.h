@@ -10,8 +10,8 @@
 
 namespace mooncake {
 
-constexpr int TILE_KEYS = 128;       // tokens between two looks at the largest score
-constexpr int TILE_LANES = PANEL;    // query rows in one row block
+constexpr int TILE_KEYS = 128;     // tokens between two looks at the largest score
+constexpr int TILE_LANES = PANEL;  // query rows in one row block
 
 // 2^x for x ≤ 0, to a part in 10^4: what is rounded to bfloat16 needs no more.
 inline vf exp2_roughly(vf x) {
@@ -31,21 +31,6 @@ inline vu narrow_bits(vf v) {
     bf16 narrow[W];
     store(narrow, v);
     return __builtin_convertvector(load_as<vh>(narrow), vu);
-}
-
-// Query rows as a panel: pairs of dimensions, [D / 2][TILE_LANES]. `row(i)` is null for rows behind the last.
-template <class Row> inline void panel_of_queries(const Row& row, int D, float scale, uint32_t* out) {
-    for (int first = 0; first < TILE_LANES; first += W)
-        for (int d = 0; d < D; d += 2 * W) {
-            vf block[W];
-            for (int i = 0; i < W; i++) {
-                const float* from = row(first + i);
-                block[i] = from ? in_pairs(load(from + d) * scale, load(from + d + W) * scale) : vf{};
-            }
-            transpose(block);
-#pragma GCC unroll 16
-            for (int i = 0; i < W; i++) store((float*)out + (d / 2 + i) * TILE_LANES + first, block[i]);
-        }
 }
 
 // [D][TILE_LANES] as `count` rows of D.
@@ -79,17 +64,17 @@ template <class T> inline void strips_of_values(const T* const* values, int toke
 
 // Up to TILE_LANES query rows with the running state of their softmax.
 struct TiledRows {
-    const char* queries;   // a panel of TILE_LANES outputs and D inputs
-    float *mixed;          // [D][TILE_LANES]
-    float *most, *sums;    // [TILE_LANES]
+    const char* queries;  // a panel of TILE_LANES outputs and D inputs
+    float* mixed;         // [D][TILE_LANES]
+    float *most, *sums;   // [TILE_LANES]
     const int32_t* position;
     int first_position, last_position;
 };
 
 // What the rows of a block need of some tokens.
 struct TiledTokens {
-    const bf16 *keys, *values;                  // strips
-    const float *key_scales, *value_scales;     // of int8 pages, else null
+    const bf16 *keys, *values;               // strips
+    const float *key_scales, *value_scales;  // of int8 pages, else null
     int begin, count, padded;
 };
 
@@ -168,17 +153,13 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     float *most = scratch.take(area), *sums = scratch.take(area);
     int32_t* positions = scratch.take<int32_t>(area);
 
-    for (int row = 0; row < area; row++) {
-        const int real = item.first + std::min(row, rows - 1);
-        positions[row] = call.position(item.seq, real);
-        most[row] = NEVER;
-        sums[row] = 0;
-    }
+    begin_rows(call, item, area, positions, most, sums);
     for (int64_t first = 0; first < area; first += TILE_LANES) {
         const auto row = [&](int i) {
             return first + i < rows ? call.query_row(item.seq, item.kv_head, item.first + int(first) + i) : nullptr;
         };
-        panel_of_queries(row, D, call.scale_log2, queries + first * D / 2);
+        for (int i = 0; i < TILE_LANES; i += W)  // a panel: [D / 2][TILE_LANES] pairs
+            columns_of_queries(row, i, D, call.scale_log2, TILE_LANES, queries + first * D / 2 + i);
     }
     std::memset(mixed, 0, sizeof(float) * area * D);
 

@@ -14,7 +14,7 @@ constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the ha
 constexpr int AHEAD_IN_TILES = 3072;          // likewise
 constexpr int START = 3072;                   // bytes to prefetch before a product begins, a thread
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
-constexpr int NEAR_STRIPS = 8;               // strips of tiles that go through a panel together
+constexpr int NEAR_STRIPS = 8;                // strips of tiles that go through a panel together
 constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay
 
 // ---- the inner loops ------------------------------------------------------------------------------------------------

@@ -13,19 +13,24 @@ template <class T> inline bool fits_tiles(int head_dim) {
     return !std::is_same<T, float>::value && W == TILE_ROWS && head_dim % STRIP_TOKENS == 0 && has_tiles();
 }
 
-// Query rows as columns of tiles, in pairs of dimensions: [rows / 16][D / 32][16][16]. `row(i)` is null behind the last.
-template <class Row> inline void tiles_of_queries(const Row& row, int rows, int D, float scale, uint32_t* out) {
-    for (int first = 0; first < rows; first += W)
-        for (int d = 0; d < D; d += 2 * W, out += W * W) {
-            vf block[W];
-            for (int i = 0; i < W; i++) {
-                const float* from = row(first + i);
-                block[i] = from ? in_pairs(load(from + d) * scale, load(from + d + W) * scale) : vf{};
-            }
-            transpose(block);
-#pragma GCC unroll 16
-            for (int i = 0; i < W; i++) store((float*)out + i * W, block[i]);
+// W query rows as columns of pairs of dimensions, [D / 2][W], each `stride` lanes behind the one before. `row(i)` is null behind the
+// last.
+template <class Row> inline void columns_of_queries(const Row& row, int first, int D, float scale, int64_t stride, uint32_t* out) {
+    for (int d = 0; d < D; d += 2 * W) {
+        vf block[W];
+        for (int i = 0; i < W; i++) {
+            const float* from = row(first + i);
+            block[i] = from ? in_pairs(load(from + d) * scale, load(from + d + W) * scale) : vf{};
         }
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) store((float*)out + (d / 2 + i) * stride, block[i]);
+    }
+}
+
+// Query rows as tiles: [rows / 16][D / 32][16][16].
+template <class Row> inline void tiles_of_queries(const Row& row, int rows, int D, float scale, uint32_t* out) {
+    for (int first = 0; first < rows; first += W, out += W * D / 2) columns_of_queries(row, first, D, scale, W, out);
 }
 
 // Tokens' keys as strips: [token / 32][D / 32][32][32], of `tokens` tokens, a multiple of 32.

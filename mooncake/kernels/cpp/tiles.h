@@ -83,7 +83,7 @@ template <WeightKind KIND> inline void multiply_lower() {
 }
 
 // sums[row][PANEL] = a strip of up to TILE_STRIP rows times a panel, over `row_bytes` of each row. Meanwhile it has memory brought
-// near, LINES cache lines from `ahead` on for every 64 bytes of a row.
+// near, `lines` cache lines from `ahead` on for every 64 bytes of a row.
 template <WeightKind KIND>
 void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_bytes, char* sums, const char* ahead, int lines) {
     constexpr int ROW = PANEL * 4;  // bytes of a row of a panel, and of sums
