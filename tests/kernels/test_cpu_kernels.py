@@ -31,6 +31,7 @@ BUILDS = {
     "as it is": ((), ""),
     "without tiles": (NO_TILES, "amx_bf16"),
     "without bf16 lanes": ((*NO_TILES, "-mno-avx512bf16"), "avx512_bf16"),
+    "without AVX-512": (("-march=haswell",), "avx512f"),
 }
 """Flags that forbid a part of the processor, and the feature without which they change nothing."""
 
