@@ -16,6 +16,7 @@ from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import BuildFailed, load_library
 from mooncake.kernels.reference import Coding
+from mooncake.precision import cpu_features
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,19 @@ class Kernels(Protocol):
 def choose_kernels() -> Kernels:
     """The fastest kernels that work here. The first call may compile for some seconds."""
     try:
-        return CpuKernels(load_library())
+        kernels = CpuKernels(load_library())
     except BuildFailed as error:
         log.warning("using the slow torch kernels: %s", error)
         return reference
+    warn_of_unused_units(kernels)
+    return kernels
+
+
+def warn_of_unused_units(kernels: CpuKernels) -> None:
+    """An old system or compiler, or a sandbox, can keep the processor's matrix unit from us: nobody should wonder why
+    bfloat16 is slow."""
+    if "amx_bf16" in cpu_features() and not kernels.has_matrix_unit:
+        log.warning(
+            "the processor's matrix unit (AMX) is not used, and prompts in bfloat16 take longer for it: "
+            "the compiler does not know it, or the system does not let this process have it"
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mooncake.kernels import Kernels, reference
+from mooncake.kernels import Kernels, reference, warn_of_unused_units
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
 from mooncake.kernels.reference import Coding
@@ -44,6 +44,12 @@ def cpu(request: pytest.FixtureRequest) -> CpuKernels:
     kernels = CpuKernels(load_library(flags))
     assert kernels.has_matrix_unit == (not flags and {"amx_bf16", "amx_int8"} <= cpu_features())
     return kernels
+
+
+def test_a_matrix_unit_that_is_not_used_is_told(cpu: CpuKernels, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_unused_units(cpu)
+    is_unused = "amx_bf16" in cpu_features() and not cpu.has_matrix_unit
+    assert ["matrix unit" in message for message in caplog.messages] == [True] * is_unused
 
 
 @dataclass(frozen=True)
