@@ -26,6 +26,8 @@ import numpy as np
 from conductor.view import View
 from mooncake.types import Role
 
+EMPTY = 1e6  # how busy a side is that has fewer nodes than it must have; finite, so that two such are equal
+
 
 class SwitchState(StrEnum):
     DRAINING = "draining"  # gets no new work
@@ -63,7 +65,7 @@ class BalanceLimits:
     room: float = 1.15  # what is as busy as it can be on average is overloaded half the time
     smoothing_s: float = 30.0  # of demand, in time as requests see it
     drain_s: float = 25.0  # how far ahead decoding is looked at; about what a drain takes
-    dwell_s: float = 60.0  # after a switch that was given up
+    dwell_s: float = 60.0  # after a switch that was given up; its node rests twice as long, so that another is asked
     node_dwell_s: float = 600.0  # between two of one node
     patience_s: float = 120.0  # a drain that takes longer is given up
     min_prefill: int = 1
@@ -156,7 +158,7 @@ class Balancer:
         self._switching: tuple[Switch, SwitchState, float] | None = None
         self._last_to: Role | None = None
         self._rests_until = -math.inf
-        self._switched_at: dict[str, float] = {}
+        self._left_alone_until: dict[str, float] = {}
 
     @property
     def switching(self) -> tuple[Switch, SwitchState] | None:
@@ -203,19 +205,20 @@ class Balancer:
     def moved(self, to: SwitchState, now: float) -> None:
         """The switch under way has come so far. An illegal move is our bug."""
         assert self._switching is not None, "no switch is under way"
-        switch, state, since = self._switching
+        limits, (switch, state, since) = self.limits, self._switching
         assert to in SWITCH_MOVES[state], f"{state} -> {to}"
         self._switching = (switch, to, since)
         if not SWITCH_MOVES[to]:
             self._switching = None
-            self._switched_at[switch.node_id] = now
-            lacks_more = min(max(self._lacked[switch.to] - self.limits.cost_s, 0.0), self.limits.cost_s)
+            done = to is SwitchState.DONE
+            self._left_alone_until[switch.node_id] = now + (limits.node_dwell_s if done else 2.0 * limits.dwell_s)
+            lacks_more = min(max(self._lacked[switch.to] - limits.cost_s, 0.0), limits.cost_s)
             self._lacked = dict.fromkeys(self._lacked, 0.0)
-            if to is SwitchState.DONE:
+            if done:
                 self.switches += 1
                 self._last_to, self._lacked[switch.to] = switch.to, lacks_more
             else:
-                self._rests_until = now + self.limits.dwell_s
+                self._rests_until = now + limits.dwell_s
 
     def _look(self, view: View, elapsed_s: float) -> None:
         """What arrived since the last tick, what is there now, and what is lacking of it."""
@@ -256,7 +259,7 @@ class Balancer:
         def busiest(move: int, burst: float) -> float:
             """Too little room for bursts counts as full, and only a load that is too much as more."""
             if num_prefill + move < limits.min_prefill or num_decode - move < limits.min_decode:
-                return math.inf
+                return EMPTY
             with_bursts = (prefill + burst * math.sqrt(prefill)) / (num_prefill + move)
             computing = min(with_bursts, max(1.0, limits.room * prefill / (num_prefill + move)))
             return max(computing, decode / (num_decode - move))
@@ -277,11 +280,11 @@ class Balancer:
         return to if self._lacked[to] > self.limits.cost_s * (self.limits.turn_back if takes_back else 1.0) else None
 
     def _idlest(self, view: View, role: Role, now: float) -> str | None:
-        """The node of ``role`` that is empty soonest and has not switched lately."""
+        """The node of ``role`` that is empty soonest and has not been asked lately."""
         side = view.prefill if role is Role.PREFILL else view.decode
         load = view.prefill.queued_ms if role is Role.PREFILL else view.decode.context_tokens
         for at in np.argsort(load, kind="stable"):
             node_id = side.nodes[int(at)].node_id
-            if now - self._switched_at.get(node_id, -math.inf) >= self.limits.node_dwell_s:
+            if now >= self._left_alone_until.get(node_id, -math.inf):
                 return node_id
         return None

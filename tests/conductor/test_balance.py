@@ -76,6 +76,33 @@ def test_it_follows_a_lasting_shift_and_then_holds_still() -> None:
     assert len(town.flips) == count
 
 
+def test_what_was_looked_at_before_any_node_came_hinders_no_switch() -> None:
+    town = Town(0, 0)
+    town.run(60, prefill_nodes=0.0, decode_nodes=0.0, arrivals=0)
+    everybody = Town(6, 2)
+    everybody.balancer, everybody.cluster.now = town.balancer, town.cluster.now
+    everybody.run(900, prefill_nodes=2.2, decode_nodes=4.0)
+    assert everybody.split == (3, 5)
+
+
+def test_a_side_that_lost_its_last_node_gets_one() -> None:
+    town = Town(0, 3)
+    town.run(60, prefill_nodes=0.3, decode_nodes=0.3)
+    assert town.split[0] == 1
+
+
+def test_nodes_that_could_not_switch_are_asked_again() -> None:
+    town = Town(1, 2)
+    asked = []
+    for _ in range(900):
+        town.run(1, prefill_nodes=2.5, decode_nodes=0.2)
+        if town.balancer.switching is not None:
+            asked.append(town.balancer.switching[0].node_id)
+            town.balancer.moved(SwitchState.GIVEN_UP, town.cluster.now)  # as when the other one is late with its reports
+    assert len(asked) >= 5
+    assert set(asked) == {"d0", "d1"}
+
+
 def test_noise_moves_nobody() -> None:
     town = Town(4, 4)
     town.run(3600, prefill_nodes=2.8, decode_nodes=2.8, noise=0.6)
