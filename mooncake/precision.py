@@ -1,6 +1,7 @@
 """Which number formats a model's weights, activations and KV have, from what was asked for and what the processor has.
 
-Decided once, before anything is loaded, and the same everywhere: it must not import torch.
+Decided once, before anything is loaded, and the same everywhere: it must not import torch, and numpy only for who has
+factors for keys, because every command reads the configuration.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mooncake.errors import ConfigError
-from mooncake.key_scales import KeyScales, load_key_scales
+
+if TYPE_CHECKING:
+    from mooncake.key_scales import KeyScales
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -60,7 +63,11 @@ def resolve_precision(
         dtype = "bfloat16" if has_it else "float32"
     if key_scales and kv_dtype != "int8":
         raise ConfigError(f"model.key_scales is for model.kv_dtype=int8, not for {kv_dtype}")
-    scales = load_key_scales(key_scales) if key_scales else None
+    scales = None
+    if key_scales:
+        from mooncake.key_scales import load_key_scales
+
+        scales = load_key_scales(key_scales)
     return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, _CODINGS[weights], scales)
 
 

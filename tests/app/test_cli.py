@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -92,20 +91,14 @@ def test_a_taken_port_is_refused_within_seconds() -> None:
     assert "--http-port" in done.stderr
 
 
-def test_help_answers_at_once() -> None:
-    run("--help")  # compiles
-    times = []
-    for _ in range(5):
-        start_s = children_s()
-        assert run("--help").returncode == 0
-        times.append(children_s() - start_s)
-    assert min(times) < 0.5
-
-
-def children_s() -> float:
-    """Processor time of the programs that have ended: the clock would count what else the machine does."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def test_help_loads_nothing_that_takes_long() -> None:
+    """That is what makes it answer at once; how fast is for a benchmark to say."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mooncake", "--help"], capture_output=True, text=True, check=True
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert {"mooncake", "typer", "msgspec"} <= loaded, "what is loaded is seen"
+    assert not loaded & {"numpy", "torch", "triton", "grpc", "google", "starlette", "uvicorn", "rich", "asyncio", "ray"}
 
 
 def test_help_says_what_there_is_in_whole_sentences_and_benchmarks_list_their_own_flags() -> None:
