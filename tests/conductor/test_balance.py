@@ -98,7 +98,7 @@ def test_nodes_that_could_not_switch_are_asked_again() -> None:
         town.run(1, prefill_nodes=2.5, decode_nodes=0.2)
         if town.balancer.switching is not None:
             asked.append(town.balancer.switching[0].node_id)
-            town.balancer.moved(SwitchState.GIVEN_UP, town.cluster.now)  # as when the other one is late with its reports
+            town.balancer.moved(SwitchState.GIVEN_UP, town.cluster.now)  # as when the other one reports late
     assert len(asked) >= 5
     assert set(asked) == {"d0", "d1"}
 
