@@ -72,7 +72,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         adapter=request.adapter,
         decode_address=placement.decode.control_address if placement.decode else "",
         pools=pools,
-        skip_pool_prefix=placement.skips_pool,
+        pool_tokens=placement.pool_tokens,
     )
     if placement.decode is None:
         return WireRequests(prefill, None)

@@ -50,7 +50,7 @@ class Core:
         )
         self.index = PrefixIndex()
         self.costs = CostModel()
-        self.fleet = Fleet(self.registry, self.costs, self.index, model.shape.chunk_tokens)
+        self.fleet = Fleet(self.registry, self.costs, self.index, model.shape.chunk_tokens, section.ssd_mb_per_s)
         self.directory = directory
         self.subscriber = Subscriber(self.index, self.channels, directory)
         self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)

@@ -59,12 +59,14 @@ double prefill_ms(const View &v, int64_t p, double num_tokens, double cached) {
     return step + fresh * (token + v.costs[2 * v.num_prefill + p] * (num_tokens + cached));
 }
 
-double fetch_ms(const View &v, const Request &r, int64_t p, int64_t s, double tokens) {
-    double bytes = tokens * v.block_bytes / v.block_tokens;
+// What lies between `local` and `cached` tokens; up to `in_dram` of them are in the store's DRAM.
+double fetch_ms(const View &v, int64_t p, int64_t s, double local, double cached, double in_dram) {
+    double bytes = (cached - local) * v.block_bytes / v.block_tokens;
     if (s != v.home[p]) bytes *= v.sending_flows[s] + 1.0;
-    const double slow = r.runs[v.store_slots[s]] - r.runs[v.dram_slots[s]];
     const int64_t at = s * v.num_prefill + p;
-    return v.fetch_latency[at] + v.fetch_byte[at] * bytes + slow * v.block_bytes * v.ssd_byte_ms;
+    const double fetch = v.fetch_latency[at] + v.fetch_byte[at] * bytes;
+    if (cached <= in_dram) return fetch;
+    return fetch + (cached - in_dram) * v.block_bytes / v.block_tokens * v.ssd_byte_ms;
 }
 
 int find_sources(const View &v, const Request &r, int64_t *sources) {
@@ -91,9 +93,17 @@ Way fastest_way(const View &v, const Request &r, int64_t p, double local, const 
     for (int i = -1; i < num_sources; ++i) {
         const int64_t s = i < 0 ? v.home[p] : sources[i];
         if (s < 0) continue;
-        const double cached = std::min(r.runs[v.store_slots[s]] * v.block_tokens, usable);
-        if (cached <= local) continue;
-        const Way way{s, cached, fetch_ms(v, r, p, s, cached - local), prefill_ms(v, p, r.num_tokens, cached)};
+        const double whole = std::min(r.runs[v.store_slots[s]] * v.block_tokens, usable);
+        if (whole <= local) continue;
+        const double in_dram = std::min(r.runs[v.dram_slots[s]] * v.block_tokens, usable);
+        const auto way_to = [&](double cached) {
+            return Way{s, cached, fetch_ms(v, p, s, local, cached, in_dram), prefill_ms(v, p, r.num_tokens, cached)};
+        };
+        if (local < in_dram && in_dram < whole && v.known[p]) {  // no other cut can be best: see predict.py
+            const Way way = way_to(in_dram);
+            if (way.total() < best.total()) best = way;
+        }
+        const Way way = way_to(whole);
         if (way.total() < best.total() || (!v.known[p] && way.cached > best.cached)) best = way;
     }
     return best;
@@ -196,14 +206,14 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
     }
     // The store to read from, else the one on the prefill node's host, else any.
     const int64_t home = v.home[best_p], pool = way.source >= 0 ? way.source : home >= 0 || !v.num_stores ? home : 0;
-    // Whether it holds more of the prompt than is to be used.
-    const bool skips_pool = way.source < 0 && pool >= 0 &&
-                            std::min(r.runs[v.store_slots[pool]] * v.block_tokens, usable) > way.cached;
+    // Where it holds more of the prompt than is to be used: how much of it is.
+    const bool is_cut = pool >= 0 && std::min(r.runs[v.store_slots[pool]] * v.block_tokens, usable) > way.cached;
+    const double pool_tokens = !is_cut ? -1.0 : way.source >= 0 ? way.cached : 0.0;
     const auto whole = [](double value) { return static_cast<long long>(value); };
-    return Py_BuildValue("LLLLLLLN(ddddd)N", whole(best_p), whole(best_d), whole(pool), whole(local),
+    return Py_BuildValue("LLLLLLLN(ddddd)L", whole(best_p), whole(best_d), whole(pool), whole(local),
                          whole(way.cached - local), whole(r.num_tokens - way.cached), whole(blocks),
                          PyBool_FromLong(v.known[best_p]), queue_ms(best_p), way.fetch_ms, way.prefill_ms, handoff, step,
-                         PyBool_FromLong(skips_pool));
+                         whole(pool_tokens));
 }
 
 }  // namespace

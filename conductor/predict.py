@@ -2,9 +2,14 @@
 
 Pure. The arrays are what the default policy searches; ``explain`` says what any policy's choice is expected to cost.
 
-    TTFT(p)    = queue(p) + min over sources of [fetch(source → p, what p lacks) + prefill(p, the rest)]
+    TTFT(p)    = queue(p) + min over sources and cuts of [fetch(source → p, up to the cut) + prefill(p, the rest)]
     handoff    = what is left of sending the blocks that d lacks when prefill ends; the last layer is always left
     total(p,d) = TTFT(p) + handoff(p → d) + expected tokens · step(d, one sequence more)
+
+Of a store's run any leading part may be fetched, but only two cuts can be best: where its DRAM ends and where the run
+ends. Up to the first, and from there to the second, each token more costs the same to fetch, while computing the rest,
+t·(N - k) + c·(N² - k²), falls faster the longer the cut k is: between two ends the sum bends downwards, and is least at
+one of them. (Steps of chunks add a sawtooth to that: at most one step's fixed ms are lost by not looking at its teeth.)
 """
 
 from __future__ import annotations
@@ -50,20 +55,22 @@ def first_token(question: Question) -> FirstToken:
     everyone, is_unknown = np.arange(len(view.prefill.nodes)), ~view.prefill.known
     local = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
     cached, fetching, computing = local, np.zeros(len(local)), prefill_array_ms(question, local)
+    whole, in_dram = question.store_tokens, question.dram_tokens
     sources = question.sources(MAX_SOURCES)
     for source in [view.prefill.home, *(np.full(len(local), source) for source in sources)] if sources else ():
-        tokens = np.minimum(question.store_runs[source] * shape.block_tokens, question.usable_tokens)
         flows = np.where(source == view.prefill.home, 0.0, view.stores.sending_flows[source])
-        num_bytes = (tokens - local) * shape.block_bytes / shape.block_tokens * (flows + 1.0)
-        slow = (question.store_runs - question.dram_runs)[source]
-        fetch = view.fetch_latency[source, everyone] + view.fetch_byte[source, everyone] * num_bytes
-        fetch = fetch + slow * shape.block_bytes * view.stores.ssd_byte_ms
-        compute = prefill_array_ms(question, tokens)
-        is_faster = (fetch + compute < fetching + computing) | (is_unknown & (tokens > cached))
-        takes = (source >= 0) & (tokens > local) & is_faster
-        cached = np.where(takes, tokens, cached)
-        fetching = np.where(takes, fetch, fetching)
-        computing = np.where(takes, compute, computing)
+        for tokens, is_cut in ((in_dram[source], True), (whole[source], False)):
+            num_bytes = (tokens - local) * shape.block_bytes / shape.block_tokens * (flows + 1.0)
+            slow = (tokens - in_dram[source]) * shape.block_bytes / shape.block_tokens
+            fetch = view.fetch_latency[source, everyone] + view.fetch_byte[source, everyone] * num_bytes
+            fetch = fetch + slow * view.stores.ssd_byte_ms
+            compute = prefill_array_ms(question, tokens)
+            is_faster = fetch + compute < fetching + computing
+            is_faster = is_faster & ~is_unknown if is_cut else is_faster | (is_unknown & (tokens > cached))
+            takes = (source >= 0) & (tokens > local) & is_faster
+            cached = np.where(takes, tokens, cached)
+            fetching = np.where(takes, fetch, fetching)
+            computing = np.where(takes, compute, computing)
     ttft = question.queue_ms() + (fetching + computing) + view.prefill.tie_ms
     if question.last_prefill != NONE:
         ttft[question.last_prefill] -= SESSION_MS
@@ -159,30 +166,41 @@ def _fastest(question: Question, p: int, local: int, sources: Iterable[int]) -> 
     """From one of ``sources``, or from none of them. While nothing is known the longest run is the best."""
     best = (NONE, local, 0.0, _prefill_ms(question, p, local))
     for source in sources:
-        if source != NONE and question.store_runs[source]:
-            way = _way(question, p, local, source)
-            if way[2] + way[3] < best[2] + best[3] or (way[1] > best[1] and not question.view.prefill.known[p]):
+        if source == NONE or not question.store_runs[source]:
+            continue
+        is_known = question.view.prefill.known[p]
+        if is_known and local < (cut := question.dram_tokens.item(source)) < question.store_tokens.item(source):
+            way = _way_to(question, p, local, source, cut)
+            if way[2] + way[3] < best[2] + best[3]:
                 best = way
+        way = _way(question, p, local, source)
+        if way[2] + way[3] < best[2] + best[3] or (way[1] > best[1] and not is_known):
+            best = way
     return best
 
 
 def _way(question: Question, p: int, local: int, source: int) -> _Way:
-    shape = question.shape
-    run = question.store_runs.item(source)
-    cached = max(local, min(int(run) * shape.block_tokens, question.usable_tokens))
-    if cached == local:
+    """With the store's whole run."""
+    cached = question.store_tokens.item(source)
+    if cached <= local:
         return NONE, local, 0.0, _prefill_ms(question, p, local)
-    return source, cached, _fetch_ms(question, p, source, cached - local), _prefill_ms(question, p, cached)
+    return _way_to(question, p, local, source, cached)
 
 
-def _fetch_ms(question: Question, p: int, source: int, tokens: int) -> float:
+def _way_to(question: Question, p: int, local: int, source: int, cached: float) -> _Way:
+    """Fetching what lies between ``local`` and ``cached`` tokens."""
+    fetch_ms = _fetch_ms(question, p, source, local, cached)
+    return source, int(cached), fetch_ms, _prefill_ms(question, p, int(cached))
+
+
+def _fetch_ms(question: Question, p: int, source: int, local: int, cached: float) -> float:
     """Reads share a store's way out; those on its own host do not use it."""
     view, shape = question.view, question.shape
-    num_bytes = tokens * shape.block_bytes / shape.block_tokens
+    num_bytes = (cached - local) * shape.block_bytes / shape.block_tokens
     if source != view.prefill.home[p]:
         num_bytes *= view.stores.sending_flows.item(source) + 1.0
-    slow = question.store_runs.item(source) - question.dram_runs.item(source)
-    slow_ms = slow * shape.block_bytes * view.stores.ssd_byte_ms
+    slow = max(cached - question.dram_tokens.item(source), 0.0) * shape.block_bytes / shape.block_tokens
+    slow_ms = slow * view.stores.ssd_byte_ms
     return view.fetch_latency.item(source, p) + view.fetch_byte.item(source, p) * num_bytes + slow_ms
 
 

@@ -34,7 +34,9 @@ class Placement(NamedTuple):
     sent_blocks: int  # to the decode node, which lacks them
     is_known: bool  # whether the prefill node's predictions rest on measurements
     breakdown: Breakdown
-    skips_pool: bool = False  # the first pool holds more of the prefix, and reading it is slower than computing
+    # of the prompt's leading ones: how many to take from the first pool at most, for it holds more, and reading that
+    # is slower than computing; None: all that it turns out to hold
+    pool_tokens: int | None = None
 
     @property
     def predicted_ttft_ms(self) -> float:
@@ -139,18 +141,18 @@ def describe(question: Question, choice: Choice, found: Prediction) -> Placement
         found.sent_blocks,
         bool(view.prefill.known[p]),
         found.breakdown,
-        found.source == NONE and _holds_more(question, p, cached),
+        _pool_tokens(question, p, found.source, cached),
     )
 
 
-def _holds_more(question: Question, p: int, cached: int) -> bool:
-    """Whether the store that the node will be told of holds more of the prompt than it is to use."""
-    stores = question.view.stores
-    if not stores.nodes:
-        return False
-    at = max(question.view.prefill.home.item(p), 0)
-    run = question.runs.item(stores.slots.item(at))
-    return min(run * question.shape.block_tokens, question.usable_tokens) > cached
+def _pool_tokens(question: Question, p: int, source: int, cached: int) -> int | None:
+    """How many tokens to take at most, where the store that the node will be told of holds more of the prompt."""
+    if not question.view.stores.nodes:
+        return None
+    at = source if source != NONE else max(question.view.prefill.home.item(p), 0)
+    if question.store_tokens.item(at) <= cached:
+        return None
+    return cached if source != NONE else 0
 
 
 def _pools(question: Question, p: int, source: int) -> tuple[NodeInfo, ...]:

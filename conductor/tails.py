@@ -46,7 +46,7 @@ def on_decode_node(question: Question, placement: Placement, costs: CostModel, m
                     sent_blocks=0,
                     is_known=True,
                     breakdown=breakdown,
-                    skips_pool=True,
+                    pool_tokens=0,
                 ),
                 total_ms,
             )

@@ -167,6 +167,16 @@ class Question:
         """[S]"""
         return self.runs[self.view.stores.dram_slots]
 
+    @property
+    def store_tokens(self) -> Floats:
+        """[S]: of the prompt, as many as a prefill node may use, in any tier."""
+        return np.minimum(self.store_runs * self.shape.block_tokens, self.usable_tokens)
+
+    @property
+    def dram_tokens(self) -> Floats:
+        """[S]: as ``store_tokens``, up to the first block that only the SSD has."""
+        return np.minimum(self.dram_runs * self.shape.block_tokens, self.usable_tokens)
+
     def home_runs(self) -> Floats:
         """[P]: in the store on the same host."""
         home, runs = self.view.prefill.home, self.store_runs

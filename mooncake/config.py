@@ -69,6 +69,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica_ttl_s: float = 120.0  # a copy that nobody asks for in that time is given up
     max_tail_tokens: int = 64  # a prompt of which a switchable decode node lacks no more may stay there; 0: never
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes have reported; "": none
+    ssd_mb_per_s: float = 1000.0  # at which a store is predicted to read its SSD
 
     def __repr__(self) -> str:
         """For logs and tracebacks: without keys."""
@@ -299,6 +300,7 @@ _POSITIVE = (
     "conductor.request_timeout_s",
     "conductor.balance_smoothing_s",
     "conductor.replica_ttl_s",
+    "conductor.ssd_mb_per_s",
     "health.probe_interval_s",
     "health.probe_timeout_s",
     "health.confirm_s",

@@ -188,11 +188,13 @@ class PrefillJob:
     # The prefix
 
     async def _count_stored(self) -> int:
-        """How many leading blocks the pool holds, in our layout or in another, when that is more than this node holds
-        itself."""
+        """How many leading blocks are to be had from the pool, in our layout or in another, when that is more than
+        this node holds itself: what the pool has, and no more than the conductor found worth reading."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._layout.block_tokens)
+        if self._request.HasField("pool_tokens"):
+            usable = min(usable, self._request.pool_tokens // self._layout.block_tokens)
         keys = self._keys[:usable]
-        if self._store is None or not keys or self._request.skip_pool_prefix:
+        if self._store is None or not keys:
             return 0
         if self._shop.host.engine.block_pool.match(keys) == usable:
             return 0

@@ -57,7 +57,7 @@ class PrefillRequest(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
-    SKIP_POOL_PREFIX_FIELD_NUMBER: _builtins.int
+    POOL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
     epoch: _builtins.int
@@ -72,8 +72,10 @@ class PrefillRequest(_message.Message):
     """lower runs first"""
     adapter: _builtins.str
     """of the model; empty: none"""
-    skip_pool_prefix: _builtins.bool
-    """reading the prefix from the pool is predicted to be slower than computing it"""
+    pool_tokens: _builtins.int
+    """Of the leading tokens, how many to read from the pool at most: reading more is predicted to be slower than computing
+    it. Unset: all that the pool holds.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -94,13 +96,15 @@ class PrefillRequest(_message.Message):
         pools: _abc.Iterable[Global___PoolTarget] | None = ...,
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
-        skip_pool_prefix: _builtins.bool = ...,
+        pool_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "pool_tokens", b"pool_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "skip_pool_prefix", b"skip_pool_prefix", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pool_tokens", b"pool_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__pool_tokens: _TypeAlias = _typing.Literal["pool_tokens"]  # noqa: Y015
+    _WhichOneofArgType__pool_tokens: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pool_tokens) -> _WhichOneofReturnType__pool_tokens | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 

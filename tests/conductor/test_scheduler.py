@@ -218,6 +218,7 @@ def test_the_search_in_cpp_answers_as_its_definition_in_python() -> None:
             asked = {
                 "num_tokens": int(rng.integers(1, 1400)),
                 "runs": runs,
+                "in_dram": {name: int(rng.integers(run + 1)) for name, run in runs.items() if rng.random() < 0.5},
                 "needs_decode": bool(rng.integers(4)),
                 "session": f"session {rng.integers(5)}" if rng.integers(2) else "",
                 "excluded": incarnations("p1", "d1") if rng.integers(2) else frozenset(),

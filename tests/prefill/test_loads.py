@@ -47,7 +47,9 @@ async def store_node() -> AsyncIterator[StoreNode]:
         await node.stop()
 
 
-async def prefill_on_a_fresh_node(store: StoreNode, name: str, *settings: str) -> tuple[int, common_pb2.PrefillReport]:
+async def prefill_on_a_fresh_node(
+    store: StoreNode, name: str, *settings: str, pool_tokens: int | None = None
+) -> tuple[int, common_pb2.PrefillReport]:
     """The first token and the report of a node whose own cache is empty."""
     node, channels = PrefillNode(config_of(name, *settings)), Channels()
     await node.start()
@@ -58,6 +60,7 @@ async def prefill_on_a_fresh_node(store: StoreNode, name: str, *settings: str) -
             num_prompt_tokens=len(PROMPT),
             sampling=sampling_to_wire(SamplingParams(max_tokens=1, temperature=0.0)),
             pools=[prefill_pb2.PoolTarget(control_address=store.control_address)],
+            pool_tokens=pool_tokens,
         )
         stub = prefill_pb2_grpc.PrefillStub(channels.get(node.control_address))
         token, report = -1, common_pb2.PrefillReport()
@@ -101,6 +104,18 @@ async def test_a_stored_prefix_is_loaded_and_a_corrupt_one_is_computed_again() -
         again, report = await prefill_on_a_fresh_node(store, "prefill-mended")
         assert again == token
         assert report.pool_cached_tokens == STORED_BLOCKS * 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_no_more_of_a_stored_prefix_is_loaded_than_the_conductor_wants() -> None:
+    async with store_node() as store:
+        token, _ = await prefill_on_a_fresh_node(store, "prefill-cold")
+        for wanted, loaded in ((0, 0), (64, 64), (2 * 64 + 63, 2 * 64), (10_000, STORED_BLOCKS * 64)):
+            hits = dict((await store_stats(store)).counters).get("hits", 0)
+            again, report = await prefill_on_a_fresh_node(store, f"prefill-{wanted}", pool_tokens=wanted)
+            assert (again, report.pool_cached_tokens) == (token, loaded)
+            assert dict((await store_stats(store)).counters).get("hits", 0) - hits == loaded // 64, "leased in vain"
 
 
 def flip_a_bit(store: StoreNode) -> None:

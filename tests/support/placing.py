@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -15,7 +15,7 @@ from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, Registry
 from conductor.scheduler import Placement, Scheduler
 from conductor.view import RequestFacts, Shape
-from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress
+from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress, Tier
 
 SHAPE = Shape(block_tokens=64, block_bytes=1 << 20, num_layers=10)
 
@@ -41,14 +41,17 @@ class Cluster:
     policy: str = DEFAULT_POLICY
     native: bool = True
     hosts: bool = False  # each prefill node has a host of its own, with a store; else all are on one
+    chunk_tokens: int = 0
+    ssd_mb_per_s: float = 1000.0
     fleet: Fleet = field(init=False)
     scheduler: Scheduler = field(init=False)
     prompts: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         registry, costs = Registry("kv", 64, 0.5, 5.0), CostModel()
-        self.fleet = Fleet(registry, costs, PrefixIndex())
-        self.scheduler = Scheduler(self.fleet, SHAPE, POLICIES[self.policy], np.random.default_rng(1), self.native)
+        self.fleet = Fleet(registry, costs, PrefixIndex(), self.chunk_tokens, self.ssd_mb_per_s)
+        shape = replace(SHAPE, chunk_tokens=self.chunk_tokens)
+        self.scheduler = Scheduler(self.fleet, shape, POLICIES[self.policy], np.random.default_rng(1), self.native)
         for role, number in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.STORE, self.stores)):
             for i in range(number):
                 host = f"h{i}" if self.hosts and role is not Role.DECODE else "h"
@@ -60,16 +63,32 @@ class Cluster:
             costs.observe_decode("d0", size, 64 * size, 10.0 + size)
             costs.observe_transfer("p0", "d0", size << 20, float(size))
 
-    def place(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> Placement:
-        """A prompt that nobody has seen, but for ``runs``: leading blocks that these nodes hold."""
-        facts = self.facts(num_tokens, runs, **changes)
+    def place(
+        self,
+        num_tokens: int = 640,
+        runs: dict[str, int] | None = None,
+        in_dram: dict[str, int] | None = None,
+        **changes: object,
+    ) -> Placement:
+        """A prompt that nobody has seen, but for ``runs``: leading blocks that these nodes hold, and of stores how many
+        of them are in DRAM (else all)."""
+        facts = self.facts(num_tokens, runs, in_dram, **changes)
         return self.scheduler.place(facts, self.now)
 
-    def facts(self, num_tokens: int = 640, runs: dict[str, int] | None = None, **changes: object) -> RequestFacts:
+    def facts(
+        self,
+        num_tokens: int = 640,
+        runs: dict[str, int] | None = None,
+        in_dram: dict[str, int] | None = None,
+        **changes: object,
+    ) -> RequestFacts:
         prompt = next(self.prompts)
         keys = [BlockKey(bytes([block]) + prompt.to_bytes(31, "little")) for block in range(num_tokens // 64)]
+        self.fleet.view(self.now)  # stores have two tiers from when they are first seen
         for node_id, run in (runs or {}).items():
-            self.fleet.index.apply(node_id, [BlockEvent(True, key) for key in keys[:run]])
+            fast = (in_dram or {}).get(node_id, run)
+            for tier, part in ((Tier.DRAM, keys[: min(fast, run)]), (Tier.SSD, keys[fast:run])):
+                self.fleet.index.apply(node_id, [BlockEvent(True, key) for key in part], tier)
         return RequestFacts(num_tokens, keys, expected_tokens=10.0)._replace(**changes)
 
     def book(self, placement: Placement, num_tokens: int = 640) -> Ticket:
