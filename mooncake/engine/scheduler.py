@@ -316,6 +316,8 @@ class Scheduler:
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
             self._swap_in(sequence, plan)
+            if sequence.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is somebody's, too
+                self._make_writable(sequence, sequence.num_computed, plan)
             plan.admissions.append(admission)
             budget -= planned
         return budget
@@ -330,11 +332,15 @@ class Scheduler:
         return has_room or self._blocks_of(sequence) > self.pool.num_blocks
 
     def _usable(self, sequence: Sequence) -> int:
-        """How many leading blocks need not be computed if they are cached; at least the last token is."""
+        """How many leading blocks need not be computed if they are cached. The last token is, whatever is cached: into
+        a copy of its block, if there is room for one."""
         sequence.extend_keys(self._block_tokens)
         if sequence.is_scoring:
             return 0
-        return min((sequence.num_tokens - 1) // self._block_tokens, len(sequence.block_keys))
+        usable = len(sequence.block_keys)
+        if usable * self._block_tokens < sequence.num_tokens or self.pool.match(sequence.block_keys) < usable:
+            return usable
+        return usable if self._has_room(sequence, usable, num_copies=1) else usable - 1
 
     def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
         """Blocks for all tokens: cached ones, ones to load, ones to compute."""
@@ -342,17 +348,15 @@ class Scheduler:
         num_cached = self._give_blocks(sequence, usable)
         if num_cached is None:
             return None
+        num_other = sequence.num_tokens - 1
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = num_cached * self._block_tokens
+            sequence.num_cached_tokens = min(num_cached * self._block_tokens, num_other)
+        sequence.num_sealed = num_cached
         if sequence.swapped:
-            sequence.num_sealed = num_cached
-            sequence.num_computed = max(
-                num_cached * self._block_tokens, min(sequence.num_swapped, sequence.num_tokens - 1)
-            )
+            sequence.num_computed = min(max(num_cached * self._block_tokens, sequence.num_swapped), num_other)
             return Admission(sequence, [])
         num_ready = max(num_cached, min(sequence.external_blocks, usable))
-        sequence.num_computed = num_ready * self._block_tokens
-        sequence.num_sealed = num_cached
+        sequence.num_computed = min(num_ready * self._block_tokens, num_other)
         sequence.is_loading = num_ready > num_cached
         to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_ready)]
         return Admission(sequence, to_load)
@@ -443,11 +447,14 @@ class Scheduler:
     def _cached_of(self, sequence: Sequence, usable: int) -> int | None:
         """How many of its first ``usable`` blocks are cached; None when there is no room for the others."""
         num_cached = self.pool.match(sequence.block_keys[:usable])
+        return num_cached if self._has_room(sequence, num_cached) else None
+
+    def _has_room(self, sequence: Sequence, num_cached: int, num_copies: int = 0) -> bool:
         headroom = -(-self.pool.num_blocks // HEADROOM) if self.running else 0
-        left = self.pool.num_available - (self._blocks_of(sequence) - num_cached) - headroom
+        left = self.pool.num_available - (self._blocks_of(sequence) - num_cached) - num_copies - headroom
         if left < num_cached:  # those that nobody holds are part of what is available
             left -= self.pool.num_idle(sequence.block_keys[:num_cached])
-        return num_cached if left >= 0 else None
+        return left >= 0
 
     def _set_table(self, sequence: Sequence, table: list[int]) -> None:
         sequence.block_table = table

@@ -19,6 +19,7 @@ from mooncake.errors import (
     OutOfBlocks,
     Overloaded,
 )
+from mooncake.hashing import extend_chain
 from mooncake.types import BlockKey, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
@@ -87,14 +88,36 @@ def test_a_second_turn_finds_the_blocks_of_the_first() -> None:
     assert sequence.num_cached_tokens == computed // BLOCK * BLOCK == 20
 
 
-def test_a_prompt_that_is_cached_as_a_whole_still_computes_its_last_block() -> None:
+def test_of_a_prompt_that_is_cached_as_a_whole_only_the_last_token_is_computed_and_into_a_copy() -> None:
     engine = hash_engine()
     prompt = random_prompt(16, 0)
-    for name in ("first", "again"):
-        sequence = hash_sequence(name, prompt)
+    engine.add(hash_sequence("first", prompt))
+    run_all(engine)
+    shared = engine.block_pool.take_prefix(extend_chain(b"seed", np.array(prompt, np.uint32), BLOCK), 4)
+    again = hash_sequence("again", prompt)
+    engine.add(again)
+    outputs = engine.step()
+    assert again.num_cached_tokens == 15
+    assert engine.load().copied_blocks == 1
+    assert again.block_table[:3] == shared[:3] and again.block_table[3] != shared[3]
+    engine.cache.memory[shared[3]] ^= 0xFF  # who still reads there is seen
+    assert answers(outputs + run_all(engine)) == {"again": true_answer(prompt, 12)}
+
+
+def test_where_there_is_no_room_for_a_copy_the_last_block_is_computed_again() -> None:
+    engine = hash_engine(num_blocks=4)
+    prompt = random_prompt(15, 0)
+    answer = true_answer(prompt, 2)
+    engine.add(hash_sequence("first", prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)))
+    run_all(engine)
+    sequence = hash_sequence(
+        "again", [*prompt, answer[0]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    )
+    for _ in range(2):
         engine.add(sequence)
-        assert answers(run_all(engine)) == {name: true_answer(prompt, 12)}
-    assert sequence.num_cached_tokens == 12
+        assert answers(run_all(engine)) == {sequence.request_id: answer[1:]}
+        assert sequence.num_cached_tokens == 12
+        sequence = hash_sequence("once more", [*prompt, answer[0]], sequence.sampling)
 
 
 def test_another_salt_shares_nothing() -> None:
@@ -464,7 +487,7 @@ def test_the_last_token_is_computed_even_when_everything_could_be_loaded() -> No
     hook = Pool(source, target)
     target.add(hash_sequence("r", prompt, external_blocks=4))
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
-    assert hook.steps[0] == [("r", 12, 4)]
+    assert hook.steps[0] == [("r", 15, 1)]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
