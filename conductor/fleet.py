@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from conductor.cost import ALL_NODES, Changed, CostModel
+from conductor.cost import ALL_NODES, MAX_FITS, Changed, CostModel, TransferCost
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.view import NONE, Bools, DecodeSide, Ints, PrefillSide, StoreSide, View
+from conductor.view import NONE, Bools, DecodeSide, Ints, Links, PrefillSide, StoreSide, View
 from mooncake.types import Role
 
 COSTS_REFRESH_S = (
@@ -239,14 +239,12 @@ class Fleet:
             prefill_at={info.node_id: position for position, info in enumerate(prefill)},
             decode_at={info.node_id: position for position, info in enumerate(decode)},
             store_at={info.node_id: position for position, info in enumerate(stores)},
-            fetch_latency=np.zeros((num_stores, num_prefill)),
-            fetch_byte=np.zeros((num_stores, num_prefill)),
-            send_latency=np.zeros((num_prefill, num_decode)),
-            send_byte=np.zeros((num_prefill, num_decode)),
-            fetch_measured=np.zeros((num_stores, num_prefill), dtype=bool),
-            send_measured=np.zeros((num_prefill, num_decode), dtype=bool),
-            least_send_latency=np.zeros(num_prefill),
-            least_send_byte=np.zeros(num_prefill),
+            links=np.zeros((1 + min(MAX_FITS, num_prefill * (num_stores + num_decode)), 2)),
+            num_links=1,
+            fetch_link=np.zeros((num_stores, num_prefill), dtype=np.int32),
+            send_link=np.zeros((num_prefill, num_decode), dtype=np.int32),
+            has_sent=np.zeros(num_prefill, dtype=bool),
+            least_send=np.zeros((num_prefill, 2)),
         )
         for info in (*prefill, *decode, *stores):
             self._sync(info.node_id)
@@ -305,20 +303,11 @@ class Fleet:
     def _set_all_transfers(self, view: View) -> None:
         """Pairs that have moved nothing yet are taken to be as all pairs are."""
         usual = self.costs.transfer_of_all()
-        for latency, byte, measured in (
-            (view.fetch_latency, view.fetch_byte, view.fetch_measured),
-            (view.send_latency, view.send_byte, view.send_measured),
-        ):
-            if measured.any():
-                unmeasured = ~measured
-                np.copyto(latency, usual.latency_ms, where=unmeasured)
-                np.copyto(byte, usual.byte_ms, where=unmeasured)
-            else:
-                latency.fill(usual.latency_ms)
-                byte.fill(usual.byte_ms)
-        if view.decode.nodes:
-            view.send_latency.min(axis=1, out=view.least_send_latency)
-            view.send_byte.min(axis=1, out=view.least_send_byte)
+        view.links[0] = usual.latency_ms, usual.byte_ms
+        view.least_send[:] = view.links[0]
+        if view.has_sent.any():
+            shown = view.send_link[view.has_sent]
+            view.least_send[view.has_sent] = view.links[shown].min(axis=1)
 
     def _set_transfer(self, view: View, node_id: str, peer: str) -> None:
         p = view.prefill_at.get(node_id)
@@ -326,12 +315,11 @@ class Fleet:
             return
         cost = self.costs.transfer(node_id, peer)
         if (d := view.decode_at.get(peer)) is not None:
-            view.send_latency[p, d], view.send_byte[p, d] = cost.latency_ms, cost.byte_ms
-            view.send_measured[p, d] = True
-            view.least_send_latency[p], view.least_send_byte[p] = view.send_latency[p].min(), view.send_byte[p].min()
+            _set_link(view, view.send_link, p, d, cost)
+            view.has_sent[p] = True
+            view.least_send[p] = view.links[view.send_link[p]].min(axis=0)
         elif (s := view.store_at.get(peer)) is not None:
-            view.fetch_latency[s, p], view.fetch_byte[s, p] = cost.latency_ms, cost.byte_ms
-            view.fetch_measured[s, p] = True
+            _set_link(view, view.fetch_link, s, p, cost)
 
     def _slots(self, nodes: tuple[NodeInfo, ...]) -> Ints:
         return np.array([self.index.slot(info.node_id) for info in nodes], dtype=np.int64)
@@ -400,6 +388,15 @@ class Fleet:
         account.sending_flows += sign
         account.sending_bytes = account.sending_bytes + sign * ticket.source_bytes if account.sending_flows else 0.0
         self._sync_store(ticket.source_id, account)
+
+
+def _set_link(view: View, links: Links, row: int, column: int, cost: TransferCost) -> None:
+    """Of a pair that has moved something; it gets a link of its own when it has none."""
+    link = links.item(row, column)
+    if not link:
+        link = links[row, column] = view.num_links
+        view.num_links += 1
+    view.links[link] = cost.latency_ms, cost.byte_ms
 
 
 def _meant(node_id: str, known: dict[str, int], measured: Bools) -> int | Bools | None:

@@ -18,6 +18,11 @@ constexpr double kCopyRent = 0.15;   // of computing a token: what one more copy
 constexpr double kNotYet = -1.0;     // in place of milliseconds
 constexpr int kMaxSources = 3;
 
+struct Link {
+    double latency, byte;
+    double ms(double bytes) const { return latency + byte * bytes; }
+};
+
 struct View {
     int64_t num_prefill, num_decode, num_stores;
     const int64_t *prefill_slots, *home;
@@ -28,9 +33,10 @@ struct View {
     const double *context_ms, *next_step_ms, *free_blocks, *decode_tie_ms;
     const int64_t *store_slots, *dram_slots;
     const double *sending_flows, *idleness;
-    const double *fetch_latency, *fetch_byte;  // [S, P]
-    const double *send_latency, *send_byte;    // [P, D]
-    const double *least_send_latency, *least_send_byte;
+    const Link *links;
+    const int32_t *fetch_link;  // [S, P]
+    const int32_t *send_link;   // [P, D]
+    const Link *least_send;
     double *scratch;  // [3 P + 2 D]
     double ssd_byte_ms, block_tokens, block_bytes, num_layers, chunk_tokens;
 };
@@ -63,8 +69,7 @@ double prefill_ms(const View &v, int64_t p, double num_tokens, double cached) {
 double fetch_ms(const View &v, int64_t p, int64_t s, double local, double cached, double in_dram) {
     double bytes = (cached - local) * v.block_bytes / v.block_tokens;
     if (s != v.home[p]) bytes *= v.sending_flows[s] + 1.0;
-    const int64_t at = s * v.num_prefill + p;
-    const double fetch = v.fetch_latency[at] + v.fetch_byte[at] * bytes;
+    const double fetch = v.links[v.fetch_link[s * v.num_prefill + p]].ms(bytes);
     if (cached <= in_dram) return fetch;
     return fetch + (cached - in_dram) * v.block_bytes / v.block_tokens * v.ssd_byte_ms;
 }
@@ -174,9 +179,9 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
         }
         double best = kInfinity;
         const auto try_row = [&](int64_t p) {
-            const double *latency = v.send_latency + p * D, *byte = v.send_byte + p * D;
+            const int32_t *link = v.send_link + p * D;
             for (int64_t d = 0; d < D; ++d) {
-                const double sending = bytes[d] > 0.0 ? latency[d] + byte[d] * bytes[d] : 0.0;
+                const double sending = bytes[d] > 0.0 ? v.links[link[d]].ms(bytes[d]) : 0.0;
                 const double total = ttft[p] + handoff_ms(sending, computing[p], v.num_layers) + work[d];
                 if (total < best) best = total, best_p = p, best_d = d;
             }
@@ -186,7 +191,7 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
         for (int64_t p = 0; p < P; ++p) {
             // No pair of p is faster than with its fastest link, the fewest bytes and the idlest decode node.
             if (p == first || ttft[p] + least_work >= best) continue;
-            const double sending = least_bytes > 0.0 ? v.least_send_latency[p] + v.least_send_byte[p] * least_bytes : 0.0;
+            const double sending = least_bytes > 0.0 ? v.least_send[p].ms(least_bytes) : 0.0;
             if (computing[p] == kNotYet) {
                 if (ttft[p] + sending / v.num_layers + least_work >= best) continue;
                 look_closely(p);
@@ -199,8 +204,8 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
     double blocks = 0.0, handoff = 0.0, step = 0.0;
     if (best_d >= 0) {
         blocks = std::ceil(r.num_tokens / v.block_tokens) - r.runs[v.decode_slots[best_d]];
-        const int64_t at = best_p * D + best_d;
-        const double sending = blocks > 0.0 ? v.send_latency[at] + v.send_byte[at] * (blocks * v.block_bytes) : 0.0;
+        const Link &link = v.links[v.send_link[best_p * D + best_d]];
+        const double sending = blocks > 0.0 ? link.ms(blocks * v.block_bytes) : 0.0;
         handoff = handoff_ms(sending, way.prefill_ms, v.num_layers);
         step = v.next_step_ms[best_d] + v.context_ms[best_d] * r.num_tokens;
     }

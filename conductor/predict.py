@@ -62,7 +62,7 @@ def first_token(question: Question) -> FirstToken:
         for tokens, is_cut in ((in_dram[source], True), (whole[source], False)):
             num_bytes = (tokens - local) * shape.block_bytes / shape.block_tokens * (flows + 1.0)
             slow = (tokens - in_dram[source]) * shape.block_bytes / shape.block_tokens
-            fetch = view.fetch_latency[source, everyone] + view.fetch_byte[source, everyone] * num_bytes
+            fetch = view.link_ms(view.fetch_link[source, everyone], num_bytes)
             fetch = fetch + slow * view.stores.ssd_byte_ms
             compute = prefill_array_ms(question, tokens)
             is_faster = fetch + compute < fetching + computing
@@ -93,8 +93,7 @@ def transfer_array_ms(question: Question, source: int, tokens: Floats) -> Floats
     """[P] ms of fetching so many tokens from one store, which shares its way out among all that read."""
     view, shape = question.view, question.shape
     num_bytes = tokens * (shape.block_bytes / shape.block_tokens * (view.stores.sending_flows.item(source) + 1.0))
-    result: Floats = view.fetch_latency[source] * (tokens > 0.0) + view.fetch_byte[source] * num_bytes
-    return result
+    return np.where(tokens > 0.0, view.link_ms(view.fetch_link[source], num_bytes), 0.0)
 
 
 def local_ttft_ms(question: Question) -> Floats:
@@ -104,7 +103,7 @@ def local_ttft_ms(question: Question) -> Floats:
     with_home = np.minimum(question.own_blocks() * shape.block_tokens, question.usable_tokens)
     result: Floats = question.queue_ms() + prefill_array_ms(question, with_home) + view.prefill.tie_ms
     if view.stores.nodes:
-        home_byte = view.fetch_byte[view.prefill.home, np.arange(len(own))]
+        home_byte = view.links[view.fetch_link[view.prefill.home, np.arange(len(own))], 1]
         result = result + (with_home - own) * home_byte * (shape.block_bytes / shape.block_tokens)
     return result
 
@@ -148,7 +147,7 @@ def explain(question: Question, choice: Choice) -> Prediction:
     blocks = -(-num_tokens // block_tokens) - int(question.decode_runs[d])
     sending = 0.0
     if blocks:
-        sending = view.send_latency.item(p, d) + view.send_byte.item(p, d) * (blocks * shape.block_bytes)
+        sending = float(view.link_ms(view.send_link[p, d], blocks * shape.block_bytes))
     handoff = max(sending - computing, sending / shape.num_layers)
     step = view.decode.next_step_ms.item(d) + view.decode.context_ms.item(d) * num_tokens
     return Prediction(Breakdown(queue, fetch_ms, computing, handoff, step), source, local, cached - local, blocks)
@@ -201,7 +200,7 @@ def _fetch_ms(question: Question, p: int, source: int, local: int, cached: float
         num_bytes *= view.stores.sending_flows.item(source) + 1.0
     slow = max(cached - question.dram_tokens.item(source), 0.0) * shape.block_bytes / shape.block_tokens
     slow_ms = slow * view.stores.ssd_byte_ms
-    return view.fetch_latency.item(source, p) + view.fetch_byte.item(source, p) * num_bytes + slow_ms
+    return float(view.link_ms(view.fetch_link[source, p], num_bytes)) + slow_ms
 
 
 def _prefill_ms(question: Question, p: int, cached: int) -> float:

@@ -18,6 +18,7 @@ from conductor.registry import NodeInfo
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Links = npt.NDArray[np.int32]
 
 NONE = -1  # no node, where an index is wanted
 MAX_SOURCES = 3  # stores looked at as sources of one prefix
@@ -101,7 +102,7 @@ class StoreSide:
 
 @dataclass(slots=True)
 class View:
-    """The cluster at one moment. Matrices give latency (ms) and ms a byte between pairs."""
+    """The cluster at one moment. Matrices give the row of ``links`` that a pair of nodes has."""
 
     prefill: PrefillSide
     decode: DecodeSide
@@ -109,14 +110,18 @@ class View:
     prefill_at: dict[str, int]
     decode_at: dict[str, int]
     store_at: dict[str, int]
-    fetch_latency: Floats  # [S, P]
-    fetch_byte: Floats
-    send_latency: Floats  # [P, D]
-    send_byte: Floats
-    fetch_measured: Bools  # pairs that have moved something; the others are taken to be as all are
-    send_measured: Bools
-    least_send_latency: Floats  # [P]: the least over D
-    least_send_byte: Floats
+    links: Floats  # [L, 2]: ms of latency, and ms a byte; the first row is what all pairs together have shown
+    num_links: int
+    fetch_link: Links  # [S, P]; 0: the pair has moved nothing yet
+    send_link: Links  # [P, D]
+    has_sent: Bools  # [P]: whether it has shown a link of its own to some decode node
+    least_send: Floats  # [P, 2]: the least latency, and the least ms a byte, over D
+
+    def link_ms(self, link: Links | np.int32, num_bytes: Floats | float) -> Floats:
+        """Of moving so many bytes over a link, or over each of several."""
+        costs = self.links[link]
+        result: Floats = costs[..., 0] + costs[..., 1] * num_bytes
+        return result
 
 
 class Choice(NamedTuple):

@@ -30,7 +30,7 @@ def milliseconds(question: Question, rng: np.random.Generator) -> Choice:
 
     def row(p: int) -> Floats:
         """[D]: the total with prefill node p. Layers are sent while later ones compute; the last one cannot be."""
-        sending = np.where(num_bytes > 0.0, view.send_latency[p] + view.send_byte[p] * num_bytes, 0.0)
+        sending = np.where(num_bytes > 0.0, view.link_ms(view.send_link[p], num_bytes), 0.0)
         handoff = np.maximum(sending - first.prefill_ms[p], sending / question.shape.num_layers)
         total: Floats = ttft[p] + handoff + work
         return total
@@ -62,6 +62,7 @@ def _promising(
     """Prefill nodes whose total might be below ``best``: no pair is faster than with its fastest link, the fewest bytes
     and the idlest decode node."""
     view, fewest = question.view, float(num_bytes[np.isfinite(work)].min())
-    sending = (view.least_send_latency + view.least_send_byte * fewest) if fewest > 0.0 else np.zeros(len(ttft))
+    least_latency, least_byte = view.least_send.T
+    sending = (least_latency + least_byte * fewest) if fewest > 0.0 else np.zeros(len(ttft))
     bound = ttft + np.maximum(sending - first.prefill_ms, sending / question.shape.num_layers) + work.min()
     return [int(p) for p in (bound < best).nonzero()[0]]
