@@ -291,13 +291,20 @@ class StoreClient:
     # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
 
     async def reserve(
-        self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        length: int,
+        ranges: int,
+        *,
+        into_dram: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Reservation | None]:
-        """A slot for each (key, parent) that is neither stored nor being written; None for the others.
+        """A slot for each (key, parent) that is neither stored nor being written; None for the others. With
+        ``into_dram`` blocks that only the SSD has get one too: they shall be in both.
 
         ``length`` is the bytes of each block, which seal checks as ``ranges`` equal parts. Raises OutOfBlocks.
         """
-        slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s)
+        slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s, into_dram)
         return slots
 
     async def write_ranges(
@@ -445,7 +452,12 @@ class StoreClient:
         return self._copies_inline and nbytes <= INLINE_BYTES and self._transfer.transport_of(segment.node_id) == "shm"
 
     async def _reserve(
-        self, names: Sequence[tuple[bytes, bytes]], length: int, ranges: int, deadline: float
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        length: int,
+        ranges: int,
+        deadline: float,
+        into_dram: bool = False,
     ) -> tuple[list[Reservation | None], list[bool]]:
         """The slots, and whether each block is stored already."""
         self._calls.repeat_owed()
@@ -456,6 +468,7 @@ class StoreClient:
             ranges=ranges,
             tenant=self.tenant,
             wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
+            into_dram=into_dram,
         )
         response = await self._calls.call(self._calls.fast.Reserve(request, timeout=left_s(deadline)))
         self._met(response.segment.incarnation)

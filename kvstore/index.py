@@ -134,12 +134,16 @@ class StoreIndex:
             raise OutOfBlocks("the store is full: every block is being read or written, or others build on it")
         return offers
 
-    def reserve_ahead(self, count: int, writer: str, length: int, now: float) -> list[Grant]:
-        """Slots for blocks that nobody has named yet, to ``adopt``: as many as there is room for, at most ``count``."""
+    def reserve_ahead(
+        self, count: int, writer: str, length: int, now: float, ranges: int = 1, behind: Iterable[bytes] = ()
+    ) -> list[Grant]:
+        """Slots for blocks that nobody has named yet, to ``adopt``: as many as there is room for without evicting what
+        they lie ``behind``, at most ``count``."""
         self._expire(now)
         grants: list[Grant] = []
-        while len(grants) < count and self._make_room(count - len(grants), now):
-            grants.append(self._reserve(writer, length, 1, now))
+        with self._pinned(behind, now):
+            while len(grants) < count and self._make_room(count - len(grants), now):
+                grants.append(self._reserve(writer, length, ranges, now))
         return grants
 
     def reservation(self, grant: Grant) -> Reserved | None:

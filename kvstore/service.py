@@ -41,8 +41,9 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
         names = [BlockName(checked_key(block.key), checked_parent(block.parent)) for block in request.blocks]
         wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
+        tenant = checked_tenant(request.tenant)
         offers = await self._store.reserve(
-            names, request.writer_id, request.length, request.ranges, checked_tenant(request.tenant), wait_s
+            names, request.writer_id, request.length, request.ranges, tenant, wait_s, request.into_dram
         )
         return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
 

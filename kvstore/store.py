@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.ahead import NEAR_AHEAD, WIRE, SlotsAhead
+from kvstore.anew import Anew
 from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
@@ -89,6 +90,7 @@ class Store:
             is_elsewhere=self._worth.is_saved,
             listing=board,
         )
+        self._anew = Anew(self._index) if not tenant_bytes else None  # quotas count what has a name
         demotion = Demotion(self._worth, self._index, segment.num_blocks)
         self._saving = Saving(ssd, demotion, self._pages, self._on_saved)
         self.ahead = SlotsAhead(
@@ -105,10 +107,18 @@ class Store:
     # Writing
 
     async def reserve(
-        self, names: Sequence[BlockName], writer: str, length: int, ranges: int, tenant: str = "", wait_s: float = 0.0
+        self,
+        names: Sequence[BlockName],
+        writer: str,
+        length: int,
+        ranges: int,
+        tenant: str = "",
+        wait_s: float = 0.0,
+        into_dram: bool = False,
     ) -> list[Offer]:
-        """As the index does, and blocks on the SSD are stored too. While blocks are being saved, waits up to ``wait_s``
-        for their room. Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
+        """As the index does, and blocks on the SSD are stored too; with ``into_dram`` they get a slot as well where
+        there is room. While blocks are being saved, waits up to ``wait_s`` for theirs. Raises InvalidRequest when such
+        blocks do not fit a slot, and OutOfBlocks."""
         if not 1 <= length <= self.block_bytes:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
@@ -131,6 +141,8 @@ class Store:
                 if full is not None and not any(offer.grant for offer in offers):
                     self._index.counters["refused_full"] += 1
                     raise full
+                if into_dram and self._anew is not None:
+                    self._offer_anew(self._anew, offers, names, writer, length, ranges, tenant)
                 return offers
         except BaseException:  # the writer will never hear of these
             self.abort(offer.grant for offer in offers if offer.grant)
@@ -329,6 +341,27 @@ class Store:
                 self._server.grant([offer.grant.slot], offer.grant.epoch)
         return None
 
+    def _offer_anew(
+        self,
+        anew: Anew,
+        offers: list[Offer],
+        names: Sequence[BlockName],
+        writer: str,
+        length: int,
+        ranges: int,
+        tenant: str,
+    ) -> None:
+        """Slots also for what only the SSD has."""
+        here = self._index.exists([name.key for name in names])
+        lacking = [at for at, offer in enumerate(offers) if offer.is_stored and not here[at]]
+        with self.ahead.alone():
+            grants = anew.reserve([names[at] for at in lacking], writer, length, ranges, tenant, time.monotonic())
+        for at, grant in zip(lacking, grants, strict=False):
+            offers[at] = Offer(grant)
+            self._server.grant([grant.slot], grant.epoch)
+        self._saving.save_leaving()
+        self._publish()
+
     async def _wait_for_room(self, deadline: float) -> bool:
         """Whether it is worth asking again: something that was being saved has left, or may leave now."""
         left = deadline - time.monotonic()
@@ -352,6 +385,8 @@ class Store:
 
     def _finish(self, sealing: Sealing, is_right: bool) -> BlockName | None:
         """The block, when it has been sealed."""
+        if is_right and self._anew is not None and sealing.grant in self._anew:
+            return self._anew.seal(sealing.grant, sealing.checksums, time.monotonic())
         name = self._index.reserved_name(sealing.grant)
         if is_right:
             return name if self._index.seal(sealing.grant, sealing.checksums, time.monotonic()) else None

@@ -293,12 +293,17 @@ class PrefillJob:
         self._shop.handoffs.kick(sink)
 
     async def _open_pool(self, sink: Sink, store: StoreClient, first: int) -> None:
-        """Storing is never worth an error: without a slot a block is not stored."""
+        """Storing is never worth an error: without a slot a block is not stored. What the pool was too slow to read
+        from its SSD is offered to its memory."""
         parents: list[bytes] = [b"", *self._keys]
         blocks = [(self._keys[i], parents[i]) for i in range(first, len(self._keys))]
         try:
             slots = await store.reserve(
-                blocks, self._layout.block_bytes, self._layout.num_layers, timeout_s=CONTROL_TIMEOUT_S
+                blocks,
+                self._layout.block_bytes,
+                self._layout.num_layers,
+                into_dram=self._request.HasField("pool_tokens"),
+                timeout_s=CONTROL_TIMEOUT_S,
             )
         except MooncakeError as error:
             log.info("%s: not stored: %s", self._id, error.message)

@@ -53,6 +53,7 @@ class ReserveRequest(_message.Message):
     RANGES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    INTO_DRAM_FIELD_NUMBER: _builtins.int
     writer_id: _builtins.str
     length: _builtins.int
     """bytes of each block"""
@@ -62,6 +63,8 @@ class ReserveRequest(_message.Message):
     """whose quota they count against"""
     wait_ms: _builtins.int
     """how long to wait for room while blocks are being saved to the SSD"""
+    into_dram: _builtins.bool
+    """slots also for blocks that only the SSD has: making them anew was quicker than reading them"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockName]: ...
     def __init__(
@@ -73,10 +76,11 @@ class ReserveRequest(_message.Message):
         ranges: _builtins.int = ...,
         tenant: _builtins.str = ...,
         wait_ms: _builtins.int = ...,
+        into_dram: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "length", b"length", "ranges", b"ranges", "tenant", b"tenant", "wait_ms", b"wait_ms", "writer_id", b"writer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "into_dram", b"into_dram", "length", b"length", "ranges", b"ranges", "tenant", b"tenant", "wait_ms", b"wait_ms", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,7 +90,8 @@ class StoreServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Reserves a slot for each block. A block that is stored or being written already gets none (`slot` unset).
+        """Reserves a slot for each block. A block that is stored (on the SSD too, without `into_dram`) or being written already
+        gets none (`slot` unset).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

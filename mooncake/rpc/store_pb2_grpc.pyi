@@ -32,7 +32,9 @@ class StoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StoreAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReserveRequest, _store_pb2.ReserveResponse]
-    """Reserves a slot for each block. A block that is stored or being written already gets none (`slot` unset)."""
+    """Reserves a slot for each block. A block that is stored (on the SSD too, without `into_dram`) or being written already
+    gets none (`slot` unset).
+    """
     Seal: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _store_pb2.SealResponse]
     """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
     the block is on the SSD too.
@@ -57,7 +59,9 @@ class StoreStub:
 class StoreAsyncStub(StoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_store_pb2.ReserveRequest, _store_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Reserves a slot for each block. A block that is stored or being written already gets none (`slot` unset)."""
+    """Reserves a slot for each block. A block that is stored (on the SSD too, without `into_dram`) or being written already
+    gets none (`slot` unset).
+    """
     Seal: _aio.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _store_pb2.SealResponse]  # type: ignore[assignment]
     """Ends a reservation: verifies the checksums over the slot and makes the block readable; with `durable` it answers once
     the block is on the SSD too.
@@ -85,7 +89,9 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ReserveResponse, _abc.Awaitable[_store_pb2.ReserveResponse]]:
-        """Reserves a slot for each block. A block that is stored or being written already gets none (`slot` unset)."""
+        """Reserves a slot for each block. A block that is stored (on the SSD too, without `into_dram`) or being written already
+        gets none (`slot` unset).
+        """
 
     @_abc_1.abstractmethod
     def Seal(

@@ -54,6 +54,7 @@ class StoreLife(RuleBasedStateMachine):
     """One store and its restarts. The SSD has room for everything, so whatever was sealed and not removed is there."""
 
     operations = 0  # of all lives
+    renewed = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class StoreLife(RuleBasedStateMachine):
         if rng.random() < 0.08:
             self.restart()
         writes = (self.put, self.put_in_place, self.put_whole, self.begin, self.end, self.abort)
-        actions = (*writes, self.get, self.peek, self.hold, self.let_go)
+        actions = (*writes, self.renew, self.get, self.peek, self.hold, self.let_go)
         rare = (self.remove, self.late, self.gone, self.pin)
 
         async def act() -> None:
@@ -168,6 +169,28 @@ class StoreLife(RuleBasedStateMachine):
         if await self.begin(rng):
             [number] = set(self.writing) - before
             await self._seal(number)
+
+    async def renew(self, rng: random.Random) -> None:
+        """Somebody has a stored block anew: it gets a slot when only the SSD has it, and is readable all the while."""
+        if not self.stored:
+            return
+        number, writer = rng.choice(list(self.stored)), rng.choice(WRITERS)
+        data, parent = self.stored[number], key(number - 4) if number >= 4 else b""
+        name = BlockName(key(number), parent)
+        [offer] = await self.store.reserve([name], writer, len(data), 1, into_dram=True)
+        assert offer.is_stored != (offer.grant is not None)
+        if offer.grant is None:
+            return
+        StoreLife.renewed += 1
+        assert self.store.exists([name.key]) == [True]
+        for _ in range(rng.randrange(3)):
+            await self.get(rng)
+        if rng.random() < 0.2:
+            self.store.abort([offer.grant])
+            return
+        self.segment.range(offer.grant.slot, 0, len(data))[:] = data
+        [sealed] = await self.store.seal([Sealing(offer.grant, range_checksums(data, 1))])
+        assert sealed.is_sealed
 
     async def put_whole(self, rng: random.Random) -> None:
         """As clients of other hosts do."""
@@ -314,9 +337,9 @@ TestStoreLife.settings = settings(max_examples=6, stateful_step_count=40, deadli
 
 @pytest.mark.slow
 def test_a_hundred_thousand_operations_agree_with_a_dict() -> None:
-    StoreLife.operations = 0
+    StoreLife.operations = StoreLife.renewed = 0
     run_state_machine_as_test(StoreLife, settings=settings(max_examples=60, stateful_step_count=100, deadline=None))
-    assert StoreLife.operations >= 100_000
+    assert StoreLife.operations >= 100_000 and StoreLife.renewed >= 1000
 
 
 def test_contents_differ() -> None:

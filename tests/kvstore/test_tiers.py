@@ -16,6 +16,7 @@ import pytest
 from kvstore.checksum import checksum, range_checksums
 from kvstore.client import StoreClient
 from kvstore.node import StoreNode
+from kvstore.transfer.engine import WriteRange
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, OutOfBlocks
 from mooncake.rpc import common_pb2, common_pb2_grpc
@@ -288,3 +289,27 @@ async def test_one_and_a_half_gib_through_half_a_gib_of_dram(tmp_path: Path) -> 
             assert stats.counters.get("refused_full", 0) == stats.counters.get("checksum_mismatches", 0) == 0
             node.store.check()
         await node.stop()
+
+
+async def test_what_only_the_ssd_has_comes_back_to_memory_when_a_writer_has_it_anew(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(20):
+            await client.put(name(i), data(i))
+        assert await client.reserve([(name(0), b"")], BLOCK, 1) == [None], "it is stored"
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
+        assert slot is not None
+        assert await client.get(name(0)) == data(0), "the SSD has it, whatever the writer does"
+        for i in range(20):  # which has brought it to memory: out again
+            await client.put(name(40 + i), data(40 + i))
+        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
+        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [True]
+        read = (await client.stats()).counters.get("promotions", 0)
+        lease = await client.acquire([name(0)], recompute_ms=1e-9)
+        assert len(lease.blocks) == 1, "it is in memory"
+        await client.release([lease])
+        assert await client.get(name(0)) == data(0)
+        stats = await client.stats()
+        assert stats.counters.get("promotions", 0) == read and stats.ssd_blocks >= 12
+        for i in range(20, 40):  # and leaves it again without being written twice
+            await client.put(name(i), data(i))
+        assert await client.get(name(0)) == data(0)

@@ -57,6 +57,22 @@ def test_what_leaves_memory_goes_to_the_ssd_and_comes_back_in_the_time_that_read
     assert cache.num_in_use == 0
 
 
+@pytest.mark.parametrize("into_dram", [False, True])
+def test_what_was_computed_though_the_ssd_has_it_comes_to_memory_only_when_that_was_meant(into_dram: bool) -> None:
+    agenda = Agenda()
+    cache = make_cache(agenda)
+    fill(cache, agenda, range(5))
+    assert cache.match(chain(0, 20)) == 0 and cache.stored(chain(0, 20)) == 20
+    written = cache.disk.bytes_written
+    cache.add(chain(0, 20), [], into_dram)
+    agenda.run()
+    assert cache.match(chain(0, 20)) == (20 if into_dram else 0)
+    fill(cache, agenda, range(6, 9))
+    assert cache.stored(chain(0, 20)) == 20
+    assert cache.disk.bytes_written - written <= 60 * 1.01e6, "what the SSD had was not written again"
+    cache.check()
+
+
 def test_two_who_want_the_same_blocks_share_one_read() -> None:
     agenda = Agenda()
     cache = make_cache(agenda)

@@ -31,9 +31,9 @@ class HostCache:
         """Keep the first ``count`` blocks, which are here, from being evicted."""
         return self.pool.take_prefix(keys, count)
 
-    def add(self, keys: Keys, held: list[int]) -> None:
+    def add(self, keys: Keys, held: list[int], into_dram: bool = True) -> None:
         """Store the chain, as far as there is room; what was here counts as used. Its first blocks, which are
-        ``held``, are given back."""
+        ``held``, are given back. There is only DRAM here."""
         pool = self.pool
         lacking = keys[len(held) :]
         table = held + pool.take_prefix(lacking, pool.match(lacking))

@@ -124,7 +124,7 @@ class Fetches:
         source = flight.source_id
         self._let_source_go(flight)
         machine = self._machines[flight.prefill_id]
-        machine.cache.add(flight.keys[:run], [])
+        machine.cache.add(flight.keys[:run], [], into_dram=True)  # it came for this prompt, whatever the SSD has
         flight.held = machine.cache.hold(flight.keys, machine.cache.match(flight.keys[:run]))
         self._tell(machine.name)
         took_ms = (self._agenda.now - flow.started_s) * 1e3

@@ -125,7 +125,9 @@ class PrefillMachine:
         self.busy_s += work_s
         self.running = None
         held, flight.held = flight.held, []
-        self.cache.add(flight.keys, held)
+        # as prefill nodes offer what their stores were too slow to read
+        was_cut = flight.placement is not None and flight.placement.pool_tokens is not None
+        self.cache.add(flight.keys, held, into_dram=was_cut)
         self._on_end(flight, work_s)
         if self.running is None:
             self._start_next()

@@ -100,14 +100,15 @@ class TieredCache:
         """Another host asks for these."""
         self._save(self._demotion.saw(keys))
 
-    def add(self, keys: Keys, held: list[int]) -> None:
-        """Store the chain, as far as there is room, in DRAM; what was here, in either tier, counts as used."""
+    def add(self, keys: Keys, held: list[int], into_dram: bool = False) -> None:
+        """Store the chain, as far as there is room, in DRAM, with ``into_dram`` also what the SSD has of it; what was
+        here, in either tier, counts as used."""
         index, now = self.index, self._agenda.now
         index.sweep(now)
         self.saw(keys)
         lacking: list[BlockName] = []
         for at, (key, is_here) in enumerate(zip(keys, index.exists(keys), strict=True)):
-            if not is_here and key not in self.disk:
+            if not is_here and (into_dram or key not in self.disk):
                 lacking.append(BlockName(key, keys[at - 1] if at else b""))
         self.disk.index.touch(reversed(keys), now)
         for key in reversed(keys):

@@ -1,0 +1,45 @@
+"""Slots for blocks that only the SSD has and that a writer has made anew: sealed, they are in DRAM again.
+
+Until then the index does not know what such a slot is for. So the block stays readable from the SSD, and a writer that
+goes silent holds nobody up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.checksum import Checksums
+from kvstore.index import StoreIndex
+from kvstore.index_types import BlockName, Grant
+
+
+class Anew:
+    """One owner. Errors of the index are its own."""
+
+    def __init__(self, index: StoreIndex) -> None:
+        self._index = index
+        self._meant: dict[Grant, tuple[BlockName, str]] = {}  # and whose block it is
+
+    def reserve(
+        self, names: Sequence[BlockName], writer: str, length: int, ranges: int, tenant: str, now: float
+    ) -> list[Grant]:
+        """Slots for the leading ones of ``names``, as far as there is room now."""
+        index = self._index
+        self._meant = {grant: meant for grant, meant in self._meant.items() if index.reservation(grant) is not None}
+        grants = index.reserve_ahead(len(names), writer, length, now, ranges, behind=[name.parent for name in names])
+        self._meant.update((grant, (name, tenant)) for grant, name in zip(grants, names, strict=False))
+        return grants
+
+    def __contains__(self, grant: Grant) -> bool:
+        return grant in self._meant
+
+    def seal(self, grant: Grant, checksums: Checksums, now: float) -> BlockName | None:
+        """The block, which is readable in DRAM now, by this copy or one that came first. None: the grant is over."""
+        name, tenant = self._meant.pop(grant)
+        reserved = self._index.reservation(grant)
+        if reserved is None:
+            return None
+        if not self._index.adopt(grant, name, reserved.length, checksums, now, tenant):
+            self._index.abort(grant)
+            return name if self._index.exists([name.key])[0] else None
+        return name
