@@ -89,7 +89,10 @@ class BlockPool:
             )
         free, references = self._free, self._references
         self._evict(count - len(free))
-        block_ids = [free.pop() for _ in range(count)]
+        kept = len(free) - count
+        block_ids = free[kept:]
+        del free[kept:]
+        block_ids.reverse()  # from the top of the stack
         for block_id in block_ids:
             references[block_id] = 1
         self._num_in_use += count
@@ -100,17 +103,23 @@ class BlockPool:
 
         When another block has the key already, that one keeps it and this one stays anonymous.
         """
-        if self._references[block_id] == 0:
-            raise InternalError(f"block {block_id} was sealed while nobody held it")
-        if self._keys[block_id] == key or key in self._by_key:
-            return
-        if self._keys[block_id] is not None:
-            raise InternalError(f"block {block_id} was sealed twice, with different keys")
-        self._keys[block_id] = key
-        self._parents[block_id] = parent
-        self._by_key[key] = block_id
-        if self._keep_events:
-            self._events.append(BlockEvent(True, key, parent))
+        self.seal_chain((block_id,), (key,), parent)
+
+    def seal_chain(self, block_ids: Sequence[int], keys: Sequence[BlockKey], parent: bytes) -> None:
+        """As ``seal``, for blocks that follow one another; ``parent`` is that of the first."""
+        references, sealed, parents, known = self._references, self._keys, self._parents, self._by_key
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if references[block_id] == 0:
+                raise InternalError(f"block {block_id} was sealed while nobody held it")
+            if key not in known:
+                if sealed[block_id] is not None:
+                    raise InternalError(f"block {block_id} was sealed twice, with different keys")
+                sealed[block_id] = key
+                parents[block_id] = parent
+                known[key] = block_id
+                if self._keep_events:
+                    self._events.append(BlockEvent(True, key, parent))
+            parent = key
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less to each block of a table, given in the table's order.

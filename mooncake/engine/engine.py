@@ -432,10 +432,9 @@ class Engine:
     def _seal(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full now."""
         sequence.extend_keys(self.config.block_tokens)
-        keys = sequence.block_keys
-        for index in range(sequence.num_sealed, sequence.num_computed // self.config.block_tokens):
-            self.block_pool.seal(sequence.block_table[index], keys[index], keys[index - 1] if index else b"")
-            sequence.num_sealed = index + 1
+        keys, first, end = sequence.block_keys, sequence.num_sealed, sequence.num_computed // self.config.block_tokens
+        self.block_pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
+        sequence.num_sealed = end
 
     def _complete(self, sequence: Sequence) -> None:
         """It has its last token."""

@@ -38,11 +38,8 @@ class HostCache:
         lacking = keys[len(held) :]
         table = held + pool.take_prefix(lacking, pool.match(lacking))
         known = len(table)
-        parent = keys[known - 1] if known else b""
         new = pool.allocate(min(len(keys) - known, pool.num_available))
-        for block_id, key in zip(new, keys[known:], strict=False):
-            pool.seal(block_id, key, parent)
-            parent = key
+        pool.seal_chain(new, keys[known : known + len(new)], keys[known - 1] if known else b"")
         pool.release(table + new)
 
     def release(self, held: list[int]) -> None:

@@ -153,10 +153,10 @@ class CoupledMachine:
         self._begin_step()
 
     def _seal(self, sequence: CountedSequence) -> None:
-        keys = sequence.block_keys
-        for index in range(sequence.num_sealed, min(sequence.num_computed // self._block_tokens, len(keys))):
-            self.pool.seal(sequence.block_table[index], keys[index], keys[index - 1] if index else b"")
-            sequence.num_sealed = index + 1
+        keys, first = sequence.block_keys, sequence.num_sealed
+        end = min(sequence.num_computed // self._block_tokens, len(keys))
+        self.pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
+        sequence.num_sealed = end
 
     def _token(self, sequence: CountedSequence, now: float) -> None:
         self.tokens += 1
