@@ -75,7 +75,8 @@ class PrefixIndex:
         that is stored in another tier has moved there."""
         self.join(node_id)
         events = list(events)
-        self.sweep(self._shards_to_sweep(len(events)))
+        if self._retired:
+            self.sweep(self._shards_to_sweep(len(events)))
         self._counts[node_id] += self._table.apply(events, self._slots[node_id], tier)
 
     def load(self, node_id: str, keys: Sequence[bytes], tier: Tier = Tier.DRAM) -> None:

@@ -30,6 +30,7 @@ from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress
 FINGERPRINT = "simulated"
 TIMEOUT_BEATS = 4  # heartbeats that a node may miss
 KNOWN_TURNS = 200_000  # prompts whose answers' lengths are remembered for the next turn
+NO_KIND = Kind()
 
 
 class Refused(Exception):
@@ -84,14 +85,14 @@ class Brain:
         if self.script is not None:
             if flight.index in self.turned_away:
                 raise Refused(math.nan)
-            self._book(flight, facts, self.script[flight.index], Kind(), now)
+            self._book(flight, facts, self.script[flight.index], NO_KIND, now)
             return
         question = self.scheduler.ask(facts, now)
         placement = self.scheduler.answer(question)
         if self.balancer is not None and flight.attempts == 0:
             work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
             self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
-        kind = Kind()
+        kind = NO_KIND
         if self.admission is not None:
             kind = self._kind(flight)
             if flight.attempts == 0:  # a retry has cost something already: it goes on

@@ -91,23 +91,22 @@ class PrefillMachine:
         return tokens * self._load_token_ms
 
     def _start_next(self) -> None:
-        queue = self.queue
-        if queue and queue[0].is_ready:
-            flight = queue.popleft()
+        for flight in self.queue:
+            if flight.is_ready:
+                break
         else:
-            ready = next((flight for flight in queue if flight.is_ready), None)
-            if ready is None:
-                return
-            flight = ready
-            queue.remove(flight)
+            return
+        self.queue.remove(flight)
         self.running = flight
-        usable = min((flight.num_tokens - 1) // self._block_tokens, len(flight.keys))
-        found = self.cache.match(flight.keys[:usable])
-        held, flight.held = flight.held, self.cache.hold(flight.keys, found)
-        self.cache.release(held)
-        flight.cached_tokens = found * self._block_tokens
-        work_ms = self.curve.prefill_ms(flight.num_tokens - flight.cached_tokens, flight.cached_tokens)
-        work_s = work_ms * self.slowdown / 1e3 + self.load_ms(flight.cached_tokens) / 1e3
+        usable = (flight.num_tokens - 1) // self._block_tokens  # the last token is always computed
+        cache, keys, held = self.cache, flight.keys, flight.held
+        found = cache.match(keys[:usable])
+        flight.held = cache.hold(keys, found)
+        if held:
+            cache.release(held)
+        flight.cached_tokens = cached = found * self._block_tokens
+        work_ms = self.curve.prefill_ms(flight.num_tokens - cached, cached)
+        work_s = work_ms * self.slowdown / 1e3 + self.load_ms(cached) / 1e3
         flight.started_s = self._agenda.now
         self._end_after(work_s)
         self._on_start(flight, work_s)
