@@ -38,6 +38,7 @@ class Ticket:
     blocks: int = 0  # that the decode node needs
     source_id: str = ""  # the store that is read from; "": none
     source_bytes: float = 0.0
+    ssd_bytes: float = 0.0  # of those, from its SSD
     open_prefill: bool = True
     open_decode: bool = True
 
@@ -58,6 +59,7 @@ class Account:
     foreign_context: int = 0
     sending_flows: int = 0
     sending_bytes: float = 0.0
+    ssd_ready_at_ms: float = 0.0
     blocks: tuple[int, int] | None = None  # of a decode node, as the view has them: all, and free or cached
 
     @property
@@ -119,6 +121,7 @@ class Fleet:
         account.prefill_ms += ticket.prefill_ms
         self._sync_prefill(ticket.prefill_id, account)
         if ticket.source_id:
+            self._promise_ssd(ticket, now)
             self._count_flow(ticket, 1)
         if ticket.decode_id:
             account = self._accounts[ticket.decode_id]
@@ -183,6 +186,7 @@ class Fleet:
         if account is None:
             return
         account.foreign_tokens = account.foreign_decodes = account.foreign_context = account.unseen_blocks = 0
+        account.ssd_ready_at_ms = 0.0
         self._has_foreign_tokens.pop(node_id, None)
         if account.is_empty:
             del self._accounts[node_id]
@@ -232,6 +236,7 @@ class Fleet:
                 slots=self._slots(stores),
                 dram_slots=np.array([self.index.dram_slot(info.node_id) for info in stores], dtype=np.int64),
                 ssd_byte_ms=self._ssd_byte_ms,
+                ssd_ready_at_ms=np.zeros(num_stores),
                 sending_flows=np.zeros(num_stores),
                 sending_bytes=np.zeros(num_stores),
                 idleness=np.zeros(num_stores),
@@ -381,6 +386,14 @@ class Fleet:
         view.stores.sending_flows[at] = account.sending_flows
         view.stores.sending_bytes[at] = account.sending_bytes
         view.stores.idleness[at] = -min(account.sending_flows, 1000) / 1024
+        view.stores.ssd_ready_at_ms[at] = account.ssd_ready_at_ms
+
+    def _promise_ssd(self, ticket: Ticket, now: float) -> None:
+        """One read after the other. Nothing is taken back: what has been read by then is past by itself."""
+        if ticket.ssd_bytes:
+            account = self._accounts[ticket.source_id]
+            begins_ms = max(account.ssd_ready_at_ms, now * 1e3)
+            account.ssd_ready_at_ms = begins_ms + ticket.ssd_bytes * self._ssd_byte_ms
 
     def _count_flow(self, ticket: Ticket, sign: int) -> None:
         """A read from a store begins, or is over: it shares the store's way out with the others."""

@@ -42,7 +42,7 @@ def load_or_warn(name: str, source: Path, otherwise: str) -> ModuleType | None:
         return None
 
 
-Found = tuple[NodeInfo, NodeInfo | None, tuple[NodeInfo, ...], int, int, int, int, bool, Breakdown, int | None]
+Found = tuple[NodeInfo, NodeInfo | None, tuple[NodeInfo, ...], int, int, int, int, bool, Breakdown, int | None, int]
 
 
 class _View(ctypes.Structure):
@@ -67,6 +67,7 @@ class _View(ctypes.Structure):
                 "decode_tie_ms",
                 "store_slots",
                 "dram_slots",
+                "ssd_ready_at_ms",
                 "sending_flows",
                 "idleness",
                 "links",
@@ -87,7 +88,7 @@ class NativeSearch:
     """One owner. Keeps pointers into the arrays of the view that it saw last; the fleet changes those in place."""
 
     def __init__(self, library: ModuleType, shape: Shape) -> None:
-        self._place: Callable[..., tuple[int, int, int, int, int, int, int, bool, tuple[float, ...], int]]
+        self._place: Callable[..., tuple[int, int, int, int, int, int, int, bool, tuple[float, ...], int, int]]
         self._place = library.place
         self._shape = shape
         self._view: View | None = None
@@ -100,7 +101,7 @@ class NativeSearch:
         view, facts = question.view, question.facts
         if view is not self._view:
             self._look_at(view)
-        p, d, pool, local, fetched, new, blocks, is_known, parts, limit = self._place(
+        p, d, pool, local, fetched, new, blocks, is_known, parts, limit, ssd = self._place(
             self._view_at,
             question.runs,
             question.prefill_ok,
@@ -115,7 +116,8 @@ class NativeSearch:
         decode = view.decode.nodes[d] if d >= 0 else None
         pools = (view.stores.nodes[pool],) if pool >= 0 else ()
         breakdown, pool_tokens = Breakdown(*parts), limit if limit >= 0 else None
-        return view.prefill.nodes[p], decode, pools, local, fetched, new, blocks, is_known, breakdown, pool_tokens
+        prefill = view.prefill.nodes[p]
+        return prefill, decode, pools, local, fetched, new, blocks, is_known, breakdown, pool_tokens, ssd
 
     def _look_at(self, view: View) -> None:
         prefill, decode, stores, shape = view.prefill, view.decode, view.stores, self._shape
@@ -135,6 +137,7 @@ class NativeSearch:
             "decode_tie_ms": decode.tie_ms,
             "store_slots": stores.slots,
             "dram_slots": stores.dram_slots,
+            "ssd_ready_at_ms": stores.ssd_ready_at_ms,
             "sending_flows": stores.sending_flows,
             "idleness": stores.idleness,
             "links": view.links,

@@ -32,7 +32,7 @@ struct View {
     const int64_t *decode_slots;
     const double *context_ms, *next_step_ms, *free_blocks, *decode_tie_ms;
     const int64_t *store_slots, *dram_slots;
-    const double *sending_flows, *idleness;
+    const double *ssd_ready_at_ms, *sending_flows, *idleness;
     const Link *links;
     const int32_t *fetch_link;  // [S, P]
     const int32_t *send_link;   // [P, D]
@@ -65,13 +65,18 @@ double prefill_ms(const View &v, int64_t p, double num_tokens, double cached) {
     return step + fresh * (token + v.costs[2 * v.num_prefill + p] * (num_tokens + cached));
 }
 
+double queue_ms(const View &v, const Request &r, int64_t p) {
+    return std::max(v.ready_at_ms[p] - r.now_ms, v.tail_ms[p]);
+}
+
 // What lies between `local` and `cached` tokens; up to `in_dram` of them are in the store's DRAM.
-double fetch_ms(const View &v, int64_t p, int64_t s, double local, double cached, double in_dram) {
+double fetch_ms(const View &v, const Request &r, int64_t p, int64_t s, double local, double cached, double in_dram) {
     double bytes = (cached - local) * v.block_bytes / v.block_tokens;
     if (s != v.home[p]) bytes *= v.sending_flows[s] + 1.0;
     const double fetch = v.links[v.fetch_link[s * v.num_prefill + p]].ms(bytes);
     if (cached <= in_dram) return fetch;
-    return fetch + (cached - in_dram) * v.block_bytes / v.block_tokens * v.ssd_byte_ms;
+    const double waiting = std::max(v.ssd_ready_at_ms[s] - r.now_ms - queue_ms(v, r, p), 0.0);
+    return fetch + ((cached - in_dram) * v.block_bytes / v.block_tokens * v.ssd_byte_ms + waiting);
 }
 
 int find_sources(const View &v, const Request &r, int64_t *sources) {
@@ -102,7 +107,7 @@ Way fastest_way(const View &v, const Request &r, int64_t p, double local, const 
         if (whole <= local) continue;
         const double in_dram = std::min(r.runs[v.dram_slots[s]] * v.block_tokens, usable);
         const auto way_to = [&](double cached) {
-            return Way{s, cached, fetch_ms(v, p, s, local, cached, in_dram), prefill_ms(v, p, r.num_tokens, cached)};
+            return Way{s, cached, fetch_ms(v, r, p, s, local, cached, in_dram), prefill_ms(v, p, r.num_tokens, cached)};
         };
         if (local < in_dram && in_dram < whole && v.known[p]) {  // no other cut can be best: see predict.py
             const Way way = way_to(in_dram);
@@ -138,11 +143,10 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
     const double usable = r.num_tokens - 1.0;
     double longest = num_sources ? r.runs[v.store_slots[sources[0]]] : 0.0;
     for (int64_t p = 0; p < P; ++p) longest = std::max(longest, own_run(v, r, p));
-    const auto queue_ms = [&](int64_t p) { return std::max(v.ready_at_ms[p] - r.now_ms, v.tail_ms[p]); };
     const auto look_closely = [&](int64_t p) {
         const double local = std::min(r.runs[v.prefill_slots[p]] * v.block_tokens, usable);
         const Way way = fastest_way(v, r, p, local, sources, num_sources);
-        ttft[p] = queue_ms(p) + way.total() + v.prefill_tie_ms[p];
+        ttft[p] = queue_ms(v, r, p) + way.total() + v.prefill_tie_ms[p];
         if (p == r.last_prefill) ttft[p] -= kSessionMs;
         ttft[p] += kCopyRent * v.costs[P + p] * ((longest - own_run(v, r, p)) * v.block_tokens);
         computing[p] = way.prefill_ms;
@@ -154,7 +158,7 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
     for (int64_t p = 0; p < P; ++p) {
         ttft[p] = kInfinity;
         if (r.prefill_ok && !r.prefill_ok[p]) continue;
-        ttft[p] = queue_ms(p) + prefill_ms(v, p, r.num_tokens, most);
+        ttft[p] = queue_ms(v, r, p) + prefill_ms(v, p, r.num_tokens, most);
         computing[p] = kNotYet;
         if (best_p >= 0 && p != r.last_prefill && ttft[p] >= ttft[best_p]) continue;
         look_closely(p);
@@ -214,11 +218,12 @@ PyObject *place(const View *view, Array<const double> runs, Array<const uint8_t>
     // Where it holds more of the prompt than is to be used: how much of it is.
     const bool is_cut = pool >= 0 && std::min(r.runs[v.store_slots[pool]] * v.block_tokens, usable) > way.cached;
     const double pool_tokens = !is_cut ? -1.0 : way.source >= 0 ? way.cached : 0.0;
+    const double in_dram = way.source < 0 ? way.cached : std::min(r.runs[v.dram_slots[way.source]] * v.block_tokens, usable);
     const auto whole = [](double value) { return static_cast<long long>(value); };
-    return Py_BuildValue("LLLLLLLN(ddddd)L", whole(best_p), whole(best_d), whole(pool), whole(local),
+    return Py_BuildValue("LLLLLLLN(ddddd)LL", whole(best_p), whole(best_d), whole(pool), whole(local),
                          whole(way.cached - local), whole(r.num_tokens - way.cached), whole(blocks),
-                         PyBool_FromLong(v.known[best_p]), queue_ms(best_p), way.fetch_ms, way.prefill_ms, handoff, step,
-                         whole(pool_tokens));
+                         PyBool_FromLong(v.known[best_p]), queue_ms(v, r, best_p), way.fetch_ms, way.prefill_ms, handoff, step,
+                         whole(pool_tokens), whole(std::max(way.cached - in_dram, 0.0)));
 }
 
 }  // namespace

@@ -7,9 +7,10 @@ Pure. The arrays are what the default policy searches; ``explain`` says what any
     total(p,d) = TTFT(p) + handoff(p → d) + expected tokens · step(d, one sequence more)
 
 Of a store's run any leading part may be fetched, but only two cuts can be best: where its DRAM ends and where the run
-ends. Up to the first, and from there to the second, each token more costs the same to fetch, while computing the rest,
-t·(N - k) + c·(N² - k²), falls faster the longer the cut k is: between two ends the sum bends downwards, and is least at
-one of them. (Steps of chunks add a sawtooth to that: at most one step's fixed ms are lost by not looking at its teeth.)
+ends. Up to the first, and from there to the second, each token more costs the same to fetch (the first from the SSD
+waits for what others are to read of it), while computing the rest, t·(N - k) + c·(N² - k²), falls faster the longer the
+cut k is: between two ends the sum bends downwards, and is least at one of them. (Steps of chunks add a sawtooth to
+that: at most one step's fixed ms are lost by not looking at its teeth.)
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def first_token(question: Question) -> FirstToken:
     everyone, is_unknown = np.arange(len(view.prefill.nodes)), ~view.prefill.known
     local = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
     cached, fetching, computing = local, np.zeros(len(local)), prefill_array_ms(question, local)
-    whole, in_dram = question.store_tokens, question.dram_tokens
+    whole, in_dram, queue = question.store_tokens, question.dram_tokens, question.queue_ms()
     sources = question.sources(MAX_SOURCES)
     for source in [view.prefill.home, *(np.full(len(local), source) for source in sources)] if sources else ():
         flows = np.where(source == view.prefill.home, 0.0, view.stores.sending_flows[source])
@@ -63,7 +64,8 @@ def first_token(question: Question) -> FirstToken:
             num_bytes = (tokens - local) * shape.block_bytes / shape.block_tokens * (flows + 1.0)
             slow = (tokens - in_dram[source]) * shape.block_bytes / shape.block_tokens
             fetch = view.link_ms(view.fetch_link[source, everyone], num_bytes)
-            fetch = fetch + slow * view.stores.ssd_byte_ms
+            waiting = np.maximum(view.stores.ssd_ready_at_ms[source] - question.now_ms - queue, 0.0)
+            fetch = fetch + np.where(slow > 0.0, slow * view.stores.ssd_byte_ms + waiting, 0.0)
             compute = prefill_array_ms(question, tokens)
             is_faster = fetch + compute < fetching + computing
             is_faster = is_faster & ~is_unknown if is_cut else is_faster | (is_unknown & (tokens > cached))
@@ -71,7 +73,7 @@ def first_token(question: Question) -> FirstToken:
             cached = np.where(takes, tokens, cached)
             fetching = np.where(takes, fetch, fetching)
             computing = np.where(takes, compute, computing)
-    ttft = question.queue_ms() + (fetching + computing) + view.prefill.tie_ms
+    ttft = queue + (fetching + computing) + view.prefill.tie_ms
     if question.last_prefill != NONE:
         ttft[question.last_prefill] -= SESSION_MS
     return FirstToken(ttft, computing)
@@ -132,7 +134,7 @@ def explain(question: Question, choice: Choice) -> Prediction:
     """What one choice costs, part by part."""
     view, shape, num_tokens = question.view, question.shape, question.facts.num_tokens
     p, d, source = choice
-    side, block_tokens = view.prefill, shape.block_tokens
+    block_tokens = shape.block_tokens
     local = min(int(question.prefill_runs[p]) * block_tokens, num_tokens - 1)
     if source == FASTEST:
         found = _fastest(question, p, local, [home_of(question, p), *question.sources(MAX_SOURCES)])
@@ -141,7 +143,7 @@ def explain(question: Question, choice: Choice) -> Prediction:
     else:
         found = _way(question, p, local, source)
     source, cached, fetch_ms, computing = found
-    queue = max(float(side.ready_at_ms[p]) - question.now_ms, float(side.tail_ms[p]))
+    queue = _queue_ms(question, p)
     if d == NONE:
         return Prediction(Breakdown(queue, fetch_ms, computing), source, local, cached - local, 0)
     blocks = -(-num_tokens // block_tokens) - int(question.decode_runs[d])
@@ -193,14 +195,22 @@ def _way_to(question: Question, p: int, local: int, source: int, cached: float) 
 
 
 def _fetch_ms(question: Question, p: int, source: int, local: int, cached: float) -> float:
-    """Reads share a store's way out; those on its own host do not use it."""
+    """Reads share a store's way out; those on its own host do not use it. Reads of its SSD take turns, which some may
+    do while the prompt waits for its own."""
     view, shape = question.view, question.shape
     num_bytes = (cached - local) * shape.block_bytes / shape.block_tokens
     if source != view.prefill.home[p]:
         num_bytes *= view.stores.sending_flows.item(source) + 1.0
     slow = max(cached - question.dram_tokens.item(source), 0.0) * shape.block_bytes / shape.block_tokens
     slow_ms = slow * view.stores.ssd_byte_ms
+    if slow:
+        slow_ms += max(view.stores.ssd_ready_at_ms.item(source) - question.now_ms - _queue_ms(question, p), 0.0)
     return float(view.link_ms(view.fetch_link[source, p], num_bytes)) + slow_ms
+
+
+def _queue_ms(question: Question, p: int) -> float:
+    side = question.view.prefill
+    return max(side.ready_at_ms.item(p) - question.now_ms, side.tail_ms.item(p))
 
 
 def _prefill_ms(question: Question, p: int, cached: int) -> float:

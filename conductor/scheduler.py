@@ -37,6 +37,7 @@ class Placement(NamedTuple):
     # of the prompt's leading ones: how many to take from the first pool at most, for it holds more, and reading that
     # is slower than computing; None: all that it turns out to hold
     pool_tokens: int | None = None
+    ssd_tokens: int = 0  # of the fetched ones, those that only the SSD has
 
     @property
     def predicted_ttft_ms(self) -> float:
@@ -109,6 +110,7 @@ class Scheduler:
             placement.sent_blocks,
             source.node_id if source else "",
             placement.fetched_tokens * self.shape.block_bytes / self.shape.block_tokens,
+            placement.ssd_tokens * self.shape.block_bytes / self.shape.block_tokens,
         )
         self.fleet.book(ticket, now, facts.session)
         if self._promises is not None:
@@ -142,6 +144,7 @@ def describe(question: Question, choice: Choice, found: Prediction) -> Placement
         bool(view.prefill.known[p]),
         found.breakdown,
         _pool_tokens(question, p, found.source, cached),
+        0 if found.source == NONE else max(cached - int(question.dram_tokens.item(found.source)), 0),
     )
 
 

@@ -95,6 +95,7 @@ class StoreSide:
     slots: Ints  # blocks in any tier
     dram_slots: Ints
     ssd_byte_ms: float  # more for each byte that is not in DRAM
+    ssd_ready_at_ms: Floats  # when each has read what was promised of its SSD, at that rate; reads take turns
     sending_flows: Floats
     sending_bytes: Floats
     idleness: Floats  # below 1, less the more is being read: tells equal runs apart

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from placing import SHAPE, Cluster
+from placing import SHAPE, Cluster, incarnations
 
+from conductor.fleet import Ticket
 from conductor.scheduler import Placement
 
 LONG = 20 * 64 + 30  # tokens of a prompt of 20 full blocks
@@ -54,6 +55,40 @@ class TestOneStore:
         assert cluster.fleet.open_work == {}
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_reads_of_one_ssd_take_turns_and_time_passes_for_them(native: bool) -> None:
+    cluster = Cluster(prefill=2, decode=1, stores=1, ssd_mb_per_s=100.0, native=native)
+
+    def ask() -> Placement:
+        return cluster.place(LONG, {"s0": 20}, {"s0": 12}, excluded=incarnations("p1"))
+
+    alone = ask()
+    assert alone.ssd_tokens == 8 * 64
+    facts = cluster.facts(LONG, {"s0": 20}, {"s0": 12}, excluded=incarnations("p0"))
+    for _ in range(3):  # on the other node: 8 blocks each, 10.5 ms a block
+        cluster.scheduler.book(facts, cluster.scheduler.place(facts, cluster.now), cluster.now)
+    assert cluster.fleet.view(cluster.now).stores.ssd_ready_at_ms[0] - cluster.now * 1e3 == pytest.approx(
+        3 * 83.9, rel=0.01
+    )
+    assert ask().breakdown.fetch_ms == pytest.approx(alone.breakdown.fetch_ms + 3 * 83.9, rel=0.01)
+    cluster.now += 0.2
+    assert ask().breakdown.fetch_ms == pytest.approx(alone.breakdown.fetch_ms + 3 * 83.9 - 200.0, rel=0.01)
+    cluster.now += 0.2
+    assert ask().breakdown.fetch_ms == pytest.approx(alone.breakdown.fetch_ms)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_ssd_with_much_to_read_is_left_alone(native: bool) -> None:
+    cluster = Cluster(prefill=1, decode=1, stores=1, ssd_mb_per_s=100.0, native=native)
+    cluster.fleet.book(Ticket("p0", "", 0, 0.0, 0, source_id="s0", ssd_bytes=1e9), cluster.now)
+    placement = cluster.place(LONG, {"s0": 20}, {"s0": 12})
+    assert (placement.fetched_tokens, placement.ssd_tokens, placement.pool_tokens) == (12 * 64, 0, 12 * 64)
+    waiting = Ticket("p0", "", 0, 10_000.0, 0)  # by the time that this is computed the SSD is free
+    cluster.fleet.book(waiting, cluster.now)
+    placement = cluster.place(LONG, {"s0": 20}, {"s0": 12})
+    assert (placement.fetched_tokens, placement.ssd_tokens, placement.pool_tokens) == (20 * 64, 8 * 64, None)
+
+
 def test_of_two_stores_the_one_with_less_may_serve_more() -> None:
     """The longest run is on a slow SSD; a shorter one is in memory."""
     cluster = Cluster(prefill=1, decode=1, stores=2, hosts=True, ssd_mb_per_s=10.0)
@@ -91,8 +126,11 @@ def test_no_other_length_is_faster(native: bool, chunk_tokens: int) -> None:
                 costs.observe_transfer("p0", store, size, 0.3 + byte_ms * size)
         runs = {name: int(rng.integers(0, 21)) for name in ("p0", "s0", "s1")}
         in_dram = {name: int(rng.integers(0, runs[name] + 1)) for name in ("s0", "s1")}
+        queue_ms, promised_ms = rng.uniform(0, 200, 2)
+        promised = promised_ms * cluster.ssd_mb_per_s * 1e3
+        cluster.fleet.book(Ticket("p0", "", 0, queue_ms, 0, source_id="s0", ssd_bytes=promised), cluster.now)
         placement = cluster.place(LONG, runs, in_dram)
-        best_ms = least_ms(cluster, runs, in_dram)
+        best_ms = least_ms(cluster, runs, in_dram, max(promised_ms - queue_ms, 0.0))
         slack_ms = costs.prefill("p0").step_ms if chunk_tokens else 0.0
         assert placement.is_known
         assert best_ms - 1e-6 <= predicted_ms(placement) <= best_ms + slack_ms + 1e-6
@@ -112,8 +150,9 @@ def predicted_ms(placement: Placement) -> float:
     return placement.breakdown.fetch_ms + placement.breakdown.prefill_ms
 
 
-def least_ms(cluster: Cluster, runs: dict[str, int], in_dram: dict[str, int]) -> float:
-    """By trying every number of blocks from every store, with the formulas of the cost model and nothing else."""
+def least_ms(cluster: Cluster, runs: dict[str, int], in_dram: dict[str, int], waiting_ms: float) -> float:
+    """By trying every number of blocks from every store, with the formulas of the cost model and nothing else. The SSD
+    of s0 has other things to read first, for ``waiting_ms`` longer than the prompt waits itself."""
     costs, local, chunk = cluster.fleet.costs, runs["p0"], cluster.chunk_tokens
     prefill = costs.prefill("p0")
 
@@ -126,6 +165,7 @@ def least_ms(cluster: Cluster, runs: dict[str, int], in_dram: dict[str, int]) ->
         transfer = costs.transfer("p0", store)
         for blocks in range(local + 1, runs[store] + 1):
             from_ssd = max(blocks - in_dram[store], 0) * SHAPE.block_bytes / cluster.ssd_mb_per_s / 1e3
+            from_ssd += waiting_ms if from_ssd and store == "s0" else 0.0
             fetch_ms = transfer.ms((blocks - local) * SHAPE.block_bytes) + from_ssd
             found.append(fetch_ms + compute_ms(blocks))
     return min(found)

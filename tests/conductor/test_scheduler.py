@@ -204,7 +204,9 @@ def random_cluster(rng: np.random.Generator) -> Cluster:
         load = NodeLoad(blocks_total=100, blocks_free=int(rng.integers(100)))
         registry.heartbeat(f"d{i}", incarnation(f"d{i}"), load, False, cluster.now)
         cluster.fleet.heard(f"d{i}", load)
-        ticket = Ticket(f"p{i}", f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640, 3, f"s{i}", 1e6)
+        ticket = Ticket(
+            f"p{i}", f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640, 3, f"s{i}", 1e6, rng.uniform(0, 1e9)
+        )
         cluster.fleet.book(ticket, cluster.now - rng.random(), session=f"session {i}")
     return cluster
 
