@@ -37,6 +37,7 @@ class NativeTable:
 
     def __init__(self, library: ModuleType, max_blocks: int) -> None:
         self._library = library
+        self._apply: Callable[..., int] = library.apply
         self._match: Callable[..., int] = library.match
         self._table: int = library.new_table(max_blocks)
         weakref.finalize(self, library.delete_table, self._table)
@@ -50,7 +51,7 @@ class NativeTable:
         return int(self._library.num_dropped(self._table))
 
     def apply(self, events: Sequence[BlockEvent], slots: Slots, tier: Tier) -> int:
-        return int(self._library.apply(self._table, events, *slots, tier is Tier.SSD))
+        return self._apply(self._table, events, slots.any, slots.dram, tier is Tier.SSD)
 
     def load(self, keys: Sequence[bytes], slots: Slots, tier: Tier) -> int:
         return int(self._library.load(self._table, keys, *slots, tier is Tier.SSD))

@@ -45,8 +45,10 @@ class Fetches:
         placement = flight.placement
         assert placement is not None
         flight.is_ready = True
-        source = placement.pools[0].host_id if placement.pools else ""
-        if not placement.fetched_tokens or source in self._down:
+        if not placement.fetched_tokens:
+            return
+        source = placement.pools[0].host_id
+        if source in self._down:
             return
         wanted = (placement.local_tokens + placement.fetched_tokens) // self._block_tokens
         cache = self._machines[flight.prefill_id].cache
