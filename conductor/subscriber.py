@@ -20,7 +20,7 @@ from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc.common_pb2_grpc import CacheEventsStub
 from mooncake.rpc.convert import event_from_wire
 from mooncake.rpc.server import Channels
-from mooncake.types import Tier
+from mooncake.types import Role, Tier
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Subscriber:
     def follow(self, info: NodeInfo, table: BlockTable | None = None) -> None:
         """From where ``table`` ends, whose blocks the index takes over; else from the beginning."""
         self.forget(info.node_id)
+        self._index.join(info.node_id, is_tiered=info.role is Role.STORE)
         for tier, keys in (table.blocks if table else {}).items():
             self._index.load(info.node_id, keys, tier)
         cursor = Cursor(table.incarnation, table.next_sequence) if table else Cursor()

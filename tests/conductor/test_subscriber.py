@@ -15,7 +15,7 @@ from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc import common_pb2_grpc
 from mooncake.rpc.convert import event_to_wire
 from mooncake.rpc.server import Channels, RpcServer
-from mooncake.types import BlockEvent, BlockKey, Role
+from mooncake.types import BlockEvent, BlockKey, Role, Tier
 
 KEYS = [BlockKey(bytes([i]) * 32) for i in range(8)]
 
@@ -45,6 +45,20 @@ async def following() -> AsyncIterator[tuple[PrefixIndex, Subscriber]]:
     yield index, subscriber
     await subscriber.close()
     await channels.close()
+
+
+async def test_what_a_store_has_on_its_ssd_alone_is_known_from_its_first_word(
+    following: tuple[PrefixIndex, Subscriber],
+) -> None:
+    index, subscriber = following
+    log = EventLog(incarnation=5)
+    log.append([*stored(0), BlockEvent(True, KEYS[1], KEYS[0], Tier.SSD)])
+    server, port = await serve(CacheEventsServicer(log))
+    subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
+    await holds(index, 0, 1)
+    runs = index.runs(KEYS)
+    assert (runs[index.slot("n0")], runs[index.dram_slot("n0")]) == (2, 1)
+    await server.stop(0)
 
 
 async def test_a_snapshot_comes_first_and_events_follow(following: tuple[PrefixIndex, Subscriber]) -> None:
