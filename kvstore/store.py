@@ -136,13 +136,13 @@ class Store:
                     not (offer.grant or offer.is_stored or self._index.is_reserved(name.key))
                     for offer, name in zip(offers, names, strict=True)
                 )
+                if into_dram and self._anew is not None:
+                    is_short |= self._offer_anew(self._anew, offers, names, writer, length, ranges, tenant)
                 if is_short and await self._wait_for_room(deadline):
                     continue
                 if full is not None and not any(offer.grant for offer in offers):
                     self._index.counters["refused_full"] += 1
                     raise full
-                if into_dram and self._anew is not None:
-                    self._offer_anew(self._anew, offers, names, writer, length, ranges, tenant)
                 return offers
         except BaseException:  # the writer will never hear of these
             self.abort(offer.grant for offer in offers if offer.grant)
@@ -350,8 +350,8 @@ class Store:
         length: int,
         ranges: int,
         tenant: str,
-    ) -> None:
-        """Slots also for what only the SSD has."""
+    ) -> bool:
+        """Slots also for what only the SSD has. Whether there were too few."""
         here = self._index.exists([name.key for name in names])
         lacking = [at for at, offer in enumerate(offers) if offer.is_stored and not here[at]]
         with self.ahead.alone():
@@ -361,6 +361,7 @@ class Store:
             self._server.grant([grant.slot], grant.epoch)
         self._saving.save_leaving()
         self._publish()
+        return len(grants) < len(lacking)
 
     async def _wait_for_room(self, deadline: float) -> bool:
         """Whether it is worth asking again: something that was being saved has left, or may leave now."""

@@ -310,6 +310,9 @@ async def test_what_only_the_ssd_has_comes_back_to_memory_when_a_writer_has_it_a
         assert await client.get(name(0)) == data(0)
         stats = await client.stats()
         assert stats.counters.get("promotions", 0) == read and stats.ssd_blocks >= 12
+        slots = await client.reserve([(name(i), name(i - 1)) for i in range(1, 6)], BLOCK, 1, into_dram=True)
+        assert all(slots), "it is waited for while others leave"
+        await client.abort([slot for slot in slots if slot is not None])
         for i in range(20, 40):  # and leaves it again without being written twice
             await client.put(name(i), data(i))
         assert await client.get(name(0)) == data(0)
