@@ -155,8 +155,9 @@ class CoupledMachine:
     def _seal(self, sequence: CountedSequence) -> None:
         keys, first = sequence.block_keys, sequence.num_sealed
         end = min(sequence.num_computed // self._block_tokens, len(keys))
-        self.pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
-        sequence.num_sealed = end
+        if first < end:
+            self.pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
+            sequence.num_sealed = end
 
     def _token(self, sequence: CountedSequence, now: float) -> None:
         self.tokens += 1
