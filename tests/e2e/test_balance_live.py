@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -39,12 +40,13 @@ async def test_a_node_follows_the_load_and_no_request_is_lost() -> None:
         kept = [list(range(500 * k, 500 * k + 200)) for k in range(1, 4)]
         before = await ask_all(channel, kept, 8, at_once=3)
         sent = 0
-        async with asyncio.timeout(200):
-            while not (now := await status(channel)).role_switches:
-                prompts = [list(range(7 + sent + k, 407 + sent + k)) for k in range(6)]  # long, and answers short
-                sent += 6
-                answers = await ask_all(channel, prompts, 2, at_once=6)
-                assert all(len(answer.tokens) == 2 for answer in answers)
+        until_s = time.monotonic() + 200.0
+        while not (now := await status(channel)).role_switches:
+            assert time.monotonic() < until_s, f"no node changed its role within {sent} requests: {now}"
+            prompts = [list(range(7 + sent + k, 407 + sent + k)) for k in range(6)]  # long, and answers short
+            sent += 6
+            answers = await ask_all(channel, prompts, 2, at_once=6, timeout=120.0)
+            assert all(len(answer.tokens) == 2 for answer in answers)
         roles = sorted(node.info.role for node in now.nodes)
         assert roles == ["decode", "prefill", "prefill", "store"]
 
