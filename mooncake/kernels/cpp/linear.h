@@ -170,8 +170,8 @@ struct Target {
     const Activations* next = nullptr;  // GATE: results go here instead, as bfloat16 in tiles
 };
 
-// Has `value` be loaded although nobody needs it: lines of memory that are written without having been read come several times
-// as slowly between tiles (measured on Sapphire Rapids: the product of q, k and v took two and a half times as long).
+// Has `value` be loaded although nobody needs it: lines of memory that are written whole without having been read hold the tiles
+// up (seen on Sapphire Rapids, most of all in the product of q, k and v).
 inline void hold([[maybe_unused]] vf value) {
 #if defined(__x86_64__)
     asm volatile("" ::"v"(value));
