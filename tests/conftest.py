@@ -34,6 +34,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"{item.nodeid}: no time left, {TEST_MINUTES:g} minutes are over")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """CI runs what fails once more (``--reruns``); what then passes must not pass in silence."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"{report.nodeid} was run again, because", sep="-")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """For tests that only talk to a cluster and leave it as it is. One prefill, one decode, one store."""

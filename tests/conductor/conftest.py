@@ -256,6 +256,7 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._is_dead = False
         self.port = 0
 
     @classmethod
@@ -266,6 +267,7 @@ class Relay:
         return relay
 
     async def kill(self) -> None:
+        self._is_dead = True
         if self._server is not None:
             self._server.close()
         await self.cut()
@@ -283,15 +285,20 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        with contextlib.suppress(OSError, asyncio.CancelledError):
-            target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self._target)
-            self._writers |= {writer, target_writer}
-            try:
+        ends = {writer}
+        try:
+            if self._is_dead:  # taken from the queue of the closed port
+                return
+            self._writers.add(writer)
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self._target)
+                ends.add(target_writer)
+                self._writers.add(target_writer)
                 await asyncio.gather(self._copy(reader, target_writer), self._copy(target_reader, writer))
-            finally:
-                writer.transport.abort()
-                target_writer.transport.abort()
-                self._writers -= {writer, target_writer}
+        finally:
+            for end in ends:
+                end.transport.abort()
+            self._writers -= ends
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):

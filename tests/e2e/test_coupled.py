@@ -30,11 +30,14 @@ async def test_coupled_nodes_answer_exactly_and_hand_nothing_on(tmp_path: Path) 
     with running_cluster(config) as cluster:
         assert set(cluster.pids) == {"conductor", "store-0", "coupled-0", "coupled-1"}
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            for has_been_asked in (False, True):
-                answers = await ask_all(channel, prompts, NEW, at_once=4)
+            first, second = [await ask_all(channel, prompts, NEW, at_once=4) for _ in range(2)]
+            for answers in (first, second):
                 assert [answer.tokens for answer in answers] == expected
-                assert all((answer.cached_tokens > 0) == has_been_asked for answer in answers)
                 assert not any(answer.timings.decode_node for answer in answers)
+            assert not any(answer.cached_tokens for answer in first)
+            for before, after in zip(first, second, strict=True):
+                if before.timings.prefill_node == after.timings.prefill_node:  # where it goes depends on load
+                    assert after.cached_tokens > 0
             status = await cluster_pb2_grpc.ClusterStub(channel).Status(cluster_pb2.StatusRequest())
             assert [node.info.node_id for node in status.nodes if node.info.role != "store"] == [
                 "coupled-0",
