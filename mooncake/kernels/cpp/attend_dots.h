@@ -16,8 +16,10 @@ constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
+constexpr int AHEAD_ROWS = 32;              // rows of K or V that are brought near before they are needed
 
-// SCORE_KEYS keys as float32 [D][key], without their scales. Pairs of bfloat16 are turned as one lane and parted behind it.
+// SCORE_KEYS keys as float32 [D][key], without their scales. Pairs of bfloat16 are turned as one lane and parted behind it. There
+// are AHEAD_ROWS more keys: as many of them as are turned are brought near.
 template <class T> inline void turn_keys(const T* const* keys, int D, float* turned) {
     for (int first = 0; first < SCORE_KEYS; first += W) {
         float* to = turned + first;
@@ -25,6 +27,7 @@ template <class T> inline void turn_keys(const T* const* keys, int D, float* tur
         int d = 0;
         if constexpr (std::is_same<T, bf16>::value)
             for (; d + 2 * W <= D; d += 2 * W) {
+                bring_near(keys + first + AHEAD_ROWS, W, d, 2 * W);
 #pragma GCC unroll 16
                 for (int t = 0; t < W; t++) block[t] = load_as<vf>(keys[first + t] + d);
                 transpose(block);
@@ -35,6 +38,7 @@ template <class T> inline void turn_keys(const T* const* keys, int D, float* tur
                 }
             }
         for (; d < D; d += W) {
+            bring_near(keys + first + AHEAD_ROWS, W, d, W);
 #pragma GCC unroll 16
             for (int t = 0; t < W; t++) block[t] = load(keys[first + t] + d);
             transpose(block);
@@ -58,7 +62,9 @@ constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {s
                                                                               score_rows<4>, score_rows<5>, score_rows<6>};
 static_assert(sizeof SCORE == SCORE_ROWS * sizeof *SCORE);
 
-// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows.
+// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows. Of bfloat16, which comes in pairs,
+// each two vectors of `mixed` have the even dimensions and then the odd ones, until `part_pairs`. There are AHEAD_ROWS more values
+// than `count`: they are brought near.
 template <int ROWS, int VECS, class T>
 inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
     vf acc[ROWS][VECS];
@@ -67,7 +73,16 @@ inline void mix_rows(const float* scores, int64_t score_stride, const T* const* 
     for (int t = 0; t < count; t++) {
         const T* value = values[t] + d;
         vf loaded[VECS];
-        for (int v = 0; v < VECS; v++) loaded[v] = load(value + v * W);
+        bring_near(values + t + AHEAD_ROWS, 1, d, VECS * W);
+        if constexpr (std::is_same<T, bf16>::value && VECS % 2 == 0) {
+            for (int v = 0; v < VECS; v += 2) {
+                const vu pairs = load_as<vu>(value + v * W);
+                loaded[v] = (vf)(pairs << 16);
+                loaded[v + 1] = (vf)(pairs & 0xffff0000u);
+            }
+        } else {
+            for (int v = 0; v < VECS; v++) loaded[v] = load(value + v * W);
+        }
         for (int r = 0; r < ROWS; r++) {
             const float p = scores[r * score_stride + t];
             for (int v = 0; v < VECS; v++) acc[r][v] += loaded[v] * p;
@@ -75,6 +90,17 @@ inline void mix_rows(const float* scores, int64_t score_stride, const T* const* 
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
+}
+
+// Of rows that bfloat16 was mixed into: the dimensions in their order.
+inline void part_pairs(float* mixed, int rows, int D) {
+    for (int row = 0; row < rows; row++, mixed += D)
+        for (int d = 0; d + 2 * W <= D; d += 2 * W) {
+            vf both[2] = {load(mixed + d), load(mixed + d + W)};
+            interleave(both[0], both[1]);
+            store(mixed + d, both[0]);
+            store(mixed + d + W, both[1]);
+        }
 }
 
 template <int ROWS, class T>
@@ -96,6 +122,26 @@ inline void scale_scores(const int8_t* const* coded, int count, int D, int rows,
 
 // [row / W][SCORE_KEYS][W] to rows of SCORE_KEYS scores, `width` apart.
 inline void turn_scores(const float* tiles, int rows, float* scores, int64_t width) {
+#if defined(__AVX512F__)
+    if (rows <= 4) {  // of 16: a quarter of a vector a key, of 4 keys that are 4 apart, so that squares of 4 x 4 are turned
+        for (int t = 0; t < SCORE_KEYS; t += W) {
+            __m512 quarters[4];
+            for (int i = 0; i < 4; i++) {
+                const float* from = tiles + (t + i) * W;
+                quarters[i] = _mm512_castps128_ps512(_mm_loadu_ps(from));
+                quarters[i] = _mm512_insertf32x4(quarters[i], _mm_loadu_ps(from + 4 * W), 1);
+                quarters[i] = _mm512_insertf32x4(quarters[i], _mm_loadu_ps(from + 8 * W), 2);
+                quarters[i] = _mm512_insertf32x4(quarters[i], _mm_loadu_ps(from + 12 * W), 3);
+            }
+            const __m512 low01 = _mm512_unpacklo_ps(quarters[0], quarters[1]), low23 = _mm512_unpacklo_ps(quarters[2], quarters[3]);
+            const __m512 high01 = _mm512_unpackhi_ps(quarters[0], quarters[1]), high23 = _mm512_unpackhi_ps(quarters[2], quarters[3]);
+            const __m512 turned[4] = {_mm512_shuffle_ps(low01, low23, 0x44), _mm512_shuffle_ps(low01, low23, 0xee),
+                                      _mm512_shuffle_ps(high01, high23, 0x44), _mm512_shuffle_ps(high01, high23, 0xee)};
+            for (int row = 0; row < rows; row++) _mm512_storeu_ps(scores + row * width + t, turned[row]);
+        }
+        return;
+    }
+#endif
     for (int row = 0; row < rows; row += W)
         for (int t = 0; t < SCORE_KEYS; t += W, tiles += W * W) {
             vf block[W];
@@ -130,17 +176,20 @@ inline void mix_all(const float* scores, int64_t width, const T* const* values, 
     for (; row < rows; row++) mix<1>(scores + row * width, width, values, count, mixed + row * D, D);
 }
 
-// Rows as float32, without their scales.
+// Rows as float32, without their scales. There are AHEAD_ROWS more of them: they are brought near.
 template <class T> inline void widen_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
     for (int t = 0; t < count; t++, wide += D) {
+        bring_near(rows + t + AHEAD_ROWS, 1, 0, D);
         for (int d = 0; d < D; d += W) store(wide + d, load(rows[t] + d));
         out[t] = wide;
     }
 }
 
+// `next`: what this thread is likely to do then, or null. Keys, values and the keys of `next` are one stream that is brought near
+// AHEAD_ROWS before it is used.
 template <class T>
 void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
-                 const Results& results, Scratch& scratch) {
+                 const Item* next, const Results& results, Scratch& scratch) {
     const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
     const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
     constexpr int MOST = std::max(MIX_TILE, SCORE_KEYS);
@@ -151,9 +200,6 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
     float *most = scratch.take(rows), *sums = scratch.take(rows);
     float* wide = scratch.take(MOST * D);
-    const auto prefetch = [&](int kv, int at, int count) {
-        cache.template prefetch<T>(table, item.kv_head, kv, item.begin + at, std::min(count, length - at));
-    };
     RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
     places_of(call, plan, item, places);
     uint32_t* query_tiles = scratch.take<uint32_t>(tiled_rows * D / 2);
@@ -167,15 +213,23 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     std::optional<Tiles> tiles;
     if (is_tiled) tiles.emplace(TILE_STRIP);
 
-    const T* tile[MOST];
-    const float* wide_tile[MOST];
+    const float* wide_tile[MIX_TILE + AHEAD_ROWS];
+    std::fill(wide_tile, wide_tile + MIX_TILE + AHEAD_ROWS, wide);
+    const T *keys[DOT_PART + SCORE_KEYS + AHEAD_ROWS], *values[DOT_PART + AHEAD_ROWS];  // with what is needed behind them
+    cache.rows(table, item.kv_head, 0, item.begin, length, keys);
+    cache.rows(table, item.kv_head, 1, item.begin, length, values);
+    std::fill(keys + length, keys + width, keys[0]);
+    std::fill(values + length, values + length + AHEAD_ROWS, values[0]);
+    if (next) {
+        const int count = std::min(AHEAD_ROWS, next->end - next->begin);
+        cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, values + length);
+    }
+    for (int i = 0; i < AHEAD_ROWS; i++) keys[width + i] = values[i];
     for (int at = 0; at < length; at += SCORE_KEYS) {
-        const int count = std::min(SCORE_KEYS, length - at);
-        cache.rows(table, item.kv_head, 0, item.begin + at, count, tile);
-        prefetch(0, at + SCORE_KEYS, SCORE_KEYS);
-        for (int t = count; t < SCORE_KEYS; t++) tile[t] = tile[0];
+        const T* const* tile = keys + at;
         if (is_tiled) {
-            score_keys_in_tiles(tile, query_tiles, rows, D, (bf16*)wide, score_tiles, W * sizeof(float), SCORE_KEYS * W);
+            score_keys_in_tiles(tile, query_tiles, rows, D, (bf16*)wide, score_tiles, W * sizeof(float), SCORE_KEYS * W,
+                                tile + AHEAD_ROWS);
             turn_scores(score_tiles, rows, scores + at, width);
         } else {
             turn_keys(tile, D, wide);
@@ -185,7 +239,6 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
     }
 
-    prefetch(1, 0, MIX_TILE);
     for (int row = 0; row < rows; row++) {
         const int position = call.position(places[row].seq, places[row].row);
         const int stop = std::min(length, position + 1 - item.begin);
@@ -213,12 +266,9 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     std::memset(mixed, 0, sizeof(float) * rows * D);
     for (int at = 0; at < length; at += MIX_TILE) {
         const int count = std::min(MIX_TILE, length - at);
-        cache.rows(table, item.kv_head, 1, item.begin + at, count, tile);
-        prefetch(1, at + MIX_TILE, MIX_TILE);
-        if constexpr (IS_CODED<T>) {  // the weights take the scales along
-            for (int t = count; t % W; t++) tile[t] = tile[0];
+        const T* const* tile = values + at;
+        if constexpr (IS_CODED<T>)  // the weights take the scales along
             scale_scores(tile, (count + W - 1) / W * W, D, rows, scores + at, width);
-        }
         if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
             widen_rows(tile, count, D, wide, wide_tile);
             mix_all(scores + at, width, wide_tile, count, rows, mixed, D);
@@ -226,6 +276,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             mix_all(scores + at, width, tile, count, rows, mixed, D);
         }
     }
+    if (std::is_same<T, bf16>::value && rows <= FEW_ROWS) part_pairs(mixed, rows, D);
     results.put(item, mixed, most, sums);
 }
 

@@ -23,15 +23,13 @@ template <class T, int VECS>
 void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                    const Results& results, Scratch& scratch) {
     constexpr int lanes = VECS * W;
+    constexpr bool is_in_place = std::is_same<T, float>::value;
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
     const bool is_tiled = fits_tiles<T>(D);
     scratch.start(lanes * (2 * D + DOT_PART + 2) + TILE * D + 128);
     float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
     float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(TILE * D);
-    const auto prefetch = [&](int kv, int at) {
-        cache.template prefetch<T>(table, item.kv_head, kv, item.begin + at, std::min(TILE, DOT_PART - at));
-    };
     RowPlace places[lanes];
     places_of(call, plan, item, places);
     std::fill(places + rows, places + lanes, places[0]);
@@ -49,12 +47,15 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
             for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
         }
 
-    const T* coded[TILE];
+    const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and what is no matter
+    for (int kv = 0; kv < 2; kv++) cache.rows(table, item.kv_head, kv, item.begin, DOT_PART, stream + kv * DOT_PART);
+    std::fill(stream + 2 * DOT_PART, stream + 2 * DOT_PART + AHEAD_ROWS, stream[0]);
+    const T* const* coded = stream;
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
-        cache.rows(table, item.kv_head, kv, item.begin + at, TILE, coded);
+        coded = stream + kv * DOT_PART + at;
         if (is_tiled && kv == 0) return;  // multiplied as they are
-        if constexpr (std::is_same<T, float>::value)
+        if constexpr (is_in_place)
             std::copy(coded, coded + TILE, tile);
         else
             widen_rows(coded, TILE, D, wide, tile);
@@ -71,30 +72,32 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     std::fill(top, top + VECS, splat(NEVER));
     for (int at = 0; at < DOT_PART; at += TILE) {
         open(0, at);
-        if (at + TILE < DOT_PART) prefetch(0, at + TILE);
         if (is_tiled)
-            score_keys_in_tiles(coded, (const uint32_t*)query, lanes, D, (bf16*)wide, scores + at * lanes, lanes * sizeof(float), W);
+            score_keys_in_tiles(coded, (const uint32_t*)query, lanes, D, (bf16*)wide, scores + at * lanes, lanes * sizeof(float), W,
+                                coded + AHEAD_ROWS);
         else
-            for (int t = 0; t < TILE; t += SHARED_KEYS)
+            for (int t = 0; t < TILE; t += SHARED_KEYS) {
+                if (is_in_place) bring_near(coded + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
                 score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
+            }
         scale(at);
         for (int t = at; t < at + TILE; t++)
             for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
     }
 
-    prefetch(1, 0);
     vf totals[W][VECS] = {};  // by t % W, as attend_dots has them
     std::memset(mixed, 0, sizeof(float) * lanes * D);
     const auto kept = [](vf before, int) { return before; };
     for (int at = 0; at < DOT_PART; at += TILE) {
-        if (at + TILE < DOT_PART) prefetch(1, at + TILE);
-        for (int t = at; t < at + TILE; t++)
+        for (int t = at; t < at + TILE; t++) {
+            if (is_in_place) bring_near(stream + DOT_PART + t + AHEAD_ROWS, 1, 0, D);
             for (int v = 0; v < VECS; v++) {
                 float* score = scores + (t * VECS + v) * W;
                 const vf p = exp2v(load(score) - top[v]);
                 store(score, p);
                 totals[t % W][v] += p;
             }
+        }
         open(1, at);
         scale(at);
         for (int d = 0; d < D; d += SHARED_KEYS) mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);

@@ -34,7 +34,7 @@ template <class T> void attend(const AttentionCall& call, const AttentionPlan& p
         if (item.is_shared && item.count > MANY_SHARED)
             attend_shared<T, SHARED_VECS>(call, plan, cache, item, results, scratch);
         else if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
-            attend_dots<T>(call, plan, cache, item, results, scratch);
+            attend_dots<T>(call, plan, cache, item, &item < &plan.items.back() ? &item + 1 : nullptr, results, scratch);
         else
             attend_many<T>(call, cache, item, results, scratch);
     });

@@ -45,17 +45,14 @@ struct CacheLayer {
         }
     }
 
-    // Has such rows brought near, for use soon: the hardware's own prefetching ends with each page of memory.
-    template <class T> void prefetch(const int32_t* table, int head, int kv, int first, int count) const {
-        int block = first / block_tokens, offset = first % block_tokens;
-        for (; count > 0; block++, offset = 0) {
-            const char* from = (const char*)row<T>(table[block], offset, kv, head);
-            const int run = std::min(block_tokens - offset, count), bytes = run * row_bytes<T>(head_dim);
-            for (int at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
-            count -= run;
-        }
-    }
 };
+
+// Has elements d .. d + count of some rows brought near, for use soon. Few at a time, between other work: a core keeps some dozen
+// such wishes and forgets the others (seen on Sapphire Rapids, where all at once were worse than none).
+template <class T> inline void bring_near(const T* const* rows, int num_rows, int d, int count) {
+    for (int i = 0; i < num_rows; i++)
+        for (int at = 0; at < count * int(sizeof(T)); at += 64) __builtin_prefetch((const char*)(rows[i] + d) + at);
+}
 
 inline void put_row(float* to, const float* from, int D) { std::memcpy(to, from, D * sizeof(float)); }
 

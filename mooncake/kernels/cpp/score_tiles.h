@@ -46,19 +46,28 @@ template <class T> inline void strips_of_keys(const T* const* keys, int tokens, 
 }
 
 // scores[key][row] of TILE_STRIP keys and one tile of queries; `stride` bytes lie between scores of one row. The keys of a strip
-// are `key_stride` bytes apart, and `step` bytes further on are their next 32 dimensions. Needs Tiles(TILE_STRIP).
+// are `key_stride` bytes apart, and `step` bytes further on are their next 32 dimensions. Has `ahead` [TILE_STRIP] brought near,
+// a few at a time, when it is not null. Needs Tiles(TILE_STRIP).
+template <class T>
 inline void score_strip(const char* keys, int64_t key_stride, int64_t step, const uint32_t* queries, int D, float* scores,
-                        int64_t stride) {
+                        int64_t stride, const T* const* ahead) {
 #if defined(MOONCAKE_TILES)
     settle_memory();
     _tile_zero(0);
     _tile_zero(2);
     for (int d = 0; d < D; d += STRIP_TOKENS, keys += step, queries += W * W) {
+        const auto bring = [&](int quarter) {
+            if (ahead) bring_near(ahead + quarter * TILE_STRIP / 4, TILE_STRIP / 4, d, STRIP_TOKENS);
+        };
+        bring(0);
         _tile_loadd(6, queries, ROW_UNIT);
         _tile_loadd(4, keys, key_stride);
+        bring(1);
         _tile_loadd(5, keys + TILE_ROWS * key_stride, key_stride);
+        bring(2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(2, 5, 6);
+        bring(3);
     }
     _tile_stored(0, scores, stride);
     _tile_stored(2, (char*)scores + TILE_ROWS * stride, stride);
@@ -68,14 +77,14 @@ inline void score_strip(const char* keys, int64_t key_stride, int64_t step, cons
 // As above for all tiles of queries of `rows` rows, whose scores lie `tile_floats` floats apart. `strip` has room for D * TILE_STRIP.
 template <class T>
 void score_keys_in_tiles(const T* const* keys, const uint32_t* queries, int rows, int D, bf16* strip, float* scores, int64_t stride,
-                         int64_t tile_floats) {
+                         int64_t tile_floats, const T* const* ahead = nullptr) {
     bool is_adjacent = std::is_same<T, bf16>::value;
     for (int t = 1; is_adjacent && t < TILE_STRIP; t++) is_adjacent = keys[t] == keys[t - 1] + D;
     const char* from = (const char*)(is_adjacent ? (const void*)keys[0] : strip);
     const int64_t key_stride = is_adjacent ? D * int64_t(sizeof(bf16)) : ROW_UNIT, step = is_adjacent ? ROW_UNIT : TILE_STRIP * ROW_UNIT;
     if (!is_adjacent) strips_of_keys(keys, TILE_STRIP, D, strip);
-    for (int row = 0; row < rows; row += W, queries += W * D / 2, scores += tile_floats)
-        score_strip(from, key_stride, step, queries, D, scores, stride);
+    for (int row = 0; row < rows; row += W, queries += W * D / 2, scores += tile_floats, ahead = nullptr)
+        score_strip(from, key_stride, step, queries, D, scores, stride, ahead);
 }
 
 }  // namespace mooncake

@@ -15,6 +15,7 @@
 namespace mooncake {
 
 constexpr int TILE_ROWS = 16;
+constexpr int PACE = 8;  // cache lines brought near at a time: of many at once a core forgets most
 constexpr int TILE_STRIP = 2 * TILE_ROWS;  // rows multiplied at once: 4 tiles of sums, 2 of activations, 2 of weights
 
 #if defined(MOONCAKE_TILES)
@@ -96,14 +97,23 @@ void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_
         _tile_zero(3);
     }
     for (int64_t at = 0; at < row_bytes; at += 64, strip += 64 * rows, panel += TILE_ROWS * ROW) {
-        for (int i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead);
+        int left = lines;
+        const auto bring = [&](int most) {
+            for (; most > 0 && left > 0; most--, left--, ahead += 64) __builtin_prefetch(ahead);
+        };
+        bring(PACE);
         _tile_loadd(6, panel, ROW);
+        bring(PACE);
         _tile_loadd(7, panel + 64, ROW);
+        bring(PACE);
         _tile_loadd(4, strip, 64);
+        bring(PACE);
         multiply_upper<KIND>();
-        if (!is_tall) continue;
-        _tile_loadd(5, strip + 64 * TILE_ROWS, 64);
-        multiply_lower<KIND>();
+        if (is_tall) {
+            _tile_loadd(5, strip + 64 * TILE_ROWS, 64);
+            multiply_lower<KIND>();
+        }
+        bring(lines);
     }
     _tile_stored(0, sums, ROW);
     _tile_stored(1, sums + 64, ROW);
@@ -124,18 +134,29 @@ void multiply_two(const char* strip, int rows, const char* panel, int64_t apart,
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t at = 0; at < row_bytes; at += 64, strip += 64 * rows, panel += TILE_ROWS * ROW) {
-        for (int i = 0; i < TILE_ROWS * ROW; i += 64) {
-            __builtin_prefetch(panel + ahead + i);
-            __builtin_prefetch(panel + apart + ahead + i);
-        }
+        const auto bring = [&](int part) {
+#pragma GCC unroll 4
+            for (int i = part * 256; i < part * 256 + 256; i += 64) {
+                __builtin_prefetch(panel + ahead + i);
+                __builtin_prefetch(panel + apart + ahead + i);
+            }
+        };
         _tile_loadd(4, strip, 64);
+        bring(0);
         _tile_loadd(5, strip, 64);
+        bring(1);
         _tile_loadd(6, panel, ROW);
+        bring(2);
         _tile_loadd(7, panel + 64, ROW);
+        bring(3);
         multiply_upper<KIND>();
+        bring(4);
         _tile_loadd(6, panel + apart, ROW);
+        bring(5);
         _tile_loadd(7, panel + apart + 64, ROW);
+        bring(6);
         multiply_lower<KIND>();
+        bring(7);
     }
     _tile_stored(0, sums, ROW);
     _tile_stored(1, sums + 64, ROW);

@@ -166,6 +166,18 @@ template <int SEG = W> inline void transpose(vf* v) {
     }
 }
 
+template <int FIRST, size_t... LANE> constexpr vi in_turns(std::index_sequence<LANE...>) {
+    return vi{int(FIRST + LANE / 2 + LANE % 2 * W)...};
+}
+
+// a0 b0 a1 b1 … in the place of a0 a1 … and b0 b1 …
+inline void interleave(vf& a, vf& b) {
+    constexpr auto lanes = std::make_index_sequence<W>();
+    const vf lower = __builtin_shuffle(a, b, in_turns<0>(lanes));
+    b = __builtin_shuffle(a, b, in_turns<W / 2>(lanes));
+    a = lower;
+}
+
 template <int DISTANCE, size_t... LANE> constexpr vi partners(std::index_sequence<LANE...>) { return vi{int(LANE ^ DISTANCE)...}; }
 
 // All lanes joined into one, half with half.
