@@ -48,6 +48,7 @@ _SIGNATURES = {
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _CODED_KINDS: dict[Coding, int] = {"int8": 2, "w8a8": 3}
+_WIDE_CODES = 4
 PROBLEMS = {
     1: "a block id or slot lies outside the cache",
     2: "a position lies outside the model's length",
@@ -112,6 +113,12 @@ class _Rope(ctypes.Structure):
     ]
 
 
+def has_matrix_unit(library: ctypes.CDLL) -> bool:
+    """Whether its products with bfloat16 weights go through one; then those with int8 weights of a bfloat16 model do,
+    too, with activations of 16 bits."""
+    return int(library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16])) == _ROW_UNIT
+
+
 class PanelLinear:
     """Weights interleaved in panels of some outputs each (see packed.h), in memory that lies in large pages.
 
@@ -138,6 +145,8 @@ class PanelLinear:
         if coding:
             source, scales = reference.quantise_rows(weight if block == 1 else reference.hadamard(weight) / block)
             kind = _CODED_KINDS[coding]
+            if coding == "int8" and weight.dtype is torch.bfloat16 and has_matrix_unit(library):
+                kind = _WIDE_CODES
         source = source.contiguous()  # packing reads it by its address
         order = torch.arange(outputs)
         if is_gated:  # as source_row of packed.h
@@ -202,7 +211,7 @@ class CpuKernels:
         self.weight_memory = WeightMemory()
         unit = library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16])
         self.rounds_activations = unit > 0  # to bfloat16, for products with bfloat16 weights
-        self.has_matrix_unit = unit == _ROW_UNIT
+        self.has_matrix_unit = has_matrix_unit(library)
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
         self._write_kv = library.mc_write_kv

@@ -19,7 +19,7 @@ constexpr int STRIP = W == 16 ? 12 : 6;  // rows multiplied at once in vectors: 
 
 // Bytes of a narrow row that lie together: those of a tile's row, or of one lane. 0 for rows that stay float32.
 inline int unit_of(int32_t kind) {
-    if (kind != BOTH_CODES && kind != BF16S) return 0;
+    if (kind == FLOATS || kind == CODES) return 0;
     if (has_tiles()) return ROW_UNIT;
     return kind == BOTH_CODES || MULTIPLIES_BF16 ? 4 : 0;
 }
@@ -27,26 +27,25 @@ inline int unit_of(int32_t kind) {
 // Rows cut into strips: of nearly equal height for vectors, of whole tiles for tiles.
 struct Strips {
     int64_t rows, count;
-    bool is_tiled;
+    int tall;  // rows of each strip but the last, for tiles; else 0
 
-    Strips(int64_t rows, bool is_tiled)
-        : rows(rows), count((rows + height(is_tiled) - 1) / height(is_tiled)), is_tiled(is_tiled) {}
-    int64_t first(int64_t strip) const { return is_tiled ? std::min(strip * TILE_STRIP, rows) : strip * rows / count; }
+    Strips(int64_t rows, int tall) : rows(rows), count((rows + most(tall) - 1) / most(tall)), tall(tall) {}
+    int64_t first(int64_t strip) const { return tall ? std::min(strip * tall, rows) : strip * rows / count; }
     int height(int64_t strip) const { return int(first(strip + 1) - first(strip)); }
 
 private:
-    static int64_t height(bool is_tiled) { return is_tiled ? TILE_STRIP : STRIP; }
+    static int64_t most(int tall) { return tall ? tall : STRIP; }
 };
 
-// Strip by strip: [inputs][rows] float32, or [row_bytes / unit][rows][unit].
+// Strip by strip: [inputs][rows] float32, or [row_bytes / unit][planes][rows][unit].
 struct Activations {
     Strips strips;
-    int64_t row_bytes;
-    int unit;
+    int64_t row_bytes;  // of a plane
+    int unit, planes;
     char* memory;
     float* row_scales;  // [rows], of codes
 
-    const char* strip(int64_t index) const { return memory + strips.first(index) * row_bytes; }
+    char* strip(int64_t index) const { return memory + strips.first(index) * planes * row_bytes; }
 
     // Of tiled rows: where byte `at` of a row is.
     char* tile_row(int64_t row, int64_t at) const {
@@ -92,18 +91,39 @@ template <int UNIT, class T, size_t COUNT> inline void put_piece(const T (&piece
         std::memcpy(out + (at + i) / UNIT * UNIT * rows + (at + i) % UNIT, (const char*)piece + i, TOGETHER);
 }
 
-// One row as codes 1 .. 255 around 128 (the instructions want one side without sign), a scale = max|x| / 127.
-template <int UNIT> float code_row(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+inline float largest_magnitude(const float* row, int64_t K) {
     vf top{};
     int64_t k = 0;
     for (; k + W <= K; k += W) top = larger(top, magnitude(load(row + k)));
     float most = largest(top);
     for (; k < K; k++) most = std::max(most, __builtin_fabsf(row[k]));
-    const float scale = most / 127.0f, divisor = scale > 0 ? scale : 1.0f;
-    for (k = 0; k < padded; k += W) {
+    return most;
+}
+
+// One row as codes 1 .. 255 around 128 (the instructions want one side without sign), a scale = max|x| / 127.
+template <int UNIT> float code_row(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+    const float scale = largest_magnitude(row, K) / 127.0f, divisor = scale > 0 ? scale : 1.0f;
+    for (int64_t k = 0; k < padded; k += W) {
         uint8_t codes[W];
         store(codes, __builtin_convertvector(round_whole(piece_of(row, k, K) / divisor), vi) + 128);
         put_piece<UNIT>(codes, k, rows, out);
+    }
+    return scale;
+}
+
+// One row as codes of 16 bits, a scale = max|x| / MOST_WIDE: code = 256 upper + lower, in a plane each, both with sign.
+constexpr float MOST_WIDE = 127 * 256 + 127;
+
+inline float code_row_wide(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+    const float scale = largest_magnitude(row, K) / MOST_WIDE, divisor = scale > 0 ? scale : 1.0f;
+    for (int64_t k = 0; k < padded; k += W) {
+        const vi codes = __builtin_convertvector(round_whole(piece_of(row, k, K) / divisor), vi);
+        uint8_t upper[W], lower[W];
+        store(upper, (codes + 128) >> 8);
+        store(lower, codes);
+        const int64_t at = k / ROW_UNIT * 2 * ROW_UNIT + k % ROW_UNIT;
+        put_piece<ROW_UNIT>(upper, at, rows, out);
+        put_piece<ROW_UNIT>(lower, at + ROW_UNIT, rows, out);
     }
     return scale;
 }
@@ -120,9 +140,11 @@ template <int UNIT> void narrow_row(const float* row, int64_t K, int64_t padded,
 // Room for `rows` rows of activations for `layer`. `memory` is kept by the caller.
 inline Activations room_for(const PackedLinear& layer, int64_t rows, Scratch& memory) {
     const int unit = unit_of(layer.kind);
-    Activations out{Strips(rows, unit == ROW_UNIT), unit ? layer.row_bytes() : layer.padded() * 4, unit, nullptr, nullptr};
-    memory.start<char>(rows * out.row_bytes + rows * 4 + 128);
-    out.memory = memory.take<char>(rows * out.row_bytes);
+    const int planes = layer.kind == WIDE_CODES ? 2 : 1;
+    const int64_t row_bytes = unit ? layer.row_bytes() : layer.padded() * 4;
+    Activations out{Strips(rows, unit == ROW_UNIT ? TILE_STRIP / planes : 0), row_bytes, unit, planes, nullptr, nullptr};
+    memory.start<char>(rows * planes * row_bytes + rows * 4 + 128);
+    out.memory = memory.take<char>(rows * planes * row_bytes);
     out.row_scales = memory.take<float>(rows);
     return out;
 }
@@ -151,11 +173,13 @@ inline Activations prepare(const PackedLinear& layer, const float* from, int64_t
             rows_at = to;
             rows_stride = K;
         }
-        char* to = out.memory + first * out.row_bytes;
+        char* to = out.strip(strip);
         if (!unit) return TURN[height - 1](rows_at, rows_stride, K, padded, (float*)to);
         for (int r = 0; r < height; r++, rows_at += rows_stride, to += unit) {
             if (layer.kind == BF16S)
                 (unit == ROW_UNIT ? narrow_row<ROW_UNIT> : narrow_row<4>)(rows_at, K, padded, height, to);
+            else if (layer.kind == WIDE_CODES)
+                out.row_scales[first + r] = code_row_wide(rows_at, K, padded, height, to);
             else
                 out.row_scales[first + r] =
                     (unit == ROW_UNIT ? code_row<ROW_UNIT> : code_row<4>)(rows_at, K, padded, height, to);

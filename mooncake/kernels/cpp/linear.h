@@ -197,6 +197,8 @@ void deliver(const PackedLinear& layer, const float* row_scales, const Target& t
             if (KIND == BOTH_CODES) {
                 const vi exact = load_as<vi>((const int32_t*)sums + v * W) - load_as<vi>(layer.sums + column + v * W) * 128;
                 results[v] = __builtin_convertvector(exact, vf) * (scales[v] * row_scales[first + r]);
+            } else if (KIND == WIDE_CODES) {
+                results[v] = load(sums + v * W) * (scales[v] * row_scales[first + r]);
             } else {
                 results[v] = KIND == CODES ? load(sums + v * W) * scales[v] : load(sums + v * W);
             }
@@ -260,15 +262,16 @@ void product_in_tiles(const PackedLinear& layer, const Activations& x, const Tar
                       int64_t to_strip) {
     constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // of a panel, for every 64 bytes of a row
     alignas(64) float sums[TILE_STRIP * PANEL];
-    Tiles tiles(x.strips.height(from_strip));
+    Tiles tiles(x.strips.height(from_strip) * x.planes);
     const char* panel = layer.panel(index);
     const int64_t count = to_strip - from_strip;
     const int lines = int((PANEL_LINES + count - 1) / count);
     const char* ahead = panel + (count == 1 ? AHEAD_IN_TILES : x.row_bytes * PANEL);
     for (int64_t strip = from_strip; strip < to_strip; strip++, ahead += lines * x.row_bytes) {
-        const int height = x.strips.height(strip);
-        tiles.shape(height);
-        multiply_tiles<KIND>(x.strip(strip), height, panel, x.row_bytes, (char*)sums, ahead, lines);
+        const int height = x.strips.height(strip), rows = height * x.planes;
+        tiles.shape(rows);
+        multiply_tiles<KIND>(x.strip(strip), rows, panel, x.row_bytes, (char*)sums, ahead, lines);
+        if (KIND == WIDE_CODES) join_planes(sums, height);
         deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
     }
 }
@@ -288,21 +291,27 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
 template <WeightKind KIND>
 void product_of_two(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index) {
     alignas(64) float sums[TILE_STRIP * PANEL];
-    const int rows = int(x.strips.rows);
-    Tiles tiles(rows);
-    multiply_two<KIND>(x.strip(0), rows, layer.panel(index), x.row_bytes * PANEL, x.row_bytes, (char*)sums, AHEAD_IN_TILES);
-    for (int i = 0; i < 2; i++) deliver<KIND>(layer, x, target, index + i, sums + i * TILE_ROWS * PANEL, 0, rows);
+    const int rows = int(x.strips.rows), height = rows * x.planes;
+    Tiles tiles(height);
+    multiply_two<KIND>(x.strip(0), height, layer.panel(index), x.row_bytes * PANEL, x.row_bytes, (char*)sums, AHEAD_IN_TILES);
+    for (int i = 0; i < 2; i++) {
+        float* of_panel = sums + i * TILE_ROWS * PANEL;
+        if (KIND == WIDE_CODES) join_planes(of_panel, rows);
+        deliver<KIND>(layer, x, target, index + i, of_panel, 0, rows);
+    }
 }
 
 template <WeightKind KIND> void product(const PackedLinear& layer, const Activations& x, const Target& target, int threads) {
     const int64_t panels = layer.num_panels(), strips = x.strips.count;
     const int team = x.strips.rows * layer.inputs * layer.outputs < PRODUCTS_ALONE ? 1 : threads;
-    const bool is_tiled = x.unit == ROW_UNIT, is_small = is_tiled && x.strips.rows <= TILE_ROWS;
+    const bool is_tiled = x.unit == ROW_UNIT, is_small = is_tiled && x.strips.rows * x.planes <= TILE_ROWS;
     // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
     int64_t cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
     // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
     if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
-    const auto of_panel = is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
+    auto of_panel = product_in_tiles<KIND>;
+    if constexpr (KIND != WIDE_CODES)
+        if (!is_tiled) of_panel = product_in_vectors<KIND>;
     const int64_t run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1, runs = (panels + run - 1) / run;
     parallel(runs * cuts, team, [&](int64_t item) {
         const int64_t first = (is_tiled ? item % runs : item / cuts) * run, cut = is_tiled ? item / runs : item % cuts;

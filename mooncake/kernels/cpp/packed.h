@@ -14,11 +14,12 @@
 namespace mooncake {
 
 // How weights are held, and what activations become. CODES: int8 weights with a scale an output, activations float32.
-// BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8); see hadamard.h.
-enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3 };
+// BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8); see hadamard.h. WIDE_CODES: int8 weights, and
+// activations of 16 bits with a scale a row, as two planes of 8 (the matrix unit has whole numbers of no other width).
+enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3, WIDE_CODES = 4 };
 
 template <WeightKind KIND> using Held = std::conditional_t<KIND == FLOATS, float, std::conditional_t<KIND == BF16S, bf16, int8_t>>;
-template <WeightKind KIND> constexpr int G = KIND == BF16S ? 2 : KIND == BOTH_CODES ? 4 : 1;
+template <WeightKind KIND> constexpr int G = KIND == BF16S ? 2 : KIND == BOTH_CODES || KIND == WIDE_CODES ? 4 : 1;
 
 // body(k) for `kind` as a constant.
 template <class Body> auto with_kind(int32_t kind, const Body& body) {
@@ -26,6 +27,7 @@ template <class Body> auto with_kind(int32_t kind, const Body& body) {
         case BF16S: return body(std::integral_constant<WeightKind, BF16S>{});
         case CODES: return body(std::integral_constant<WeightKind, CODES>{});
         case BOTH_CODES: return body(std::integral_constant<WeightKind, BOTH_CODES>{});
+        case WIDE_CODES: return body(std::integral_constant<WeightKind, WIDE_CODES>{});
         default: return body(std::integral_constant<WeightKind, FLOATS>{});
     }
 }

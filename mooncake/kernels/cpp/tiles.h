@@ -67,6 +67,9 @@ template <WeightKind KIND> inline void multiply_upper() {
     if constexpr (KIND == BF16S) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
+    } else if constexpr (KIND == WIDE_CODES) {
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
     } else {
         _tile_dpbusd(0, 4, 6);
         _tile_dpbusd(1, 4, 7);
@@ -77,6 +80,9 @@ template <WeightKind KIND> inline void multiply_lower() {
     if constexpr (KIND == BF16S) {
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+    } else if constexpr (KIND == WIDE_CODES) {
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
     } else {
         _tile_dpbusd(2, 5, 6);
         _tile_dpbusd(3, 5, 7);
@@ -177,5 +183,13 @@ template <WeightKind KIND> void multiply_tiles(const char*, int, const char*, in
 template <WeightKind KIND> void multiply_two(const char*, int, const char*, int64_t, int64_t, char*, int64_t) {}
 
 #endif
+
+// Sums of whole numbers of the rows of the upper plane, then of the lower, become those of their codes, as float32.
+inline void join_planes(float* sums, int rows) {
+    for (float* end = sums + rows * PANEL; sums < end; sums += W) {
+        const vi upper = load_as<vi>(sums), lower = load_as<vi>(sums + rows * PANEL);
+        store(sums, __builtin_convertvector(upper, vf) * 256.0f + __builtin_convertvector(lower, vf));
+    }
+}
 
 }  // namespace mooncake
