@@ -16,6 +16,7 @@ constexpr size_t kMinBytes = 241;
 constexpr size_t kStripe = 64;
 constexpr size_t kStripesPerBlock = 16;
 constexpr size_t kBlock = kStripesPerBlock * kStripe;
+constexpr size_t kPage = 4 * kBlock;  // the processor's own prefetching ends with each
 constexpr size_t kStreamBytes = 128 << 10;  // from here on stores go past the caches: nothing is read to be overwritten
 
 alignas(64) constexpr uint8_t kSecret[192] = {
@@ -67,6 +68,7 @@ struct Lanes {
         acc = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
     }
 
+    void add(const Lanes& other) { acc = _mm512_add_epi64(acc, other.acc); }
     void read(uint64_t* to) const { _mm512_storeu_si512(to, acc); }
 };
 #elif defined(__AVX2__)
@@ -101,6 +103,10 @@ struct Lanes {
         }
     }
 
+    void add(const Lanes& other) {
+        for (int half = 0; half < 2; half++) acc[half] = _mm256_add_epi64(acc[half], other.acc[half]);
+    }
+
     void read(uint64_t* to) const {
         for (int half = 0; half < 2; half++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + half, acc[half]);
     }
@@ -126,6 +132,10 @@ struct Lanes {
         for (int i = 0; i < 8; i++) acc[i] = (acc[i] ^ (acc[i] >> 47) ^ read64(secret + 8 * i)) * kPrime32_1;
     }
 
+    void add(const Lanes& other) {
+        for (int i = 0; i < 8; i++) acc[i] += other.acc[i];
+    }
+
     void read(uint64_t* to) const { memcpy(to, acc, sizeof acc); }
 };
 #endif
@@ -138,16 +148,40 @@ inline uint64_t fold(uint64_t a, uint64_t b) {
 constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
                                 kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 
-// Whole blocks, none of them the last.
+constexpr uint64_t kNothing[8] = {};
+
+// Whole blocks, none of them the last. A block adds up what its stripes are, and is then stirred in with all before it: so the
+// next page is added up beside this one, and stirred in after it. Two streams bring more from memory than one; beside stores that
+// read what they overwrite they would be four, and bring less.
 template <Store store>
 void absorb(Lanes& lanes, uint8_t* out, const uint8_t* in, size_t bytes) {
-    for (size_t block = 0; block < bytes; block += kBlock) {
+    const uint8_t* const end_of_secret = kSecret + 128;
+    size_t block = 0;
+    for (; store != Store::Cached && block + 2 * kPage <= bytes; block += kPage) {
+        Lanes next[] = {Lanes(kNothing), Lanes(kNothing), Lanes(kNothing), Lanes(kNothing)};
+        for (Lanes& later : next) {
+            for (size_t s = 0; s < kStripesPerBlock; s++) {
+                const size_t at = block + s * kStripe;
+                __builtin_prefetch(in + at + 2 * kPage);
+                __builtin_prefetch(in + at + 3 * kPage);
+                lanes.stripe<store>(in + at, kSecret + 8 * s, out + at);
+                later.stripe<store>(in + at + kPage, kSecret + 8 * s, out + at + kPage);
+            }
+            lanes.scramble(end_of_secret);
+            block += kBlock;
+        }
+        for (const Lanes& later : next) {
+            lanes.add(later);
+            lanes.scramble(end_of_secret);
+        }
+    }
+    for (; block < bytes; block += kBlock) {
         for (size_t s = 0; s < kStripesPerBlock; s++) {
             const size_t at = block + s * kStripe;
-            __builtin_prefetch(in + at + 1024);
+            __builtin_prefetch(in + at + kBlock);
             lanes.stripe<store>(in + at, kSecret + 8 * s, out + at);
         }
-        lanes.scramble(kSecret + 128);
+        lanes.scramble(end_of_secret);
     }
 }
 
