@@ -20,6 +20,7 @@ class FakeRail:
     """One way to the segment. ``bytes_per_s`` 0: as fast as memory. Set the fields at any time."""
 
     bytes_per_s: float = 0.0
+    open_s: float = 0.0  # until a path is open
     is_dead: bool = False  # breaks at the next slice, and does not open
     is_silent: bool = False  # moves nothing and says nothing
     moved: list[Slice] = field(default_factory=list)  # in order; those that broke half-way are not here
@@ -44,6 +45,7 @@ class FakeTransport:
         rail = self._rails[index]
         if rail.is_dead:
             raise PathFailed("the rail is dead")
+        time.sleep(rail.open_s)
         return FakePath(rail, self._memory, self._grants, address)
 
     def register(self, memory: memoryview) -> None:

@@ -67,8 +67,14 @@ class Lane:
     pace: Pace = field(default_factory=Pace)
     watch: Watch = field(default_factory=Watch)
     failures: int = 0  # in a row
+    has_carried: bool = False
     was_cut: bool = False  # for standing still, and has delivered nothing since
     rest_until: float = 0.0
+
+    @property
+    def is_hope(self) -> bool:
+        """Whether it is open or being opened, or was sound when it was closed (with those that broke)."""
+        return self.path is not None or self.is_driven or (self.has_carried and not self.failures)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,6 +201,7 @@ class Routes:
         lane.pace.arrived(nbytes, now)
         lane.route.arrived(nbytes, now)
         lane.failures = lane.route.failed_in_row = 0
+        lane.has_carried = True
         if lane.was_cut:
             lane.was_cut = False
             self._patience.grow(now)
@@ -207,7 +214,7 @@ class Routes:
         lane.failures += 1
         route.failed_in_row += 1
         route.reason = str(error)
-        if any(other.path is not None for other in route.lanes):
+        if any(other.is_hope for other in route.lanes if other is not lane):
             lane.rest_until = now + backoff_s(lane.failures + (not was_open))
             name = route.transport.name
             log.info("%s: one %s path of %d failed: %s", self._node_id, name, len(route.lanes), error)

@@ -218,6 +218,16 @@ async def test_many_tasks_share_an_engine(peer, engine_over, data):
     assert np.array_equal(peer.memory, data)
 
 
+def test_a_path_that_cannot_be_opened_is_not_the_end_of_one_that_is_being_opened(peer, engine_over, data):
+    slow, dead = FakeRail(open_s=0.3), FakeRail(is_dead=True)
+    engine = engine_over(peer.over(slow, dead))
+    engine.write(peer.address, writes(data), soon())
+    assert np.array_equal(peer.memory, data)
+    slow.is_dead = True
+    with pytest.raises(NodeUnavailable, match="the rail is dead"):
+        engine.write(peer.address, writes(data), soon())
+
+
 def test_threads_and_failures_at_random_leave_the_right_bytes(peer, engine_over, data):
     """Rails die and come back all the time; every write that is reported done is there."""
     rails = [FakeRail(bytes_per_s=500e6) for _ in range(3)]
