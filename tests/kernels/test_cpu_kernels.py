@@ -333,6 +333,20 @@ def test_linear_is_the_reference(
     torch.testing.assert_close(ours.rows(wanted), defined.rows(wanted).float(), rtol=0, atol=0)
 
 
+@WEIGHTS
+@pytest.mark.parametrize("place", [3, 574])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(
+    cpu: CpuKernels, dtype: torch.dtype, coding: Coding, place: int, value: float
+) -> None:
+    """In its row alone: codes could hide it, and whoever samples has to know."""
+    layer = cpu.panel_linear(torch.ones(64, 575).to(dtype), None, coding)
+    hidden = torch.randn(20, 575)
+    hidden[7, place] = value
+    finite = layer(hidden).isfinite().all(1)
+    assert finite.tolist() == [row != 7 for row in range(20)]
+
+
 def test_w8a8_bears_channels_that_are_much_larger_than_the_rest(cpu: CpuKernels) -> None:
     """A scale for the whole row would leave the other channels a few codes; mixed with each other, all keep most."""
     torch.manual_seed(0)

@@ -91,13 +91,15 @@ template <int UNIT, class T, size_t COUNT> inline void put_piece(const T (&piece
         std::memcpy(out + (at + i) / UNIT * UNIT * rows + (at + i) % UNIT, (const char*)piece + i, TOGETHER);
 }
 
+// NaN when one of them is not finite: codes could not say so, and their scale does.
 inline float largest_magnitude(const float* row, int64_t K) {
-    vf top{};
-    int64_t k = 0;
-    for (; k + W <= K; k += W) top = larger(top, magnitude(load(row + k)));
-    float most = largest(top);
-    for (; k < K; k++) most = std::max(most, __builtin_fabsf(row[k]));
-    return most;
+    vf top{}, nothing{};
+    for (int64_t k = 0; k < K; k += W) {
+        const vf piece = piece_of(row, k, K);
+        top = larger(top, magnitude(piece));
+        nothing += piece * 0.0f;
+    }
+    return largest(top) + sum(nothing);
 }
 
 // One row as codes 1 .. 255 around 128 (the instructions want one side without sign), a scale = max|x| / 127.

@@ -44,7 +44,6 @@ struct CacheLayer {
             for (int j = 0; j < run; j++, from += row_bytes<T>(head_dim)) out[i++] = (const T*)from;
         }
     }
-
 };
 
 // Has elements d .. d + count of some rows brought near, for use soon. Few at a time, between other work: a core keeps some dozen
