@@ -204,12 +204,11 @@ async def test_nodes_that_die_together_cost_one_try(start_cluster: Any) -> None:
 
 async def test_a_node_that_beats_but_cannot_be_reached_ends_the_request_soon(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, node_wait_s=60)
+    cluster.prefill[0].script.gate = asyncio.Event()  # it would notice, too, and whoever is first is believed
     await cluster.decode[0].relay.kill()  # its heartbeats take another way
-    with pytest.raises((NodeUnavailable, HandoffFailed), match=r"d0|the decode node does not answer"):
+    with pytest.raises(NodeUnavailable, match="d0"):
         await cluster.generate(cluster.request(PROMPT, 8, timeout_s=60))
-    failed = cluster.core.dispatcher.stats.failed_attempts
-    assert set(failed) <= {"unavailable", "handoff_failed"}, "the prefill node may be the first to say it"
-    assert 2 <= sum(failed.values()) <= 4
+    assert cluster.core.dispatcher.stats.failed_attempts == {"unavailable": 3}
     await cluster.is_quiet()
 
 
