@@ -17,7 +17,8 @@ namespace {
 
 constexpr int kClosed = -1, kViolation = -2;  // other results: 0, or an errno
 constexpr int64_t kTickUs = 1000000;          // sockets.TICK_S
-constexpr uint64_t kPieceBytes = 128 << 10;   // hashed and moved at a time: it stays in a core's L2
+constexpr uint64_t kPieceBytes = 128 << 10;  // received and hashed at a time: it stays in a core's L2
+constexpr uint64_t kSentBytes = 512 << 10;   // sent and hashed: the receiver falls asleep meanwhile, and is woken after it
 constexpr int kMaxVectors = 1024;
 
 double now_s() {
@@ -82,6 +83,12 @@ int arm(Flow &flow, int option, double deadline_s) {
     return 0;
 }
 
+uint64_t left(const Flow &flow, const Part *parts, uint64_t num_parts) {
+    uint64_t bytes = 0;
+    for (uint64_t part = flow.part; part < num_parts; ++part) bytes += parts[part].size;
+    return bytes - flow.offset;
+}
+
 // The parts that the next call of the kernel moves: all that is left, or a piece that is hashed while it is in cache. What
 // follows a part with checksums may be these checksums: it is not sent in one call with it, before they are made.
 template <bool kSends>
@@ -89,13 +96,15 @@ int gather(const Flow &flow, const Part *parts, uint64_t num_parts, bool in_piec
     int count = 0;
     bytes = 0;
     uint64_t offset = flow.offset;
+    constexpr uint64_t kMost = kSends ? kSentBytes : kPieceBytes;
+    if (left(flow, parts, num_parts) <= kMost + kMost / 4) in_pieces = false;
     for (uint64_t part = flow.part; part < num_parts && count < kMaxVectors; ++part, offset = 0) {
         if (kSends && count > 0 && parts[part - 1].sums && !parts[part].sums) break;
         uint64_t size = parts[part].size - offset;
-        if (in_pieces) size = std::min(size, kPieceBytes - bytes);
+        if (in_pieces) size = std::min(size, kMost - bytes);
         vectors[count++] = {parts[part].data + offset, size};
         bytes += size;
-        if (in_pieces && bytes == kPieceBytes) break;
+        if (in_pieces && bytes == kMost) break;
     }
     return count;
 }
