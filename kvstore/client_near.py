@@ -21,7 +21,7 @@ from kvstore.transfer.protocol import Status
 from mooncake.rpc import store_pb2 as pb
 from mooncake.types import SegmentAddress
 
-INLINE_BYTES = 2 << 20  # a copy of so much within this host takes less time than a trip to another thread
+INLINE_BYTES = 4 << 20  # a copy of so much takes less than a millisecond, a trip to another thread a tenth of one
 RETURN_AHEAD_AFTER_S = 1.0  # a slot had in advance goes back when nothing has been put for so long
 ASK_AHEAD_AGAIN_S = 1.0
 _NOWHERE = SegmentAddress("", 0, "", "", "", 1, 1)  # where a slot is that is written in place

@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kClosed = -1, kViolation = -2;  // other results: 0, or an errno
 constexpr int64_t kTickUs = 1000000;          // sockets.TICK_S
-constexpr uint64_t kPieceBytes = 128 << 10;  // received and hashed at a time: it stays in a core's L2
-constexpr uint64_t kSentBytes = 512 << 10;   // sent and hashed: the receiver falls asleep meanwhile, and is woken after it
+constexpr uint64_t kPieceBytes = 512 << 10;   // moved and hashed at a time: few enough for a core's L2, and so many that
+                                              // the other side, which falls asleep meanwhile, is seldom woken
 constexpr int kMaxVectors = 1024;
 
 double now_s() {
@@ -96,15 +96,14 @@ int gather(const Flow &flow, const Part *parts, uint64_t num_parts, bool in_piec
     int count = 0;
     bytes = 0;
     uint64_t offset = flow.offset;
-    constexpr uint64_t kMost = kSends ? kSentBytes : kPieceBytes;
-    if (left(flow, parts, num_parts) <= kMost + kMost / 4) in_pieces = false;
+    if (left(flow, parts, num_parts) <= kPieceBytes + kPieceBytes / 4) in_pieces = false;
     for (uint64_t part = flow.part; part < num_parts && count < kMaxVectors; ++part, offset = 0) {
         if (kSends && count > 0 && parts[part - 1].sums && !parts[part].sums) break;
         uint64_t size = parts[part].size - offset;
-        if (in_pieces) size = std::min(size, kMost - bytes);
+        if (in_pieces) size = std::min(size, kPieceBytes - bytes);
         vectors[count++] = {parts[part].data + offset, size};
         bytes += size;
-        if (in_pieces && bytes == kMost) break;
+        if (in_pieces && bytes == kPieceBytes) break;
     }
     return count;
 }

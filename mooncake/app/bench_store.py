@@ -27,6 +27,7 @@ from rich.progress import Progress
 
 import kvstore
 from kvstore.node import StoreNode
+from kvstore.transfer.sockets import tune
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.app.peers.process import PeerProcess
@@ -265,7 +266,7 @@ class _Socket:
     def __init__(self, address: tuple[str, int], memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         self._memory = memory.data
         self._sock = socket.create_connection(address, DEADLINE_S)
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(self._sock)
         self._sock.setblocking(True)
 
     def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
@@ -331,7 +332,7 @@ def _drain(control: Connection) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     control.send(listener.getsockname())
     sock, _ = listener.accept()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tune(sock)
     while asked := sock.recv(_ASK.size, socket.MSG_WAITALL):
         is_get, at, size = _ASK.unpack(asked)
         if is_get:

@@ -27,6 +27,7 @@ from rich.progress import Progress
 from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.sockets import tune
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.outputs import output_file
 from mooncake.app.peers.process import PeerProcess
@@ -278,7 +279,7 @@ class _Bare(_Turns):
         super().__init__(pid)
         self._memory = memory.reshape(-1)
         self._sock = socket.create_connection(address)
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(self._sock)
 
     def __enter__(self) -> _Bare:
         return self
@@ -382,7 +383,7 @@ def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:
 def _serve_bare(listener: socket.socket, segment: Segment) -> None:
     while True:
         sock, _ = listener.accept()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(sock)
         while head := sock.recv(9, socket.MSG_WAITALL):
             start, size = int.from_bytes(head[1:5], "big"), int.from_bytes(head[5:9], "big")
             part = segment.buffer[start : start + size]
