@@ -16,7 +16,7 @@ constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
-constexpr int AHEAD_ROWS = 32;              // rows of K or V that are brought near before they are needed
+constexpr int AHEAD_ROWS = NEAR == 2 ? 64 : 32;  // rows of K or V that are brought near before they are needed
 
 // SCORE_KEYS keys as float32 [D][key], without their scales. Pairs of bfloat16 are turned as one lane and parted behind it. There
 // are AHEAD_ROWS more keys: as many of them as are turned are brought near.

@@ -44,8 +44,23 @@ template <int ROWS> struct Sums {
 
 inline void prefetch_panel(const char* at) {
 #pragma GCC unroll 2
-    for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4);
+    for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4, 0, NEAR);
 }
+
+// Cache lines of weights that are needed later, brought near one at a time while others are multiplied: a loop that waits for its
+// own weights leaves the memory idle as soon as it has them.
+struct Ahead {
+    const char* at;
+    int lines;  // below 0: a panel's own, as it is gone through for the only time
+
+    void bring(const char* panel) {
+        if (lines < 0) return prefetch_panel(panel);
+        if (lines == 0) return;
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+        lines--;
+    }
+};
 
 // What each thread reads first, while activations are made ready.
 inline void prefetch_start(const PackedLinear& layer, int threads) {
@@ -71,12 +86,13 @@ template <WeightKind KIND> inline void widen(const char* group, int g, vf* out) 
 }
 
 // sums[row][PANEL] += strip[k][row] * panel[k][PANEL] over `deep` of k.
-template <WeightKind KIND, int ROWS> void multiply(const void* strip, const char* panel, int deep, void* sums, bool fresh) {
+template <WeightKind KIND, int ROWS>
+void multiply(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
     const float* x = (const float*)strip;
     Sums<ROWS> acc;
     acc.start((const float*)sums, fresh);
     for (int k = 0; k < deep; k += GROUP<KIND>, panel += PANEL * 4) {
-        prefetch_panel(panel);
+        ahead.bring(panel);
 #pragma GCC unroll 4
         for (int g = 0; g < GROUP<KIND>; g++, x += ROWS) {
             vf weights[PANEL_VECS];
@@ -120,7 +136,8 @@ inline vf add_products(vf sum, uint32_t pair, vi weights) {
 }
 
 // As `multiply`, for activations as narrow as the weights, in units of 4 bytes.
-template <WeightKind KIND, int ROWS> void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh) {
+template <WeightKind KIND, int ROWS>
+void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
     using Sum = std::conditional_t<KIND == BOTH_CODES, vi, vf>;
     const uint32_t* x = (const uint32_t*)strip;
     char* to = (char*)sums;
@@ -130,7 +147,7 @@ template <WeightKind KIND, int ROWS> void multiply_units(const void* strip, cons
 #pragma GCC unroll 2
         for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = fresh ? Sum{} : load_as<Sum>(to + (r * PANEL + v * W) * 4);
     for (int k = 0; k < deep; k += G<KIND>, panel += PANEL * 4, x += ROWS) {
-        prefetch_panel(panel);
+        ahead.bring(panel);
         const vi weights[PANEL_VECS] = {load_as<vi>(panel), load_as<vi>(panel + W * 4)};
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++)
@@ -144,7 +161,7 @@ template <WeightKind KIND, int ROWS> void multiply_units(const void* strip, cons
 }
 
 // The inner loops for strips of a height, by WeightKind.
-using Multiply = void (*)(const void*, const char*, int, void*, bool);
+using Multiply = void (*)(const void*, const char*, int, void*, bool, Ahead);
 
 template <size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
     return std::array<std::array<Multiply, 4>, STRIP>{std::array<Multiply, 4>{
@@ -239,7 +256,8 @@ template <WeightKind KIND>
 void sum_in_vectors(const Activations& x, const char* panel, int64_t inputs, int64_t from_strip, int64_t to_strip, float* sums,
                     float* wide) {
     constexpr int SIZE = sizeof(Held<KIND>);
-    const bool is_single = to_strip - from_strip == 1;
+    const int64_t count = to_strip - from_strip;
+    const bool is_single = count == 1;
     const bool is_widened = SIZE < 4 && !x.unit && !is_single;
     const int64_t step = is_single ? inputs : DEEP, size = x.unit ? SIZE : 4;
     for (int64_t k = 0; k < inputs; k += step) {
@@ -247,11 +265,13 @@ void sum_in_vectors(const Activations& x, const char* panel, int64_t inputs, int
         const char* part = panel + k * PANEL * SIZE;
         if (is_widened) widen_part<KIND>(part, deep, wide);
         float* to = sums;
+        Ahead ahead{part + deep * PANEL * SIZE, is_single ? -1 : int((deep * PANEL * SIZE / 64 + count - 1) / count)};
         for (int64_t strip = from_strip; strip < to_strip; strip++) {
             const int height = x.strips.height(strip);
             const char* at = x.strip(strip) + k * height * size;
-            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, is_widened ? (const char*)wide : part, deep, to, k == 0);
+            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, is_widened ? (const char*)wide : part, deep, to, k == 0, ahead);
             to += height * PANEL;
+            ahead.at += ahead.lines * 64;
         }
     }
 }

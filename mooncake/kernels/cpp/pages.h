@@ -50,7 +50,7 @@ struct CacheLayer {
 // such wishes and forgets the others (seen on Sapphire Rapids, where all at once were worse than none).
 template <class T> inline void bring_near(const T* const* rows, int num_rows, int d, int count) {
     for (int i = 0; i < num_rows; i++)
-        for (int at = 0; at < count * int(sizeof(T)); at += 64) __builtin_prefetch((const char*)(rows[i] + d) + at);
+        for (int at = 0; at < count * int(sizeof(T)); at += 64) __builtin_prefetch((const char*)(rows[i] + d) + at, 0, NEAR);
 }
 
 inline void put_row(float* to, const float* from, int D) { std::memcpy(to, from, D * sizeof(float)); }

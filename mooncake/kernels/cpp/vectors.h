@@ -12,6 +12,14 @@
 
 namespace mooncake {
 
+// Which cache what is needed soon is brought into: a Zen core has few fills of its first one under way at a time and twice as many
+// of its second.
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr int NEAR = 2;
+#else
+constexpr int NEAR = 3;
+#endif
+
 #if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
 #elif defined(__AVX__)
