@@ -210,7 +210,7 @@ class CpuKernels:
         self.library = library
         self.weight_memory = WeightMemory()
         unit = library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16])
-        self.rounds_activations = unit > 0  # to bfloat16, for products with bfloat16 weights
+        self.rounds_activations = unit > 0  # to bfloat16, for products with bfloat16 weights or keys
         self.has_matrix_unit = has_matrix_unit(library)
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv

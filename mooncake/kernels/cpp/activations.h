@@ -9,12 +9,6 @@
 
 namespace mooncake {
 
-#if defined(__AVX512BF16__)
-constexpr bool MULTIPLIES_BF16 = true;  // pairs of bfloat16, in lanes of 32 bits
-#else
-constexpr bool MULTIPLIES_BF16 = false;
-#endif
-
 constexpr int STRIP = W == 16 ? 12 : 6;  // rows multiplied at once in vectors: STRIP * PANEL_VECS accumulators
 
 // Bytes of a narrow row that lie together: those of a tile's row, or of one lane. 0 for rows that stay float32.

@@ -18,9 +18,14 @@ constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
 constexpr int AHEAD_ROWS = NEAR == 2 ? 64 : 32;  // rows of K or V that are brought near before they are needed
 
-// SCORE_KEYS keys as float32 [D][key], without their scales. Pairs of bfloat16 are turned as one lane and parted behind it. There
-// are AHEAD_ROWS more keys: as many of them as are turned are brought near.
-template <class T> inline void turn_keys(const T* const* keys, int D, float* turned) {
+// Whether keys are multiplied as pairs of bfloat16, in vectors. Queries are rounded to bfloat16 then, too.
+template <class T> inline bool scores_in_pairs(int head_dim) {
+    return std::is_same<T, bf16>::value && MULTIPLIES_BF16 && head_dim % (2 * W) == 0 && !fits_tiles<T>(head_dim);
+}
+
+// SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are turned as one lane and
+// parted behind it. There are AHEAD_ROWS more keys: as many of them as are turned are brought near.
+template <class T> inline void turn_keys(const T* const* keys, int D, bool in_pairs, float* turned) {
     for (int first = 0; first < SCORE_KEYS; first += W) {
         float* to = turned + first;
         vf block[W];
@@ -31,6 +36,11 @@ template <class T> inline void turn_keys(const T* const* keys, int D, float* tur
 #pragma GCC unroll 16
                 for (int t = 0; t < W; t++) block[t] = load_as<vf>(keys[first + t] + d);
                 transpose(block);
+                if (in_pairs) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < W; i++, to += SCORE_KEYS) store(to, block[i]);
+                    continue;
+                }
 #pragma GCC unroll 16
                 for (int i = 0; i < W; i++, to += 2 * SCORE_KEYS) {
                     store(to, (vf)((vu)block[i] << 16));
@@ -48,19 +58,26 @@ template <class T> inline void turn_keys(const T* const* keys, int D, float* tur
     }
 }
 
-// scores[row][0 .. SCORE_KEYS) of ROWS query rows [row][D]: each a sum over D in order, whatever ROWS is.
-template <int ROWS> void score_rows(const float* query, const float* keys, int D, float* scores, int64_t width) {
+// scores[row][0 .. SCORE_KEYS) of ROWS query rows [row][count]: each a sum over `count` numbers, or pairs, in order, whatever ROWS is.
+template <int ROWS, bool PAIRS>
+void score_rows(const float* query, const float* keys, int count, float* scores, int64_t width) {
     vf acc[ROWS][SCORE_VECS] = {};
-    for (int d = 0; d < D; d++, query++, keys += SCORE_KEYS)
+    for (int d = 0; d < count; d++, query++, keys += SCORE_KEYS)
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < SCORE_VECS; v++) acc[r][v] += load(keys + v * W) * query[r * D];
+            for (int v = 0; v < SCORE_VECS; v++)
+                if constexpr (PAIRS)
+                    acc[r][v] = add_products(acc[r][v], load_as<uint32_t>(query + r * count), load_as<vi>(keys + v * W));
+                else
+                    acc[r][v] += load(keys + v * W) * query[r * count];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < SCORE_VECS; v++) store(scores + r * width + v * W, acc[r][v]);
 }
 
-constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {score_rows<1>, score_rows<2>, score_rows<3>,
-                                                                              score_rows<4>, score_rows<5>, score_rows<6>};
-static_assert(sizeof SCORE == SCORE_ROWS * sizeof *SCORE);
+template <bool PAIRS>
+constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {
+    score_rows<1, PAIRS>, score_rows<2, PAIRS>, score_rows<3, PAIRS>,
+    score_rows<4, PAIRS>, score_rows<5, PAIRS>, score_rows<6, PAIRS>};
+static_assert(sizeof SCORE<false> == SCORE_ROWS * sizeof *SCORE<false>);
 
 // mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows. Of bfloat16, which comes in pairs,
 // each two vectors of `mixed` have the even dimensions and then the odd ones, until `part_pairs`. There are AHEAD_ROWS more values
@@ -208,8 +225,16 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         return row < rows ? call.query_row(places[row].seq, item.kv_head, places[row].row) : nullptr;
     };
     tiles_of_queries(query_row, tiled_rows, D, call.scale_log2, query_tiles);
+    const bool in_pairs = scores_in_pairs<T>(D);
+    const int count = in_pairs ? D / 2 : D;
     for (int row = 0; row < rows && !is_tiled; row++)
-        for (int d = 0; d < D; d += W) store(query + row * D + d, load(query_row(row) + d) * call.scale_log2);
+        for (int d = 0; d < D; d += W) {
+            const vf piece = load(query_row(row) + d) * call.scale_log2;
+            if (in_pairs)
+                store((bf16*)(query + row * count) + d, piece);
+            else
+                store(query + row * count + d, piece);
+        }
     std::optional<Tiles> tiles;
     if (is_tiled) tiles.emplace(TILE_STRIP);
 
@@ -232,9 +257,10 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
                                 tile + AHEAD_ROWS);
             turn_scores(score_tiles, rows, scores + at, width);
         } else {
-            turn_keys(tile, D, wide);
+            turn_keys(tile, D, in_pairs, wide);
+            const auto& score = in_pairs ? SCORE<true> : SCORE<false>;
             for (int row = 0; row < rows; row += SCORE_ROWS)
-                SCORE[std::min(SCORE_ROWS, rows - row) - 1](query + row * D, wide, D, scores + row * width + at, width);
+                score[std::min(SCORE_ROWS, rows - row) - 1](query + row * count, wide, count, scores + row * width + at, width);
         }
         if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
     }
@@ -265,15 +291,15 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
 
     std::memset(mixed, 0, sizeof(float) * rows * D);
     for (int at = 0; at < length; at += MIX_TILE) {
-        const int count = std::min(MIX_TILE, length - at);
+        const int tokens = std::min(MIX_TILE, length - at);
         const T* const* tile = values + at;
         if constexpr (IS_CODED<T>)  // the weights take the scales along
-            scale_scores(tile, (count + W - 1) / W * W, D, rows, scores + at, width);
+            scale_scores(tile, (tokens + W - 1) / W * W, D, rows, scores + at, width);
         if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
-            widen_rows(tile, count, D, wide, wide_tile);
-            mix_all(scores + at, width, wide_tile, count, rows, mixed, D);
+            widen_rows(tile, tokens, D, wide, wide_tile);
+            mix_all(scores + at, width, wide_tile, tokens, rows, mixed, D);
         } else {
-            mix_all(scores + at, width, tile, count, rows, mixed, D);
+            mix_all(scores + at, width, tile, tokens, rows, mixed, D);
         }
     }
     if (std::is_same<T, bf16>::value && rows <= FEW_ROWS) part_pairs(mixed, rows, D);

@@ -17,6 +17,19 @@ constexpr int SHARED_VECS = SHARED_ROWS / W;
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
 constexpr int MANY_SHARED = 32;  // beyond so many rows it is faster than attend_dots; measured
 
+// scores[t][lane] of KEYS keys and VECS * W lanes, of pairs of bfloat16: queries as [D / 2][lane], keys where they lie.
+template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores) {
+    vf acc[KEYS][VECS] = {};
+    for (int d = 0; d < D; d += 2) {
+        vi q[VECS];
+        for (int v = 0; v < VECS; v++) q[v] = load_as<vi>(query + (d / 2 * VECS + v) * W);
+        for (int t = 0; t < KEYS; t++)
+            for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(keys[t] + d), q[v]);
+    }
+    for (int t = 0; t < KEYS; t++)
+        for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
+}
+
 // All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded
 // but rows, up to VECS vectors of them.
 template <class T, int VECS>
@@ -26,7 +39,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     constexpr bool is_in_place = std::is_same<T, float>::value;
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
-    const bool is_tiled = fits_tiles<T>(D);
+    const bool is_tiled = fits_tiles<T>(D), in_pairs = scores_in_pairs<T>(D);
     scratch.start(lanes * (2 * D + DOT_PART + 2) + TILE * D + 128);
     float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
     float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(TILE * D);
@@ -40,7 +53,9 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
         tiles_of_queries(query_row, lanes, D, call.scale_log2, (uint32_t*)query);
         tiles.emplace(TILE_STRIP);
     }
-    for (int d = 0; d < D && !is_tiled; d += W)
+    for (int v = 0; v < VECS && in_pairs; v++)
+        columns_of_queries(query_row, v * W, D, call.scale_log2, lanes, (uint32_t*)query + v * W);
+    for (int d = 0; d < D && !is_tiled && !in_pairs; d += W)
         for (int v = 0; v < VECS; v++) {
             for (int i = 0; i < W; i++) block[i] = load(query_row(v * W + i) + d) * call.scale_log2;
             transpose(block);
@@ -54,7 +69,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
         coded = stream + kv * DOT_PART + at;
-        if (is_tiled && kv == 0) return;  // multiplied as they are
+        if ((is_tiled || in_pairs) && kv == 0) return;  // multiplied as they are
         if constexpr (is_in_place)
             std::copy(coded, coded + TILE, tile);
         else
@@ -77,7 +92,12 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
                                 coded + AHEAD_ROWS);
         else
             for (int t = 0; t < TILE; t += SHARED_KEYS) {
-                if (is_in_place) bring_near(coded + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
+                if (is_in_place || in_pairs) bring_near(coded + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
+                if constexpr (std::is_same<T, bf16>::value)
+                    if (in_pairs) {
+                        score_pairs<SHARED_KEYS, VECS>((const uint32_t*)query, coded + t, D, scores + (at + t) * lanes);
+                        continue;
+                    }
                 score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
             }
         scale(at);

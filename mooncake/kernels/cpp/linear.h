@@ -125,16 +125,6 @@ inline vi add_products(vi sum, uint32_t codes, vi weights) {
 #endif
 }
 
-// sum + the products of 2 bfloat16 values with 2 others, lane by lane.
-inline vf add_products(vf sum, uint32_t pair, vi weights) {
-#if defined(__AVX512BF16__)
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)weights);
-#else
-    const vi both = vi{} + int(pair);
-    return sum + (vf)(both << 16) * (vf)(weights << 16) + (vf)(both & int(0xffff0000)) * (vf)(weights & int(0xffff0000));
-#endif
-}
-
 // As `multiply`, for activations as narrow as the weights, in units of 4 bytes.
 template <WeightKind KIND, int ROWS>
 void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {

@@ -97,6 +97,22 @@ inline void store(uint8_t* to, vi v) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_BF16 = true;  // pairs of bfloat16, in lanes of 32 bits
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+
+// sum + the products of 2 bfloat16 values with 2 others, lane by lane.
+inline vf add_products(vf sum, uint32_t pair, vi weights) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)weights);
+#else
+    const vi both = vi{} + int(pair);
+    return sum + (vf)(both << 16) * (vf)(weights << 16) + (vf)(both & int(0xffff0000)) * (vf)(weights & int(0xffff0000));
+#endif
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) {
