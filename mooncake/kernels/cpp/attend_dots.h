@@ -18,8 +18,8 @@ constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
 constexpr int AHEAD_ROWS = NEAR == 2 ? 64 : 32;  // rows of K or V that are brought near before they are needed
 
-// Whether keys are multiplied as pairs of bfloat16, in vectors. Queries are rounded to bfloat16 then, too.
-template <class T> inline bool scores_in_pairs(int head_dim) {
+// Whether keys and values are multiplied as pairs of bfloat16, in vectors. Queries and weights are rounded to bfloat16 then, too.
+template <class T> inline bool works_in_pairs(int head_dim) {
     return std::is_same<T, bf16>::value && MULTIPLIES_BF16 && head_dim % (2 * W) == 0 && !fits_tiles<T>(head_dim);
 }
 
@@ -107,6 +107,39 @@ inline void mix_rows(const float* scores, int64_t score_stride, const T* const* 
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
+}
+
+// As `mix_rows`, of pairs of tokens, with weights in bfloat16.
+template <int ROWS, int VECS>
+inline void mix_pairs(const bf16* weights, int64_t stride, const bf16* const* values, int count, int d, float* mixed, int D) {
+    vf acc[ROWS][VECS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECS; v++) acc[r][v] = load(mixed + r * D + d + v * W);
+    for (int t = 0; t < count; t += 2) {
+        const bf16 *first = values[t] + d, *second = values[std::min(t + 1, count - 1)] + d;  // of an odd one the weight is 0
+        bring_near(values + t + AHEAD_ROWS, 2, d, VECS * W);
+        vi pairs[VECS];
+        for (int v = 0; v < VECS; v += 2) pairs_of(first + v * W, second + v * W, pairs + v);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECS; v++)
+                acc[r][v] = add_products(acc[r][v], load_as<uint32_t>(weights + r * stride + t), pairs[v]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
+}
+
+template <int ROWS>
+inline void mix_in_pairs(const bf16* weights, int64_t stride, const bf16* const* values, int count, float* mixed, int D) {
+    int d = 0;
+    for (; d + 4 * W <= D; d += 4 * W) mix_pairs<ROWS, 4>(weights, stride, values, count, d, mixed, D);
+    for (; d < D; d += 2 * W) mix_pairs<ROWS, 2>(weights, stride, values, count, d, mixed, D);
+}
+
+inline void mix_all_in_pairs(const bf16* weights, int64_t stride, const bf16* const* values, int count, int rows, float* mixed, int D) {
+    int row = 0;
+    for (; row + DOT_ROWS <= rows; row += DOT_ROWS) mix_in_pairs<DOT_ROWS>(weights + row * stride, stride, values, count, mixed + row * D, D);
+    for (; row + 3 <= rows; row += 3) mix_in_pairs<3>(weights + row * stride, stride, values, count, mixed + row * D, D);
+    for (; row < rows; row++) mix_in_pairs<1>(weights + row * stride, stride, values, count, mixed + row * D, D);
 }
 
 // Of rows that bfloat16 was mixed into: the dimensions in their order.
@@ -225,7 +258,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         return row < rows ? call.query_row(places[row].seq, item.kv_head, places[row].row) : nullptr;
     };
     tiles_of_queries(query_row, tiled_rows, D, call.scale_log2, query_tiles);
-    const bool in_pairs = scores_in_pairs<T>(D);
+    const bool in_pairs = works_in_pairs<T>(D);
     const int count = in_pairs ? D / 2 : D;
     for (int row = 0; row < rows && !is_tiled; row++)
         for (int d = 0; d < D; d += W) {
@@ -283,7 +316,10 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         vf total{};
         for (int t = 0; t < width; t += W) {
             vf p = exp2v(load(line + t) - most[row]);
-            store(line + t, p);
+            if (in_pairs)
+                store((bf16*)line + t, p);  // over scores that have been read
+            else
+                store(line + t, p);
             total += p;
         }
         sums[row] = sum(total);
@@ -293,6 +329,11 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     for (int at = 0; at < length; at += MIX_TILE) {
         const int tokens = std::min(MIX_TILE, length - at);
         const T* const* tile = values + at;
+        if constexpr (std::is_same<T, bf16>::value)
+            if (in_pairs) {
+                mix_all_in_pairs((const bf16*)scores + at, 2 * width, tile, tokens, rows, mixed, D);
+                continue;
+            }
         if constexpr (IS_CODED<T>)  // the weights take the scales along
             scale_scores(tile, (tokens + W - 1) / W * W, D, rows, scores + at, width);
         if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
@@ -302,7 +343,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             mix_all(scores + at, width, tile, tokens, rows, mixed, D);
         }
     }
-    if (std::is_same<T, bf16>::value && rows <= FEW_ROWS) part_pairs(mixed, rows, D);
+    if (std::is_same<T, bf16>::value && rows <= FEW_ROWS && !in_pairs) part_pairs(mixed, rows, D);
     results.put(item, mixed, most, sums);
 }
 

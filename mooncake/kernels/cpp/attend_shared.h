@@ -30,6 +30,39 @@ template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, con
         for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
 }
 
+// mixed[d][lane] += sum over pairs of tokens of values[pair][d] * weights[2 * pair][lane], for DIMS of d.
+template <int DIMS, int VECS>
+inline void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, float* mixed) {
+    vf acc[DIMS][VECS];
+    for (int i = 0; i < DIMS; i++)
+        for (int v = 0; v < VECS; v++) acc[i][v] = load(mixed + ((d + i) * VECS + v) * W);
+    for (int t = 0; t < count; t += 2, values += D) {
+        vi p[VECS];
+        for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + (t * VECS + v) * W);
+        for (int i = 0; i < DIMS; i++)
+            for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], values[d + i], p[v]);
+    }
+    for (int i = 0; i < DIMS; i++)
+        for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
+}
+
+// Of TILE tokens: their weights, float32 [token][lane], become pairs in place.
+template <int VECS> inline void mix_tile_in_pairs(const bf16* const* values, int D, float* weights, uint32_t* pairs, float* mixed) {
+    for (int t = 0; t < TILE; t += 2) {
+        bring_near(values + t + AHEAD_ROWS, 2, 0, D);
+        for (int v = 0; v < VECS; v++) {
+            float* even = weights + (t * VECS + v) * W;
+            store((int32_t*)even, pairs_of(load(even), load(even + VECS * W)));
+        }
+        for (int d = 0; d < D; d += 2 * W) {
+            vi both[2];
+            pairs_of(values[t] + d, values[t + 1] + d, both);
+            for (int i = 0; i < 2; i++) store((int32_t*)pairs + t / 2 * D + d + i * W, both[i]);
+        }
+    }
+    for (int d = 0; d < D; d += SHARED_KEYS) mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, TILE, d, D, mixed);
+}
+
 // All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded
 // but rows, up to VECS vectors of them.
 template <class T, int VECS>
@@ -39,7 +72,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     constexpr bool is_in_place = std::is_same<T, float>::value;
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
-    const bool is_tiled = fits_tiles<T>(D), in_pairs = scores_in_pairs<T>(D);
+    const bool is_tiled = fits_tiles<T>(D), in_pairs = works_in_pairs<T>(D);
     scratch.start(lanes * (2 * D + DOT_PART + 2) + TILE * D + 128);
     float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
     float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(TILE * D);
@@ -118,6 +151,11 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
                 totals[t % W][v] += p;
             }
         }
+        if constexpr (std::is_same<T, bf16>::value)
+            if (in_pairs) {
+                mix_tile_in_pairs<VECS>(stream + DOT_PART + at, D, scores + at * lanes, (uint32_t*)wide, mixed);
+                continue;
+            }
         open(1, at);
         scale(at);
         for (int d = 0; d < D; d += SHARED_KEYS) mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);

@@ -113,6 +113,33 @@ inline vf add_products(vf sum, uint32_t pair, vi weights) {
 #endif
 }
 
+// Lane by lane the pairs of `first` and `second`, for the values of 2 * W bfloat16: those of the first W, and of the others.
+inline void pairs_of(const bf16* first, const bf16* second, vi* pairs) {
+#if defined(__AVX512BW__)
+    const vi step = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512i of_lanes = (__m512i)(step | (step + 32) << 16);  // words: lane, and lane of the second
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    pairs[0] = (vi)_mm512_permutex2var_epi16(a, of_lanes, b);
+    pairs[1] = (vi)_mm512_permutex2var_epi16(a, _mm512_add_epi16(of_lanes, _mm512_set1_epi16(16)), b);
+#else
+    for (int i = 0; i < 2 * W; i++) pairs[i / W][i % W] = int32_t(first[i].bits | uint32_t(second[i].bits) << 16);
+#endif
+}
+
+inline vi pairs_of(vf first, vf second) {
+#if defined(__AVX512BF16__)
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)first));
+    return (vi)low | (vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)second)) << 16;
+#else
+    bf16 narrow[2][W];
+    store(narrow[0], first);
+    store(narrow[1], second);
+    vi pairs;
+    for (int i = 0; i < W; i++) pairs[i] = int32_t(narrow[0][i].bits | uint32_t(narrow[1][i].bits) << 16);
+    return pairs;
+#endif
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(int8_t x) { return x; }
 inline float to_float(bf16 x) {
