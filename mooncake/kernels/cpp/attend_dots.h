@@ -18,11 +18,6 @@ constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
 constexpr int AHEAD_ROWS = NEAR == 2 ? 64 : 32;  // rows of K or V that are brought near before they are needed
 
-// Whether keys and values are multiplied as pairs of bfloat16, in vectors. Queries and weights are rounded to bfloat16 then, too.
-template <class T> inline bool works_in_pairs(int head_dim) {
-    return std::is_same<T, bf16>::value && MULTIPLIES_BF16 && head_dim % (2 * W) == 0 && !fits_tiles<T>(head_dim);
-}
-
 // SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are turned as one lane and
 // parted behind it. There are AHEAD_ROWS more keys: as many of them as are turned are brought near.
 template <class T> inline void turn_keys(const T* const* keys, int D, bool in_pairs, float* turned) {

@@ -2,7 +2,7 @@
 // vertical; K and V are read by broadcast, in place, and stay in L1 for all rows of a query block.
 #pragma once
 
-#include "attention_plan.h"
+#include "score_tiles.h"
 
 namespace mooncake {
 
@@ -57,17 +57,83 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
         for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
 }
 
+// scores[t][lane] of KEYS keys and VECS * W lanes, of pairs of bfloat16: queries as [D / 2][lane], keys where they lie.
+template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores) {
+    vf acc[KEYS][VECS] = {};
+    for (int d = 0; d < D; d += 2) {
+        vi q[VECS];
+        for (int v = 0; v < VECS; v++) q[v] = load_as<vi>(query + (d / 2 * VECS + v) * W);
+        for (int t = 0; t < KEYS; t++)
+            for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(keys[t] + d), q[v]);
+    }
+    for (int t = 0; t < KEYS; t++)
+        for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
+}
+
+// As `mix_dims`, of pairs of tokens: values as [pair][D], weights as [2 * pair][lane].
+template <int DIMS, int VECS, class Fade>
+inline void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, const Fade& faded,
+                              float* mixed) {
+    vf acc[DIMS][VECS];
+    for (int i = 0; i < DIMS; i++)
+        for (int v = 0; v < VECS; v++) acc[i][v] = faded(load(mixed + ((d + i) * VECS + v) * W), v);
+    for (int t = 0; t < count; t += 2, values += D) {
+        vi p[VECS];
+        for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + (t * VECS + v) * W);
+        for (int i = 0; i < DIMS; i++)
+            for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], values[d + i], p[v]);
+    }
+    for (int i = 0; i < DIMS; i++)
+        for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
+}
+
+inline void put_pairs(const bf16* first, const bf16* second, int D, uint32_t* out) {
+    for (int d = 0; d < D; d += 2 * W) {
+        vi pairs[2];
+        pairs_of(first + d, second + d, pairs);
+        for (int i = 0; i < 2; i++) store((int32_t*)out + d + i * W, pairs[i]);
+    }
+}
+
 // Up to LANES query rows, transposed, with the running state of their softmax.
 struct RowBlock {
-    float *query, *mixed;     // [D][LANES]
+    float *query, *mixed;     // [D][LANES]; query [D / 2][LANES] of pairs
     float *most, *sums;       // [LANES]
     int32_t* position;        // [LANES]; of padding, that of the last real row
     int first_position, last_position;
 };
 
-inline void attend_tile(const RowBlock& rows, const float* const* keys, const float* const* values, int begin, int count,
-                        int window, int D, float* scores) {
-    for (int t = 0; t < count; t += 4) score_keys<4, LANE_VECS>(rows.query, keys + t, D, scores + t * LANES);
+// Tokens as rows of float32,
+struct FloatTile {
+    const float *keys[TILE + 3], *values[TILE];
+
+    void score(const RowBlock& rows, int t, int D, float* scores) const { score_keys<4, LANE_VECS>(rows.query, keys + t, D, scores); }
+    void keep(float* weight, vf first, vf second, bool has_second) const {
+        store(weight, first);
+        if (has_second) store(weight + LANES, second);
+    }
+    template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
+        for (int d = 0; d < D; d += 4) mix_dims<4, LANE_VECS>(weights, values, count, d, faded, rows.mixed);
+    }
+};
+
+// or as pairs of bfloat16: keys where they lie, values [pair][D].
+struct PairTile {
+    const bf16* keys[TILE + 3];
+    const uint32_t* values;
+
+    void score(const RowBlock& rows, int t, int D, float* scores) const {
+        score_pairs<4, LANE_VECS>((const uint32_t*)rows.query, keys + t, D, scores);
+    }
+    void keep(float* weight, vf first, vf second, bool) const { store((int32_t*)weight, pairs_of(first, second)); }
+    template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
+        for (int d = 0; d < D; d += 4) mix_dims_in_pairs<4, LANE_VECS>(weights, values, count, d, D, faded, rows.mixed);
+    }
+};
+
+template <class Tile>
+void attend_tile(const RowBlock& rows, const Tile& tile, int begin, int count, int window, int D, float* scores) {
+    for (int t = 0; t < count; t += 4) tile.score(rows, t, D, scores + t * LANES);
     const bool future = begin + count - 1 > rows.first_position;
     const bool past = window && begin <= rows.last_position - window;
     vf fade[LANE_VECS];
@@ -87,16 +153,19 @@ inline void attend_tile(const RowBlock& rows, const float* const* keys, const fl
         for (int t = 0; t < count; t++) most = larger(most, load(column + t * LANES));
         fade[v] = exp2v(before - most);
         vf total = load(rows.sums + v * W) * fade[v];
-        for (int t = 0; t < count; t++) {
-            vf p = exp2v(load(column + t * LANES) - most);
-            store(column + t * LANES, p);
-            total += p;
+        for (int t = 0; t < count; t += 2) {
+            const bool has_second = t + 1 < count;
+            const vf first = exp2v(load(column + t * LANES) - most);
+            const vf second = has_second ? exp2v(load(column + (t + 1) * LANES) - most) : vf{};
+            tile.keep(column + t * LANES, first, second, has_second);
+            total += first;
+            total += second;
         }
         store(rows.most + v * W, most);
         store(rows.sums + v * W, total);
     }
     const auto faded = [&](vf mixed, int v) { return mixed * fade[v]; };
-    for (int d = 0; d < D; d += 4) mix_dims<4, LANE_VECS>(scores, values, count, d, faded, rows.mixed);
+    tile.mix(rows, scores, count, D, faded);
 }
 
 // State of an item's rows before the first token; rows behind its last one, up to `area`, stand where that stands.
@@ -120,29 +189,48 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
     int32_t* positions = scratch.take<int32_t>(area);
 
     begin_rows(call, item, area, positions, most, sums);
-    for (int row = 0; row < area; row++) {
+    const bool in_pairs = works_in_pairs<T>(D);
+    const auto query_row = [&](int row) { return row < rows ? call.query_row(item.seq, item.kv_head, item.first + row) : nullptr; };
+    for (int64_t from = 0; from < area && in_pairs; from += W)
+        columns_of_queries(query_row, int(from), D, call.scale_log2, LANES,
+                           (uint32_t*)queries + from / LANES * LANES * D + from % LANES);
+    for (int row = 0; row < area && !in_pairs; row++) {
         float* column = queries + int64_t(row / LANES) * LANES * D + row % LANES;
-        const float* from = call.query_row(item.seq, item.kv_head, item.first + std::min(row, rows - 1));
-        for (int d = 0; d < D; d++) column[d * LANES] = row < rows ? from[d] * call.scale_log2 : 0;
+        const float* from = query_row(row);
+        for (int d = 0; d < D; d++) column[d * LANES] = from ? from[d] * call.scale_log2 : 0;
     }
     std::memset(mixed, 0, sizeof(float) * area * D);
 
-    const T* pointers[TILE];
-    const float *keys[TILE + 3], *values[TILE];
+    const T *keys[TILE], *values[TILE];
+    FloatTile floats;
+    PairTile pairs;
     for (int at = item.begin; at < item.end; at += TILE) {
         const int count = std::min(TILE, item.end - at);
-        cache.rows(table, item.kv_head, 0, at, count, pointers);
-        float_rows(pointers, count, D, wide_keys, keys);
-        for (int t = count; t % 4; t++) keys[t] = keys[0];  // scored and ignored
-        cache.rows(table, item.kv_head, 1, at, count, pointers);
-        float_rows(pointers, count, D, wide_values, values);
+        cache.rows(table, item.kv_head, 0, at, count, keys);
+        cache.rows(table, item.kv_head, 1, at, count, values);
+        if constexpr (std::is_same<T, bf16>::value)
+            if (in_pairs) {
+                std::copy(keys, keys + count, pairs.keys);
+                std::fill(pairs.keys + count, pairs.keys + TILE + 3, keys[0]);  // scored and ignored
+                for (int t = 0; t < count; t += 2)
+                    put_pairs(values[t], values[std::min(t + 1, count - 1)], D, (uint32_t*)wide_values + t / 2 * D);
+                pairs.values = (const uint32_t*)wide_values;
+            }
+        if (!in_pairs) {
+            float_rows(keys, count, D, wide_keys, floats.keys);
+            std::fill(floats.keys + count, floats.keys + TILE + 3, floats.keys[0]);
+            float_rows(values, count, D, wide_values, floats.values);
+        }
         for (int block = 0; block < num_blocks; block++) {
             const int64_t from = int64_t(block) * LANES;
             RowBlock part{queries + from * D, mixed + from * D, most + from, sums + from, positions + from,
                           positions[from], positions[from + LANES - 1]};
             if (at > part.last_position) continue;
             if (call.window && at + count <= part.first_position - call.window + 1) continue;
-            attend_tile(part, keys, values, at, count, call.window, D, scores);
+            if (in_pairs)
+                attend_tile(part, pairs, at, count, call.window, D, scores);
+            else
+                attend_tile(part, floats, at, count, call.window, D, scores);
         }
     }
 

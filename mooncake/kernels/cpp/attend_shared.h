@@ -17,35 +17,6 @@ constexpr int SHARED_VECS = SHARED_ROWS / W;
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
 constexpr int MANY_SHARED = 32;  // beyond so many rows it is faster than attend_dots; measured
 
-// scores[t][lane] of KEYS keys and VECS * W lanes, of pairs of bfloat16: queries as [D / 2][lane], keys where they lie.
-template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores) {
-    vf acc[KEYS][VECS] = {};
-    for (int d = 0; d < D; d += 2) {
-        vi q[VECS];
-        for (int v = 0; v < VECS; v++) q[v] = load_as<vi>(query + (d / 2 * VECS + v) * W);
-        for (int t = 0; t < KEYS; t++)
-            for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(keys[t] + d), q[v]);
-    }
-    for (int t = 0; t < KEYS; t++)
-        for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
-}
-
-// mixed[d][lane] += sum over pairs of tokens of values[pair][d] * weights[2 * pair][lane], for DIMS of d.
-template <int DIMS, int VECS>
-inline void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, float* mixed) {
-    vf acc[DIMS][VECS];
-    for (int i = 0; i < DIMS; i++)
-        for (int v = 0; v < VECS; v++) acc[i][v] = load(mixed + ((d + i) * VECS + v) * W);
-    for (int t = 0; t < count; t += 2, values += D) {
-        vi p[VECS];
-        for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + (t * VECS + v) * W);
-        for (int i = 0; i < DIMS; i++)
-            for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], values[d + i], p[v]);
-    }
-    for (int i = 0; i < DIMS; i++)
-        for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
-}
-
 // Of TILE tokens: their weights, float32 [token][lane], become pairs in place.
 template <int VECS> inline void mix_tile_in_pairs(const bf16* const* values, int D, float* weights, uint32_t* pairs, float* mixed) {
     for (int t = 0; t < TILE; t += 2) {
@@ -54,13 +25,10 @@ template <int VECS> inline void mix_tile_in_pairs(const bf16* const* values, int
             float* even = weights + (t * VECS + v) * W;
             store((int32_t*)even, pairs_of(load(even), load(even + VECS * W)));
         }
-        for (int d = 0; d < D; d += 2 * W) {
-            vi both[2];
-            pairs_of(values[t] + d, values[t + 1] + d, both);
-            for (int i = 0; i < 2; i++) store((int32_t*)pairs + t / 2 * D + d + i * W, both[i]);
-        }
+        put_pairs(values[t], values[t + 1], D, pairs + t / 2 * D);
     }
-    for (int d = 0; d < D; d += SHARED_KEYS) mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, TILE, d, D, mixed);
+    const auto kept = [](vf before, int) { return before; };
+    for (int d = 0; d < D; d += SHARED_KEYS) mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, TILE, d, D, kept, mixed);
 }
 
 // All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded

@@ -13,6 +13,11 @@ template <class T> inline bool fits_tiles(int head_dim) {
     return !std::is_same<T, float>::value && W == TILE_ROWS && head_dim % STRIP_TOKENS == 0 && has_tiles();
 }
 
+// Whether keys and values are multiplied as pairs of bfloat16, in vectors. Queries and weights are rounded to bfloat16 then, too.
+template <class T> inline bool works_in_pairs(int head_dim) {
+    return std::is_same<T, bf16>::value && MULTIPLIES_BF16 && head_dim % (2 * W) == 0 && !fits_tiles<T>(head_dim);
+}
+
 // W query rows as columns of pairs of dimensions, [D / 2][W], each `stride` lanes behind the one before. `row(i)` is null behind the
 // last.
 template <class Row> inline void columns_of_queries(const Row& row, int first, int D, float scale, int64_t stride, uint32_t* out) {
