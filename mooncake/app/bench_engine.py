@@ -102,7 +102,7 @@ def parse(args: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="mooncake bench engine", description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights; auto: what the processor multiplies natively")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights; auto: what the processor multiplies natively")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of our cache; auto: as --dtype")
     add("--weights", choices=WEIGHTS, default="auto", help="of our weights, if not as --dtype")
     add("--threads", type=int, default=0, help="of the compute library; 0: as many as there are cores")

@@ -4,6 +4,7 @@
 //   few rows (decode)   `attend_dots`    the G rows of a sequence, or those of a few sequences that share a part
 //   many sequences      `attend_shared`  the rows of all sequences that share a part, with the bits of attend_dots
 //   many rows (chunks)  `attend_lanes`   the rows of one sequence; `attend_tiles` where there is a matrix unit for its pages
+// bfloat16 pages are multiplied as pairs, in tiles or in lanes, where the processor can: queries and weights are rounded then, too.
 // Long contexts are cut into parts whose borders depend on the sequence alone, never on threads or batch; whoever finishes
 // a row's last part merges them in order. So a result does not depend on the number of threads or on the neighbours.
 #pragma once
