@@ -113,10 +113,10 @@ class _Rope(ctypes.Structure):
     ]
 
 
-def has_matrix_unit(library: ctypes.CDLL) -> bool:
-    """Whether its products with bfloat16 weights go through one; then those with int8 weights of a bfloat16 model do,
-    too, with activations of 16 bits."""
-    return int(library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16])) == _ROW_UNIT
+def activation_unit(library: ctypes.CDLL) -> int:
+    """Bytes of activations that products with bfloat16 weights take together: 0 when those are float32. Where they are
+    not, int8 weights of a bfloat16 model meet activations of 16 bits."""
+    return int(library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16]))
 
 
 class PanelLinear:
@@ -145,14 +145,14 @@ class PanelLinear:
         if coding:
             source, scales = reference.quantise_rows(weight if block == 1 else reference.hadamard(weight) / block)
             kind = _CODED_KINDS[coding]
-            if coding == "int8" and weight.dtype is torch.bfloat16 and has_matrix_unit(library):
+            if coding == "int8" and weight.dtype is torch.bfloat16 and activation_unit(library):
                 kind = _WIDE_CODES
         source = source.contiguous()  # packing reads it by its address
         order = torch.arange(outputs)
         if is_gated:  # as source_row of packed.h
             order = order.view(2, -1, width // 2).transpose(0, 1).flatten()
         padding = (0, -outputs % width)
-        sums = source[order].sum(1, dtype=torch.int32) if coding == "w8a8" else None
+        sums = source[order].sum(1, dtype=torch.int32) if coding else None
         parts = [None if bias is None else bias.float()[order], None if scales is None else scales[order], sums]
         self._kept = [None if part is None else torch.nn.functional.pad(part, padding).contiguous() for part in parts]
         row_bytes = inputs * source.element_size()
@@ -209,9 +209,9 @@ class CpuKernels:
             function.argtypes, function.restype = arguments, _INT
         self.library = library
         self.weight_memory = WeightMemory()
-        unit = library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16])
+        unit = activation_unit(library)
         self.rounds_activations = unit > 0  # to bfloat16, for products with bfloat16 weights or keys
-        self.has_matrix_unit = has_matrix_unit(library)
+        self.has_matrix_unit = unit == _ROW_UNIT
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
         self._write_kv = library.mc_write_kv

@@ -327,7 +327,7 @@ def test_linear_is_the_reference(
         hidden[0, :] *= 0 if num_tokens == 2 else 3
         if dtype is torch.bfloat16 and not coding and cpu.rounds_activations:
             hidden = hidden.bfloat16().float()
-        if dtype is torch.bfloat16 and coding == "int8" and cpu.has_matrix_unit:
+        if dtype is torch.bfloat16 and coding == "int8" and cpu.rounds_activations:
             hidden = in_16_bits(hidden)
         expected = defined(hidden)
         torch.testing.assert_close(ours(hidden), expected, rtol=1e-5, atol=1e-5)

@@ -15,20 +15,17 @@ constexpr int STRIP = W == 16 ? 12 : 6;  // rows multiplied at once in vectors: 
 inline int unit_of(int32_t kind) {
     if (kind == FLOATS || kind == CODES) return 0;
     if (has_tiles()) return ROW_UNIT;
-    return kind == BOTH_CODES || MULTIPLIES_BF16 ? 4 : 0;
+    return kind == BF16S && !MULTIPLIES_BF16 ? 0 : 4;
 }
 
-// Rows cut into strips: of nearly equal height for vectors, of whole tiles for tiles.
+// Rows cut into strips of at most so many: of nearly equal height for vectors, of whole tiles for tiles.
 struct Strips {
     int64_t rows, count;
     int tall;  // rows of each strip but the last, for tiles; else 0
 
-    Strips(int64_t rows, int tall) : rows(rows), count((rows + most(tall) - 1) / most(tall)), tall(tall) {}
+    Strips(int64_t rows, int most, bool is_tiled) : rows(rows), count((rows + most - 1) / most), tall(is_tiled ? most : 0) {}
     int64_t first(int64_t strip) const { return tall ? std::min(strip * tall, rows) : strip * rows / count; }
     int height(int64_t strip) const { return int(first(strip + 1) - first(strip)); }
-
-private:
-    static int64_t most(int tall) { return tall ? tall : STRIP; }
 };
 
 // Strip by strip: [inputs][rows] float32, or [row_bytes / unit][planes][rows][unit].
@@ -107,19 +104,21 @@ template <int UNIT> float code_row(const float* row, int64_t K, int64_t padded, 
     return scale;
 }
 
-// One row as codes of 16 bits, a scale = max|x| / MOST_WIDE: code = 256 upper + lower, in a plane each, both with sign.
+// One row as codes of 16 bits, a scale = max|x| / MOST_WIDE: code = 256 upper + lower, in a plane each. Both have a sign in tiles;
+// in lanes, whose instructions want one side without, they are 0 .. 255 around 128.
 constexpr float MOST_WIDE = 127 * 256 + 127;
 
-inline float code_row_wide(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+template <int UNIT> float code_row_wide(const float* row, int64_t K, int64_t padded, int rows, char* out) {
+    constexpr int MIDDLE = UNIT == ROW_UNIT ? 0 : 128;
     const float scale = largest_magnitude(row, K) / MOST_WIDE, divisor = scale > 0 ? scale : 1.0f;
     for (int64_t k = 0; k < padded; k += W) {
         const vi codes = __builtin_convertvector(round_whole(piece_of(row, k, K) / divisor), vi);
+        const vi above = (codes + 128) >> 8;
         uint8_t upper[W], lower[W];
-        store(upper, (codes + 128) >> 8);
-        store(lower, codes);
-        const int64_t at = k / ROW_UNIT * 2 * ROW_UNIT + k % ROW_UNIT;
-        put_piece<ROW_UNIT>(upper, at, rows, out);
-        put_piece<ROW_UNIT>(lower, at + ROW_UNIT, rows, out);
+        store(upper, above + MIDDLE);
+        store(lower, codes - (above << 8) + MIDDLE);
+        put_piece<UNIT>(upper, k, 2 * rows, out);
+        put_piece<UNIT>(lower, k, 2 * rows, out + rows * UNIT);
     }
     return scale;
 }
@@ -138,7 +137,8 @@ inline Activations room_for(const PackedLinear& layer, int64_t rows, Scratch& me
     const int unit = unit_of(layer.kind);
     const int planes = layer.kind == WIDE_CODES ? 2 : 1;
     const int64_t row_bytes = unit ? layer.row_bytes() : layer.padded() * 4;
-    Activations out{Strips(rows, unit == ROW_UNIT ? TILE_STRIP / planes : 0), row_bytes, unit, planes, nullptr, nullptr};
+    const bool is_tiled = unit == ROW_UNIT;
+    Activations out{Strips(rows, (is_tiled ? TILE_STRIP : STRIP) / planes, is_tiled), row_bytes, unit, planes, nullptr, nullptr};
     memory.start<char>(rows * planes * row_bytes + rows * 4 + 128);
     out.memory = memory.take<char>(rows * planes * row_bytes);
     out.row_scales = memory.take<float>(rows);
@@ -175,7 +175,8 @@ inline Activations prepare(const PackedLinear& layer, const float* from, int64_t
             if (layer.kind == BF16S)
                 (unit == ROW_UNIT ? narrow_row<ROW_UNIT> : narrow_row<4>)(rows_at, K, padded, height, to);
             else if (layer.kind == WIDE_CODES)
-                out.row_scales[first + r] = code_row_wide(rows_at, K, padded, height, to);
+                out.row_scales[first + r] =
+                    (unit == ROW_UNIT ? code_row_wide<ROW_UNIT> : code_row_wide<4>)(rows_at, K, padded, height, to);
             else
                 out.row_scales[first + r] =
                     (unit == ROW_UNIT ? code_row<ROW_UNIT> : code_row<4>)(rows_at, K, padded, height, to);

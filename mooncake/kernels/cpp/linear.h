@@ -128,7 +128,7 @@ inline vi add_products(vi sum, uint32_t codes, vi weights) {
 // As `multiply`, for activations as narrow as the weights, in units of 4 bytes.
 template <WeightKind KIND, int ROWS>
 void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
-    using Sum = std::conditional_t<KIND == BOTH_CODES, vi, vf>;
+    using Sum = std::conditional_t<KIND == BF16S, vf, vi>;
     const uint32_t* x = (const uint32_t*)strip;
     char* to = (char*)sums;
     Sum acc[ROWS][PANEL_VECS];
@@ -154,9 +154,9 @@ void multiply_units(const void* strip, const char* panel, int deep, void* sums, 
 using Multiply = void (*)(const void*, const char*, int, void*, bool, Ahead);
 
 template <size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
-    return std::array<std::array<Multiply, 4>, STRIP>{std::array<Multiply, 4>{
+    return std::array<std::array<Multiply, 5>, STRIP>{std::array<Multiply, 5>{
         multiply<FLOATS, int(I) + 1>, MULTIPLIES_BF16 ? multiply_units<BF16S, int(I) + 1> : multiply<BF16S, int(I) + 1>,
-        multiply<CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>}...};
+        multiply<CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>}...};
 }
 
 constexpr auto MULTIPLY = strip_loops(std::make_index_sequence<STRIP>());
@@ -241,7 +241,7 @@ void deliver(const PackedLinear& layer, const Activations& x, const Target& targ
     then(layer, x.row_scales, target, index, sums, first, rows);
 }
 
-// sums[row][PANEL] of the rows in some strips, in vectors.
+// sums[row][PANEL] of the rows in some strips, in vectors; of each plane of a strip.
 template <WeightKind KIND>
 void sum_in_vectors(const Activations& x, const char* panel, int64_t inputs, int64_t from_strip, int64_t to_strip, float* sums,
                     float* wide) {
@@ -257,7 +257,7 @@ void sum_in_vectors(const Activations& x, const char* panel, int64_t inputs, int
         float* to = sums;
         Ahead ahead{part + deep * PANEL * SIZE, is_single ? -1 : int((deep * PANEL * SIZE / 64 + count - 1) / count)};
         for (int64_t strip = from_strip; strip < to_strip; strip++) {
-            const int height = x.strips.height(strip);
+            const int height = x.strips.height(strip) * x.planes;
             const char* at = x.strip(strip) + k * height * size;
             MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, is_widened ? (const char*)wide : part, deep, to, k == 0, ahead);
             to += height * PANEL;
@@ -291,10 +291,21 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
                         int64_t to_strip) {
     static thread_local Scratch scratch;
     const int64_t first = x.strips.first(from_strip), rows = x.strips.first(to_strip) - first;
-    scratch.start(rows * PANEL + DEEP * PANEL + 64);
-    float *sums = scratch.take(rows * PANEL), *wide = scratch.take(DEEP * PANEL);
+    scratch.start(rows * x.planes * PANEL + DEEP * PANEL + 64);
+    float *sums = scratch.take(rows * x.planes * PANEL), *wide = scratch.take(DEEP * PANEL);
     sum_in_vectors<KIND>(x, layer.panel(index), layer.padded(), from_strip, to_strip, sums, wide);
-    deliver<KIND>(layer, x, target, index, sums, first, rows);
+    if constexpr (KIND == WIDE_CODES) {
+        vi middles[PANEL_VECS];
+        for (int v = 0; v < PANEL_VECS; v++) middles[v] = load_as<vi>(layer.sums + index * PANEL + v * W) * 128;
+        for (int64_t strip = from_strip; strip < to_strip; strip++) {
+            const int height = x.strips.height(strip);
+            join_planes(sums, height, middles);
+            deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
+            sums += 2 * height * PANEL;
+        }
+    } else {
+        deliver<KIND>(layer, x, target, index, sums, first, rows);
+    }
 }
 
 // Two panels next to each other, for a few rows, which wait for nothing but weights.
@@ -319,9 +330,7 @@ template <WeightKind KIND> void product(const PackedLinear& layer, const Activat
     int64_t cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
     // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
     if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
-    auto of_panel = product_in_tiles<KIND>;
-    if constexpr (KIND != WIDE_CODES)
-        if (!is_tiled) of_panel = product_in_vectors<KIND>;
+    const auto of_panel = is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
     const int64_t run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1, runs = (panels + run - 1) / run;
     parallel(runs * cuts, team, [&](int64_t item) {
         const int64_t first = (is_tiled ? item % runs : item / cuts) * run, cut = is_tiled ? item / runs : item % cuts;

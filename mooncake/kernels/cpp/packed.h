@@ -15,7 +15,7 @@ namespace mooncake {
 
 // How weights are held, and what activations become. CODES: int8 weights with a scale an output, activations float32.
 // BOTH_CODES: activations are int8 too, with a scale a row, and sums are int32 (W8A8); see hadamard.h. WIDE_CODES: int8 weights, and
-// activations of 16 bits with a scale a row, as two planes of 8 (the matrix unit has whole numbers of no other width).
+// activations of 16 bits with a scale a row, as two planes of 8 (processors multiply whole numbers of no other width).
 enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3, WIDE_CODES = 4 };
 
 template <WeightKind KIND> using Held = std::conditional_t<KIND == FLOATS, float, std::conditional_t<KIND == BF16S, bf16, int8_t>>;
@@ -41,7 +41,7 @@ struct PackedLinear {
     const void* panels;
     const float* bias;    // [outputs] or null
     const float* scales;  // [outputs], of int8 weights
-    const int32_t* sums;  // [outputs]: sums of codes, for BOTH_CODES
+    const int32_t* sums;  // [outputs]: sums of codes, for activations that are codes, too
     int64_t inputs, outputs;
     int32_t kind;
     int32_t is_gated;     // each panel has W gates and then their W ups: `outputs` counts both

@@ -184,10 +184,12 @@ template <WeightKind KIND> void multiply_two(const char*, int, const char*, int6
 
 #endif
 
-// Sums of whole numbers of the rows of the upper plane, then of the lower, become those of their codes, as float32.
-inline void join_planes(float* sums, int rows) {
-    for (float* end = sums + rows * PANEL; sums < end; sums += W) {
-        const vi upper = load_as<vi>(sums), lower = load_as<vi>(sums + rows * PANEL);
+// Sums of whole numbers of the rows of the upper plane, then of the lower, become those of their codes, as float32. `middles`: what
+// each output has too much in either, or null.
+inline void join_planes(float* sums, int rows, const vi* middles = nullptr) {
+    for (int i = 0; i < rows * PANEL_VECS; i++, sums += W) {
+        vi upper = load_as<vi>(sums), lower = load_as<vi>(sums + rows * PANEL);
+        if (middles) upper -= middles[i % PANEL_VECS], lower -= middles[i % PANEL_VECS];
         store(sums, __builtin_convertvector(upper, vf) * 256.0f + __builtin_convertvector(lower, vf));
     }
 }
