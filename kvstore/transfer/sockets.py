@@ -40,9 +40,11 @@ def time_left(deadline: float) -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """No Nagle; and a peer whose host vanished is noticed within half a minute even while nothing is sent. Within a host
-    nothing is congested or lost, so there the plainest control of it is taken, which every kernel has: BBR, which many
-    systems have as their own, spreads packets over time by its guess of a rate, and moves half as much."""
+    """No Nagle; and a peer whose host vanished is noticed within half a minute even while nothing is sent.
+
+    Within a host nothing is congested or lost, so there the plainest control of it is taken, which every kernel has:
+    BBR, which many systems have as their own, spreads packets over time by its guess of a rate, and moves half as much.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):

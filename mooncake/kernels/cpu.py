@@ -361,7 +361,8 @@ class CpuKernels:
         scale: float,
         window: int = 0,
     ) -> Callable[[], torch.Tensor]:
-        """``paged_attention`` but for the call of the library, which may be made any number of times while the tensors live."""
+        """``paged_attention`` but for the call of the library, which may be made any number of times, as long as the
+        tensors live."""
         query_stride, *inner = query.stride()
         if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
             given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window)
