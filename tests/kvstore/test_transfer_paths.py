@@ -18,7 +18,7 @@ from kvstore.transfer import protocol
 from kvstore.transfer.engine import Priority, ReadRange, Request, TransferEngine, TransferStatus, WriteRange
 from kvstore.transfer.fake import FakeRail, FakeTransport
 from kvstore.transfer.server import SegmentServer
-from kvstore.transfer.sockets import PeerClosed, Wire
+from kvstore.transfer.sockets import PeerClosed, Wire, tune
 from mooncake.app.peers.rails import Rails
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
 from mooncake.rpc.server import split_address
@@ -258,6 +258,18 @@ def test_threads_and_failures_at_random_leave_the_right_bytes(peer, engine_over,
 
 
 # Over real sockets
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_within_a_host_nothing_is_held_back_for_congestion(family, host):
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        for sock in (ours, theirs):
+            tune(sock)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
 
 
 @pytest.fixture
