@@ -17,6 +17,7 @@ from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.requests import Transfer, TransferReport
 from kvstore.transfer.routes import Lane, Routes, TransportStats
 from kvstore.transfer.schedule import Pace, Queue, Watch, takes
+from kvstore.transfer.share import Alone, Share
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
 from mooncake.types import SegmentAddress
@@ -77,7 +78,7 @@ class Link:
             path, lane.is_driven, started = lane.path, True, time.monotonic()
             lane.pace.began(part.nbytes, started)
             lane.route.began(started)
-        work = _Alone(part)
+        work = Alone(part)
         failure: Exception | None = None
         try:
             path.carry(work)
@@ -185,7 +186,7 @@ class Link:
             try:
                 path = lane.path or self._open(lane)
                 if path is not None:
-                    path.carry(_Work(self, lane, until))
+                    path.carry(Share(self, lane, until))
             except (PathFailed, OSError, MooncakeError) as error:
                 self._failed(lane, error)
                 failed = True
@@ -211,7 +212,7 @@ class Link:
             self._send_out(crew)
             return
 
-    def _finish_alone(self, lane: Lane, part: Slice, work: _Alone, failure: Exception | None) -> None:
+    def _finish_alone(self, lane: Lane, part: Slice, work: Alone, failure: Exception | None) -> None:
         with self._lock:
             now = work.ended or time.monotonic()
             if work.ended:
@@ -445,57 +446,6 @@ class Link:
     def _fail_all(self, error: MooncakeError, now: float) -> None:
         for transfer in [each for each in self._live if each.num_waiting]:
             self._fail(transfer, error, now)
-
-
-class _Work:
-    """What one lane's path draws from."""
-
-    __slots__ = ("_lane", "_link", "_until")
-
-    def __init__(self, link: Link, lane: Lane, until: Transfer | None) -> None:
-        self._link = link
-        self._lane = lane
-        self._until = until
-
-    def take(self) -> Slice | None:
-        return self._link.take(self._lane, self._until)
-
-    def done(self, part: Slice, hashed: bool = False) -> None:
-        if not hashed and part.checksum_bytes:
-            part.hash()
-        self._link.done(self._lane, part)
-
-    def refuse(self, part: Slice, error: MooncakeError) -> None:
-        self._link.refuse(self._lane, part, error)
-
-    def give_back(self, parts: Iterable[Slice]) -> None:
-        self._link.give_back(self._lane, parts)
-
-
-class _Alone:
-    """One slice that passes the queue."""
-
-    __slots__ = ("_part", "ended", "error")
-
-    def __init__(self, part: Slice) -> None:
-        self._part: Slice | None = part
-        self.error: MooncakeError | None = None
-        self.ended = 0.0  # 0: not well
-
-    def take(self) -> Slice | None:
-        part, self._part = self._part, None
-        return part
-
-    def done(self, part: Slice, hashed: bool = False) -> None:
-        if not hashed and part.checksum_bytes:
-            part.hash()
-        self.ended = time.monotonic()
-
-    def refuse(self, part: Slice, error: MooncakeError) -> None:
-        self.error = error
-
-    def give_back(self, parts: Iterable[Slice]) -> None:
-        pass
 
 
 def _close(paths: Iterable[Path]) -> None:

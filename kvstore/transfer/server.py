@@ -16,16 +16,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
 
 from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
 from kvstore.transfer.greeting import Door
-from kvstore.transfer.native import HEAD_BYTES, Event, Landed, Listing, NativeConnection, NativeOwner, load
+from kvstore.transfer.native import Event, Landed, Listing, NativeConnection, NativeOwner, load
 from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
+from kvstore.transfer.served import NOWHERE, Counts, Put, Served, ServerStats
 from kvstore.transfer.sockets import Wire, tune
-from kvstore.transfer.transport import Attachment, Exporter, PathFailed
+from kvstore.transfer.transport import Exporter, PathFailed
 from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
 from mooncake.rpc.server import join_address
 from mooncake.types import SegmentAddress
@@ -36,77 +36,12 @@ MAX_CONNECTIONS = 512
 HELLO_TIMEOUT_S = 5.0
 CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all connections
 FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
-_NOWHERE: frozenset[int] = frozenset()
 _BY_KEY = (Operation.FETCH, Operation.PUT, Operation.COMMIT, Operation.ASK)
 _FOUND_BYTES = {Operation.FETCH: protocol.FOUND_BYTES, Operation.ASK: 1}  # of the answer about a key
 _ZEROS = memoryview(bytes(1 << 16))
 _LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStats:
-    """Since start. Shared-memory traffic passes the owner by and is not counted here."""
-
-    bytes_in: int
-    bytes_out: int
-    refused: int  # writes and reads that were not allowed
-    violations: int  # connections closed for not speaking the protocol
-    connections: int  # open now
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """A whole block that has come, and may have to be refused. Its sender waits to hear: OK when it can be read."""
-
-    landed: Landed
-    answer: Callable[[Status], None]  # once, from any thread; does not block
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Written by one connection's thread, read by any."""
-
-    bytes_in: int = 0
-    bytes_out: int = 0
-    refused: int = 0
-    violations: int = 0
-
-    def add(self, other: _Counts) -> None:
-        self.bytes_in += other.bytes_in
-        self.bytes_out += other.bytes_out
-        self.refused += other.refused
-        self.violations += other.violations
-
-    def add_native(self, connection: NativeConnection) -> None:
-        bytes_in, bytes_out, refused = connection.counts
-        self.bytes_in += bytes_in
-        self.bytes_out += bytes_out
-        self.refused += refused
-
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    wire: Wire
-    is_local: bool  # over the unix socket: holds a mapping, sends nothing
-    peer: str = ""  # set once it has said hello
-    landing_here: frozenset[int] = _NOWHERE  # blocks that the frame being received in Python writes into
-    counts: _Counts = field(default_factory=_Counts)
-    attachment: Attachment | None = None  # it speaks another way, and is silent here
-    native: NativeConnection | None = None  # reads and writes are answered without Python
-    head: memoryview = field(default_factory=lambda: memoryview(bytearray(HEAD_BYTES)))  # of the frame at hand
-
-    @property
-    def landing(self) -> frozenset[int]:
-        """Blocks that the frame being received writes into."""
-        return self.landing_here if self.native is None else self.native.landing
-
-    def total(self) -> _Counts:
-        total = replace(self.counts)
-        if self.native is not None:
-            total.add_native(self.native)
-        return total
 
 
 class SegmentServer:
@@ -151,9 +86,9 @@ class SegmentServer:
             else None
         )
         self._changed = threading.Condition()  # guards everything below, and the grants
-        self._connections: set[_Connection] = set()
+        self._connections: set[Served] = set()
         self._threads: set[threading.Thread] = set()
-        self._ended = _Counts()  # of connections that have ended
+        self._ended = Counts()  # of connections that have ended
         self._listeners: list[socket.socket] = []
         self._exporters: list[Exporter] = []
         self._unix_path = ""
@@ -239,7 +174,7 @@ class SegmentServer:
             return any(each.peer == peer and each.is_local for each in self._connections)
 
     def stats(self) -> ServerStats:
-        total = _Counts()
+        total = Counts()
         with self._changed:
             for counts in (self._ended, *(each.total() for each in self._connections)):
                 total.add(counts)
@@ -307,7 +242,7 @@ class SegmentServer:
                 log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
                 time.sleep(0.1)  # out of file descriptors: let some end
                 continue
-            connection = _Connection(Wire(sock), is_local)
+            connection = Served(Wire(sock), is_local)
             with self._changed:
                 full = len(self._connections) >= MAX_CONNECTIONS
                 if not (full or self._stopping):
@@ -320,7 +255,7 @@ class SegmentServer:
                 continue
             self._spawn(lambda connection=connection: self._serve(connection), "peer")  # type: ignore[misc]
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: Served) -> None:
         """One connection from its greeting to its end."""
         try:
             if not connection.is_local:
@@ -339,7 +274,7 @@ class SegmentServer:
         finally:
             self._end(connection)
 
-    def _greet(self, connection: _Connection) -> None:
+    def _greet(self, connection: Served) -> None:
         deadline = time.monotonic() + HELLO_TIMEOUT_S
         wire = connection.wire
         status, writer_id = self._door.judge(wire, connection.is_local, deadline)
@@ -352,7 +287,7 @@ class SegmentServer:
         files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
         socket.send_fds(wire.sock, [self._door.welcome(Status.OK)], files)
 
-    def _serve_frame(self, connection: _Connection) -> None:
+    def _serve_frame(self, connection: Served) -> None:
         wire, head = connection.wire, connection.head
         if self._native is not None and connection.native is not None and connection.attachment is None:
             event = self._native.serve(connection.native)
@@ -385,7 +320,7 @@ class SegmentServer:
         else:
             self._serve_attach(connection, frame, deadline)
 
-    def _tell_of_put(self, connection: _Connection, landed: Landed) -> None:
+    def _tell_of_put(self, connection: Served, landed: Landed) -> None:
         if self._on_put is None:
             return
         frame_id = protocol.unpack_frame(connection.head).frame_id
@@ -401,7 +336,7 @@ class SegmentServer:
 
         self._on_put(Put(landed, answer))
 
-    def _serve_write(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+    def _serve_write(self, connection: Served, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
         status, refused = self._begin_landing(connection, ranges)
         if status is Status.OK:
             try:
@@ -414,7 +349,7 @@ class SegmentServer:
             connection.counts.refused += 1
         connection.wire.send([self._reply(status, refused, 0, frame.frame_id)], deadline)
 
-    def _serve_read(self, connection: _Connection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+    def _serve_read(self, connection: Served, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
         size, wire = frame.payload_bytes, connection.wire
         outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
         if outside is not None:
@@ -426,7 +361,7 @@ class SegmentServer:
         wire.send([self._reply(Status.OK, 0, size, frame.frame_id), *map(self._view, ranges)], deadline)
         connection.counts.bytes_out += size
 
-    def _serve_attach(self, connection: _Connection, frame: Frame, deadline: float) -> None:
+    def _serve_attach(self, connection: Served, frame: Frame, deadline: float) -> None:
         """The peer goes on another way; this connection stays open, silently, as long as it does."""
         name, request = protocol.unpack_attach(connection.wire.receive(frame.payload_bytes, deadline))
         exporter = next((each for each in self._exporters if each.name == name), None)
@@ -452,7 +387,7 @@ class SegmentServer:
         if self._native is not None:
             self._native.set_credit(self._credit_each)
 
-    def _begin_landing(self, connection: _Connection, ranges: list[WireRange]) -> tuple[Status, int]:
+    def _begin_landing(self, connection: Served, ranges: list[WireRange]) -> tuple[Status, int]:
         """Check a write as a whole, under the lock that ``revoke`` takes, and note where it is about to land."""
         outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
         if outside is not None:
@@ -464,15 +399,15 @@ class SegmentServer:
             connection.landing_here = frozenset([item.block for item in ranges])
         return Status.OK, 0
 
-    def _end_landing(self, connection: _Connection) -> None:
+    def _end_landing(self, connection: Served) -> None:
         with self._changed:
-            connection.landing_here = _NOWHERE
+            connection.landing_here = NOWHERE
 
     def _view(self, item: WireRange) -> memoryview:
         start = item.block * self._segment.block_bytes + item.offset
         return self._segment.buffer[start : start + item.length]
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: Served) -> None:
         with self._changed:
             attachment = connection.attachment
         if attachment is not None:

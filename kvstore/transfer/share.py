@@ -1,0 +1,75 @@
+"""What a path draws its slices from: a share of a link's queue, or one slice that passes it by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvstore.transfer.requests import Transfer
+from kvstore.transfer.routes import Lane
+from kvstore.transfer.transport import Slice
+from mooncake.errors import MooncakeError
+
+
+class Books(Protocol):
+    """A link's: what waits for which transfer, and what is on its way over which lane."""
+
+    def take(self, lane: Lane, until: Transfer | None) -> Slice | None: ...
+
+    def done(self, lane: Lane, part: Slice) -> None: ...
+
+    def refuse(self, lane: Lane, part: Slice, error: MooncakeError) -> None: ...
+
+    def give_back(self, lane: Lane, parts: Iterable[Slice]) -> None: ...
+
+
+class Share:
+    """What one lane carries: until ``until`` has nothing waiting, or else until nobody has."""
+
+    __slots__ = ("_lane", "_link", "_until")
+
+    def __init__(self, link: Books, lane: Lane, until: Transfer | None) -> None:
+        self._link = link
+        self._lane = lane
+        self._until = until
+
+    def take(self) -> Slice | None:
+        return self._link.take(self._lane, self._until)
+
+    def done(self, part: Slice, hashed: bool = False) -> None:
+        if not hashed and part.checksum_bytes:
+            part.hash()
+        self._link.done(self._lane, part)
+
+    def refuse(self, part: Slice, error: MooncakeError) -> None:
+        self._link.refuse(self._lane, part, error)
+
+    def give_back(self, parts: Iterable[Slice]) -> None:
+        self._link.give_back(self._lane, parts)
+
+
+class Alone:
+    """One slice that passes the queue."""
+
+    __slots__ = ("_part", "ended", "error")
+
+    def __init__(self, part: Slice) -> None:
+        self._part: Slice | None = part
+        self.error: MooncakeError | None = None
+        self.ended = 0.0  # 0: not well
+
+    def take(self) -> Slice | None:
+        part, self._part = self._part, None
+        return part
+
+    def done(self, part: Slice, hashed: bool = False) -> None:
+        if not hashed and part.checksum_bytes:
+            part.hash()
+        self.ended = time.monotonic()
+
+    def refuse(self, part: Slice, error: MooncakeError) -> None:
+        self.error = error
+
+    def give_back(self, parts: Iterable[Slice]) -> None:
+        pass
