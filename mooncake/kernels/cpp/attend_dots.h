@@ -16,7 +16,7 @@ constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
-constexpr int AHEAD_ROWS = NEAR == 2 ? 64 : 32;  // rows of K or V that are brought near before they are needed
+constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V that are brought near before they are needed
 
 // SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are turned as one lane and
 // parted behind it. There are AHEAD_ROWS more keys: as many of them as are turned are brought near.
@@ -112,7 +112,7 @@ inline void mix_pairs(const bf16* weights, int64_t stride, const bf16* const* va
         for (int v = 0; v < VECS; v++) acc[r][v] = load(mixed + r * D + d + v * W);
     for (int t = 0; t < count; t += 2) {
         const bf16 *first = values[t] + d, *second = values[std::min(t + 1, count - 1)] + d;  // of an odd one the weight is 0
-        bring_near(values + t + AHEAD_ROWS, 2, d, VECS * W);
+        bring_near(values + t + AHEAD_ROWS, std::min(2, count - t), d, VECS * W);
         vi pairs[VECS];
         for (int v = 0; v < VECS; v += 2) pairs_of(first + v * W, second + v * W, pairs + v);
         for (int r = 0; r < ROWS; r++)
@@ -128,13 +128,6 @@ inline void mix_in_pairs(const bf16* weights, int64_t stride, const bf16* const*
     int d = 0;
     for (; d + 4 * W <= D; d += 4 * W) mix_pairs<ROWS, 4>(weights, stride, values, count, d, mixed, D);
     for (; d < D; d += 2 * W) mix_pairs<ROWS, 2>(weights, stride, values, count, d, mixed, D);
-}
-
-inline void mix_all_in_pairs(const bf16* weights, int64_t stride, const bf16* const* values, int count, int rows, float* mixed, int D) {
-    int row = 0;
-    for (; row + DOT_ROWS <= rows; row += DOT_ROWS) mix_in_pairs<DOT_ROWS>(weights + row * stride, stride, values, count, mixed + row * D, D);
-    for (; row + 3 <= rows; row += 3) mix_in_pairs<3>(weights + row * stride, stride, values, count, mixed + row * D, D);
-    for (; row < rows; row++) mix_in_pairs<1>(weights + row * stride, stride, values, count, mixed + row * D, D);
 }
 
 // Of rows that bfloat16 was mixed into: the dimensions in their order.
@@ -211,14 +204,24 @@ inline void places_of(const AttentionCall& call, const AttentionPlan& plan, cons
         for (int i = 0, rows = call.rows(plan.members[member]); i < rows; i++) out[row++] = {plan.members[member], i};
 }
 
+// body(row) for the first of each group of rows that one pass mixes, with their number as a constant.
+template <class Body> inline void by_groups(int rows, const Body& body) {
+    int row = 0;
+    for (; row + DOT_ROWS <= rows; row += DOT_ROWS) body(std::integral_constant<int, DOT_ROWS>{}, row);
+    for (; row + 3 <= rows; row += 3) body(std::integral_constant<int, 3>{}, row);
+    for (; row + 2 <= rows; row += 2) body(std::integral_constant<int, 2>{}, row);
+    for (; row < rows; row++) body(std::integral_constant<int, 1>{}, row);
+}
+
 template <class T>
 inline void mix_all(const float* scores, int64_t width, const T* const* values, int count, int rows, float* mixed, int D) {
-    int row = 0;
-    for (; row + DOT_ROWS <= rows; row += DOT_ROWS)
-        mix<DOT_ROWS>(scores + row * width, width, values, count, mixed + row * D, D);
-    for (; row + 3 <= rows; row += 3) mix<3>(scores + row * width, width, values, count, mixed + row * D, D);
-    for (; row + 2 <= rows; row += 2) mix<2>(scores + row * width, width, values, count, mixed + row * D, D);
-    for (; row < rows; row++) mix<1>(scores + row * width, width, values, count, mixed + row * D, D);
+    by_groups(rows, [&](auto group, int row) { mix<group>(scores + row * width, width, values, count, mixed + row * D, D); });
+}
+
+inline void mix_all_in_pairs(const bf16* weights, int64_t stride, const bf16* const* values, int count, int rows, float* mixed, int D) {
+    by_groups(rows, [&](auto group, int row) {
+        mix_in_pairs<group>(weights + row * stride, stride, values, count, mixed + row * D, D);
+    });
 }
 
 // Rows as float32, without their scales. There are AHEAD_ROWS more of them: they are brought near.

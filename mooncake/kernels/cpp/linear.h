@@ -56,7 +56,7 @@ struct Ahead {
     void bring(const char* panel) {
         if (lines < 0) return prefetch_panel(panel);
         if (lines == 0) return;
-        __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at, 0, SECOND_CACHE);
         at += 64;
         lines--;
     }
@@ -66,7 +66,7 @@ struct Ahead {
 inline void prefetch_start(const PackedLinear& layer, int threads) {
     for (int t = 0; t < threads; t++) {
         const char* at = layer.panel(layer.num_panels() * t / threads);
-        for (int i = 0; i < START; i += 64) __builtin_prefetch(at + i, 0, 2);
+        for (int i = 0; i < START; i += 64) __builtin_prefetch(at + i, 0, SECOND_CACHE);
     }
 }
 

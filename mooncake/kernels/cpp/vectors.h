@@ -12,13 +12,16 @@
 
 namespace mooncake {
 
-// Which cache what is needed soon is brought into: a Zen core has few fills of its first one under way at a time and twice as many
-// of its second.
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-constexpr int NEAR = 2;
+constexpr bool IS_ZEN = true;
 #else
-constexpr int NEAR = 3;
+constexpr bool IS_ZEN = false;
 #endif
+
+// Where to bring what is needed later, as __builtin_prefetch has it. What is needed soon goes to the first cache; but a Zen core has
+// few fills of that under way at a time, and half as many again of the second.
+constexpr int SECOND_CACHE = 2;
+constexpr int NEAR = IS_ZEN ? SECOND_CACHE : 3;
 
 #if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
