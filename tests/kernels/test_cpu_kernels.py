@@ -29,8 +29,10 @@ WEIGHTS = pytest.mark.parametrize(
 )
 TOLERANCE = 2e-6
 """Largest difference, relative to values of size 1: a few roundings of float32. Narrow pages are read exactly."""
-BF16_TOLERANCE = 2e-2
-"""Where queries, and with a matrix unit weights of attention, are rounded to bfloat16."""
+TILE_TOLERANCE = 2e-2
+"""Where queries and weights of attention are rounded to bfloat16, in the matrix unit."""
+LANE_TOLERANCE = 1e-2
+"""Likewise, in lanes of bfloat16 pairs; seen: 7e-3."""
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 BUILDS = {
@@ -70,9 +72,9 @@ class Ragged:
 
     def tolerance(self, cpu: CpuKernels) -> float:
         dtype = self.cache_layer.dtype
-        if dtype is torch.bfloat16 and cpu.rounds_activations:
-            return BF16_TOLERANCE
-        return BF16_TOLERANCE if dtype is torch.int8 and cpu.has_matrix_unit else TOLERANCE
+        if dtype is not torch.float32 and cpu.has_matrix_unit:
+            return TILE_TOLERANCE
+        return LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else TOLERANCE
 
     def attend(self, kernels: Kernels, window: int = 0) -> torch.Tensor:
         return kernels.paged_attention(
