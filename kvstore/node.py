@@ -20,8 +20,8 @@ from kvstore.ssd_record import PAGE, padded
 from kvstore.ssd_tier import SsdTier
 from kvstore.store import Store
 from kvstore.tiers import TierRules
-from kvstore.transfer.served import Put
 from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.server_connection import Put
 from kvstore.wire_puts import WirePuts
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError

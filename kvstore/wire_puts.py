@@ -23,8 +23,8 @@ from kvstore.service import checked_key, checked_parent, checked_tenant
 from kvstore.store import Store
 from kvstore.transfer.native import MAX_AHEAD, Landed
 from kvstore.transfer.protocol import Status
-from kvstore.transfer.served import Put
 from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.server_connection import Put
 from mooncake.errors import InvalidRequest
 
 AHEAD = 16  # slots: as many as four clients have connections

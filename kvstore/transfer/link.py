@@ -17,8 +17,8 @@ from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.requests import Transfer, TransferReport
 from kvstore.transfer.routes import Lane, Routes, TransportStats
 from kvstore.transfer.schedule import Pace, Queue, Watch, takes
-from kvstore.transfer.share import Alone, Share
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
+from kvstore.transfer.work import LoneWork, QueuedWork
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
 from mooncake.types import SegmentAddress
 
@@ -78,7 +78,7 @@ class Link:
             path, lane.is_driven, started = lane.path, True, time.monotonic()
             lane.pace.began(part.nbytes, started)
             lane.route.began(started)
-        work = Alone(part)
+        work = LoneWork(part)
         failure: Exception | None = None
         try:
             path.carry(work)
@@ -186,7 +186,7 @@ class Link:
             try:
                 path = lane.path or self._open(lane)
                 if path is not None:
-                    path.carry(Share(self, lane, until))
+                    path.carry(QueuedWork(self, lane, until))
             except (PathFailed, OSError, MooncakeError) as error:
                 self._failed(lane, error)
                 failed = True
@@ -212,7 +212,7 @@ class Link:
             self._send_out(crew)
             return
 
-    def _finish_alone(self, lane: Lane, part: Slice, work: Alone, failure: Exception | None) -> None:
+    def _finish_alone(self, lane: Lane, part: Slice, work: LoneWork, failure: Exception | None) -> None:
         with self._lock:
             now = work.ended or time.monotonic()
             if work.ended:

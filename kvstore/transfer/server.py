@@ -23,7 +23,7 @@ from kvstore.transfer.grants import Grants
 from kvstore.transfer.greeting import Door
 from kvstore.transfer.native import Event, Landed, Listing, NativeConnection, NativeOwner, load
 from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
-from kvstore.transfer.served import NOWHERE, Counts, Put, Served, ServerStats
+from kvstore.transfer.server_connection import NOWHERE, Counts, Put, ServerConnection, ServerStats
 from kvstore.transfer.sockets import Wire, tune
 from kvstore.transfer.transport import Exporter, PathFailed
 from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
@@ -86,7 +86,7 @@ class SegmentServer:
             else None
         )
         self._changed = threading.Condition()  # guards everything below, and the grants
-        self._connections: set[Served] = set()
+        self._connections: set[ServerConnection] = set()
         self._threads: set[threading.Thread] = set()
         self._ended = Counts()  # of connections that have ended
         self._listeners: list[socket.socket] = []
@@ -242,7 +242,7 @@ class SegmentServer:
                 log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
                 time.sleep(0.1)  # out of file descriptors: let some end
                 continue
-            connection = Served(Wire(sock), is_local)
+            connection = ServerConnection(Wire(sock), is_local)
             with self._changed:
                 full = len(self._connections) >= MAX_CONNECTIONS
                 if not (full or self._stopping):
@@ -255,7 +255,7 @@ class SegmentServer:
                 continue
             self._spawn(lambda connection=connection: self._serve(connection), "peer")  # type: ignore[misc]
 
-    def _serve(self, connection: Served) -> None:
+    def _serve(self, connection: ServerConnection) -> None:
         """One connection from its greeting to its end."""
         try:
             if not connection.is_local:
@@ -274,7 +274,7 @@ class SegmentServer:
         finally:
             self._end(connection)
 
-    def _greet(self, connection: Served) -> None:
+    def _greet(self, connection: ServerConnection) -> None:
         deadline = time.monotonic() + HELLO_TIMEOUT_S
         wire = connection.wire
         status, writer_id = self._door.judge(wire, connection.is_local, deadline)
@@ -287,7 +287,7 @@ class SegmentServer:
         files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
         socket.send_fds(wire.sock, [self._door.welcome(Status.OK)], files)
 
-    def _serve_frame(self, connection: Served) -> None:
+    def _serve_frame(self, connection: ServerConnection) -> None:
         wire, head = connection.wire, connection.head
         if self._native is not None and connection.native is not None and connection.attachment is None:
             event = self._native.serve(connection.native)
@@ -320,7 +320,7 @@ class SegmentServer:
         else:
             self._serve_attach(connection, frame, deadline)
 
-    def _tell_of_put(self, connection: Served, landed: Landed) -> None:
+    def _tell_of_put(self, connection: ServerConnection, landed: Landed) -> None:
         if self._on_put is None:
             return
         frame_id = protocol.unpack_frame(connection.head).frame_id
@@ -336,7 +336,9 @@ class SegmentServer:
 
         self._on_put(Put(landed, answer))
 
-    def _serve_write(self, connection: Served, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+    def _serve_write(
+        self, connection: ServerConnection, frame: Frame, ranges: list[WireRange], deadline: float
+    ) -> None:
         status, refused = self._begin_landing(connection, ranges)
         if status is Status.OK:
             try:
@@ -349,7 +351,7 @@ class SegmentServer:
             connection.counts.refused += 1
         connection.wire.send([self._reply(status, refused, 0, frame.frame_id)], deadline)
 
-    def _serve_read(self, connection: Served, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
+    def _serve_read(self, connection: ServerConnection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
         size, wire = frame.payload_bytes, connection.wire
         outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
         if outside is not None:
@@ -361,7 +363,7 @@ class SegmentServer:
         wire.send([self._reply(Status.OK, 0, size, frame.frame_id), *map(self._view, ranges)], deadline)
         connection.counts.bytes_out += size
 
-    def _serve_attach(self, connection: Served, frame: Frame, deadline: float) -> None:
+    def _serve_attach(self, connection: ServerConnection, frame: Frame, deadline: float) -> None:
         """The peer goes on another way; this connection stays open, silently, as long as it does."""
         name, request = protocol.unpack_attach(connection.wire.receive(frame.payload_bytes, deadline))
         exporter = next((each for each in self._exporters if each.name == name), None)
@@ -387,7 +389,7 @@ class SegmentServer:
         if self._native is not None:
             self._native.set_credit(self._credit_each)
 
-    def _begin_landing(self, connection: Served, ranges: list[WireRange]) -> tuple[Status, int]:
+    def _begin_landing(self, connection: ServerConnection, ranges: list[WireRange]) -> tuple[Status, int]:
         """Check a write as a whole, under the lock that ``revoke`` takes, and note where it is about to land."""
         outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
         if outside is not None:
@@ -399,7 +401,7 @@ class SegmentServer:
             connection.landing_here = frozenset([item.block for item in ranges])
         return Status.OK, 0
 
-    def _end_landing(self, connection: Served) -> None:
+    def _end_landing(self, connection: ServerConnection) -> None:
         with self._changed:
             connection.landing_here = NOWHERE
 
@@ -407,7 +409,7 @@ class SegmentServer:
         start = item.block * self._segment.block_bytes + item.offset
         return self._segment.buffer[start : start + item.length]
 
-    def _end(self, connection: Served) -> None:
+    def _end(self, connection: ServerConnection) -> None:
         with self._changed:
             attachment = connection.attachment
         if attachment is not None:

@@ -19,8 +19,8 @@ from kvstore.segment import Segment
 from kvstore.transfer import native, protocol
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.protocol import ProtocolViolation, Status
-from kvstore.transfer.served import Put
 from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.server_connection import Put
 from mooncake.rpc.server import split_address
 
 BLOCK, NUM, GRANTED, AHEAD, EPOCH = 4096, 5, 2, 4, 9

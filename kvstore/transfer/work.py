@@ -1,4 +1,4 @@
-"""What a path draws its slices from: a share of a link's queue, or one slice that passes it by."""
+"""The two kinds of ``Work`` that a link gives its paths: what waits in its queue, or one slice that passes it by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.errors import MooncakeError
 
 
 class Books(Protocol):
-    """A link's: what waits for which transfer, and what is on its way over which lane."""
+    """As a ``Link`` keeps them: what waits for which transfer, and what is on its way over which lane."""
 
     def take(self, lane: Lane, until: Transfer | None) -> Slice | None: ...
 
@@ -24,7 +24,7 @@ class Books(Protocol):
     def give_back(self, lane: Lane, parts: Iterable[Slice]) -> None: ...
 
 
-class Share:
+class QueuedWork:
     """What one lane carries: until ``until`` has nothing waiting, or else until nobody has."""
 
     __slots__ = ("_lane", "_link", "_until")
@@ -49,8 +49,8 @@ class Share:
         self._link.give_back(self._lane, parts)
 
 
-class Alone:
-    """One slice that passes the queue."""
+class LoneWork:
+    """One slice that passes the queue, and what became of it."""
 
     __slots__ = ("_part", "ended", "error")
 

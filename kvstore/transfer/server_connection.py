@@ -1,4 +1,4 @@
-"""One connection as the owner of a segment keeps it, with its counts, and what an owner is told of and tells."""
+"""One connection to a ``SegmentServer``, what it counts, and what the server says of it to others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Counts:
 
 
 @dataclass(eq=False, slots=True)
-class Served:
+class ServerConnection:
+    """Its own thread serves it; others look at what it lands in, and cut it."""
+
     wire: Wire
     is_local: bool  # over the unix socket: holds a mapping, sends nothing
     peer: str = ""  # set once it has said hello
