@@ -18,6 +18,7 @@ from mooncake.rpc.convert import event_to_wire
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 EVENTS_PER_MESSAGE = 4096
+UNFINISHED = 2**64 - 1  # where a subscriber stands within a snapshot: no log gets there, so asking from it begins anew
 
 
 class EventLog:
@@ -85,13 +86,14 @@ class CacheEventsServicer(common_pb2_grpc.CacheEventsServicer):
             await self._log.wait(sequence)
 
     def _messages(self, events: list[BlockEvent], first: int, end: int, reset: bool) -> Iterator[pb.BlockEvents]:
-        """Cut into parts. The numbers of a snapshot stand still at ``end``; those of events advance one each."""
+        """Cut into parts. Numbers of events advance one each; a snapshot leads to ``end`` with its last part only."""
         for start in range(0, max(len(events), 1), EVENTS_PER_MESSAGE):
             part = events[start : start + EVENTS_PER_MESSAGE]
+            is_last = start + len(part) == len(events)
             yield pb.BlockEvents(
                 incarnation=self._log.incarnation,
-                first_sequence=end if reset else first + start,
-                next_sequence=end if reset else first + start + len(part),
+                first_sequence=UNFINISHED if reset else first + start,
+                next_sequence=(end if is_last else UNFINISHED) if reset else first + start + len(part),
                 reset=reset and start == 0,
                 events=[event_to_wire(event) for event in part],
             )

@@ -428,7 +428,8 @@ Global___SegmentAddress: _TypeAlias = SegmentAddress  # noqa: Y015
 class BlockEvents(_message.Message):
     """Blocks that became readable in a cache or left it, in order. A subscriber takes a message when `reset` is set or
     when `incarnation` and `first_sequence` are what it expects; from then on it expects `next_sequence`. Otherwise it
-    has missed something: it subscribes anew. A snapshot is a message with `reset`, and more whose numbers stand still.
+    has missed something: it subscribes anew. A snapshot is a message with `reset`, and perhaps more; until its last part
+    `next_sequence` is 2^64 - 1, a number from which nobody can go on, so half a snapshot is never taken for a whole one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo
 from conductor.subscriber import Cursor, Subscriber
 from kvstore.metadata.memory import MemoryDirectory
-from mooncake.events import CacheEventsServicer, EventLog
+from mooncake.events import EVENTS_PER_MESSAGE, UNFINISHED, CacheEventsServicer, EventLog
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc import common_pb2_grpc
 from mooncake.rpc.convert import event_to_wire
@@ -126,11 +127,40 @@ async def test_a_gap_makes_it_subscribe_anew(following: tuple[PrefixIndex, Subsc
     await server.stop(0)
 
 
+class BreaksOff(CacheEventsServicer):
+    """Its first stream ends after the second message."""
+
+    asked = 0
+
+    async def Subscribe(self, request: pb.SubscribeRequest, context: Any) -> AsyncIterator[pb.BlockEvents]:  # noqa: N802
+        self.asked += 1
+        breaks, told = self.asked == 1, 0
+        async for each in super().Subscribe(request, context):
+            yield each
+            told += 1
+            if breaks and told == 2:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
+
+
+async def test_a_snapshot_that_broke_off_begins_anew(following: tuple[PrefixIndex, Subscriber]) -> None:
+    index, subscriber = following
+    log, num_blocks = EventLog(incarnation=5), 3 * EVENTS_PER_MESSAGE
+    log.append(BlockEvent(True, BlockKey(number.to_bytes(32, "little"))) for number in range(num_blocks))
+    cache = BreaksOff(log)
+    server, port = await serve(cache)
+    subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
+    async with asyncio.timeout(10):
+        while index.num_blocks("n0") < num_blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert cache.asked == 2
+    await server.stop(0)
+
+
 def test_the_cursor_takes_what_fits_and_nothing_else() -> None:
     cursor = Cursor()
     assert not cursor.takes(message(0, 1, 0)), "knows no incarnation yet"
-    assert cursor.takes(message(7, 7, reset=True))
-    assert cursor.takes(message(7, 7)), "more of the snapshot"
+    assert cursor.takes(message(UNFINISHED, UNFINISHED, reset=True))
+    assert cursor.takes(message(UNFINISHED, 7)), "the rest of the snapshot"
     assert cursor.takes(message(7, 9, 0, 1))
     assert not cursor.takes(message(7, 9, 0, 1)), "told twice"
     assert not cursor.takes(message(10, 11, 0)), "one is missing"
