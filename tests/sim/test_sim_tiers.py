@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mooncake.app.sim.cluster import Cluster, Model, Ssd, load_preset, parse_cluster, preset_text
 from mooncake.app.sim.disk import Disk
@@ -144,6 +146,44 @@ def test_a_dead_host_finds_its_ssd_as_it_was_and_its_memory_empty() -> None:
     agenda.run()
     assert reborn.match(chain(0, 20)) == 20
     reborn.check()
+
+
+asked = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.booleans(), st.integers(0, 2), st.integers(1, 40))
+
+
+@given(asked=st.lists(asked, min_size=8, max_size=12), dram_tokens=st.sampled_from([6000, 12_000]))
+@example(  # the end of one chain is loaded where the end of another waits to be stored
+    asked=[
+        (0.0, False, 2, 32),
+        (1.0, True, 2, 12),
+        (1.0, True, 0, 26),
+        (0.0, False, 0, 13),
+        (0.3, True, 2, 39),
+        (0.3, False, 1, 5),
+    ],
+    dram_tokens=12_000,
+)
+@settings(deadline=None, max_examples=30)
+def test_no_time_passes_without_end_where_neither_tier_has_room(
+    asked: list[tuple[float, bool, int, int]], dram_tokens: int
+) -> None:
+    ssd, agenda = Ssd(tokens=20_000, read_gb_per_s=1.0, write_gb_per_s=0.01), Agenda()
+    cache = TieredCache(dram_tokens, ssd, MODEL, agenda, Disk(ssd, MODEL, agenda), lambda: None)
+    at_s, ends = 0.0, 0
+
+    def ended(blocks: int) -> None:
+        nonlocal ends
+        ends += 1
+
+    for pause_s, loads, name, length in asked:
+        at_s += pause_s
+        if loads:
+            agenda.at(at_s, lambda keys: cache.load(keys, ended) or ended(0), chain(name, length))
+        else:
+            agenda.at(at_s, cache.add, chain(name, length), [])
+    assert agenda.run(50_000) < 50_000
+    cache.check()
+    assert cache.num_in_use == 0 and ends == sum(loads for _, loads, _, _ in asked)
 
 
 def tiered(ssd_tokens: int = 24_400_000, dram_blocks: int = 200, **ssd: float) -> Cluster:

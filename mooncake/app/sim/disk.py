@@ -14,6 +14,7 @@ from kvstore.index_types import Held
 from kvstore.ssd_index import MIN_SEGMENTS, SsdIndex, segment_size
 from kvstore.ssd_log import Place
 from kvstore.ssd_record import MAX_DROPS, BlockHeader, block_size, header_size
+from kvstore.tiers import REFUSED_PAUSE_S
 from mooncake.app.sim.cluster import Model, Ssd
 from mooncake.app.sim.events import Agenda
 from mooncake.errors import ConfigError
@@ -68,7 +69,7 @@ class Disk:
         header = BlockHeader(key, held.name.parent, held.tenant, held.length, held.checksums)
         size = block_size(header)
         if not self.index.make_room(size, self._waiting_bytes, now):
-            self._agenda.at(now, on_end, held)
+            self._agenda.at(now + REFUSED_PAUSE_S, on_end, held)
             return
         self._waiting_bytes += size
         self._saving[key] = self._write(size)
