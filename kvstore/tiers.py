@@ -19,8 +19,8 @@ from mooncake.types import BlockEvent, BlockKey
 AHEAD_SHARE = 1 / 16  # of the slots that are kept free or saved already, so that a put finds room at once
 MIN_AHEAD = 4
 MIN_REMEMBERED = 65536
-REFUSED_PAUSE_S = 0.01  # after a save that was refused, before those who wait for room look again: two whose blocks lie in
-# each other's way would otherwise keep each other, and the disk, busy without end
+REFUSED_PAUSE_S = 0.01  # after a refused save, before those who wait for room look again: two whose blocks lie in each
+# other's way would otherwise keep each other, and the disk, busy without end
 
 
 @dataclass(frozen=True, slots=True)

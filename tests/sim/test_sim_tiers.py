@@ -175,12 +175,13 @@ def test_no_time_passes_without_end_where_neither_tier_has_room(
         nonlocal ends
         ends += 1
 
+    def load(keys: list[BlockKey]) -> None:
+        if cache.load(keys, ended) is None:
+            ended(0)
+
     for pause_s, loads, name, length in asked:
         at_s += pause_s
-        if loads:
-            agenda.at(at_s, lambda keys: cache.load(keys, ended) or ended(0), chain(name, length))
-        else:
-            agenda.at(at_s, cache.add, chain(name, length), [])
+        agenda.at(at_s, load if loads else lambda keys: cache.add(keys, []), chain(name, length))
     assert agenda.run(50_000) < 50_000
     cache.check()
     assert cache.num_in_use == 0 and ends == sum(loads for _, loads, _, _ in asked)
