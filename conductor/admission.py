@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.fleet import Ticket
-from conductor.lengths import Kind, OutputLengths, sample_beyond
+from conductor.lengths import Kind, OutputLengths, Turns, sample_beyond
 from conductor.scheduler import Placement
-from conductor.view import NONE, Bools, Floats, Question
+from conductor.view import NONE, Bools, Floats, Question, RequestFacts
 from conductor.waits import MAX_RETRY_S, RecentRoom
 
 NUM_SAMPLES = 16  # futures looked at
@@ -98,26 +98,30 @@ class Admission:
         rule: Rule,
         limits: Limits,
         mode: Mode = Mode.HARD,
-        lengths: OutputLengths | None = None,
         rng: np.random.Generator | None = None,
     ) -> None:
         self.rule = rule
         self.limits = limits
         self.mode = mode
-        self.lengths = lengths if lengths is not None else OutputLengths()
+        self.lengths = OutputLengths()
+        self.turns = Turns()
         self.flights = Flights()
         self.recent_room = RecentRoom()
         self.stats = AdmissionStats()
         self.rng = rng if rng is not None else np.random.default_rng(0)
         self.decode_s = FIRST_DECODE_S  # mean time that a request decodes
         self._refused: deque[tuple[float, float, str]] = deque(maxlen=MAX_REFUSED)
+        self._prompts: dict[Ticket, bytes] = {}  # the last full block of each
 
-    def decide(
-        self, question: Question, placement: Placement, now: float, kind: Kind = Kind(), max_tokens: int = 4096
-    ) -> Verdict:
+    @property
+    def looks_late(self) -> bool:
+        """Whether ``prefill_ended`` wants to be asked a question."""
+        return self.rule is baseline
+
+    def decide(self, question: Question, placement: Placement, now: float, max_tokens: int) -> Verdict:
         """Whether the request fits where it would be placed."""
         self._look_back(question, now)
-        coming = self._coming(question, placement, now, kind, max_tokens)
+        coming = self._coming(question, placement, now, max_tokens)
         verdict = self._judge(coming)
         self.recent_room.found(coming.prefill_wait_ms, verdict.decode_load, now)
         if verdict.is_admitted:
@@ -128,13 +132,14 @@ class Admission:
             self._refused.append((coming.joins_at, verdict.decode_load, placement.decode.node_id))
         return verdict._replace(is_admitted=self.mode is Mode.OFF, retry_after_s=self._retry_s(coming, verdict))
 
-    def fits(self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int) -> bool:
+    def fits(self, question: Question, placement: Placement, now: float, max_tokens: int) -> bool:
         """As ``decide``, for somebody who only wants to know: nothing is counted."""
-        return self._judge(self._coming(question, placement, now, kind, max_tokens)).is_admitted
+        return self._judge(self._coming(question, placement, now, max_tokens)).is_admitted
 
-    def _coming(self, question: Question, placement: Placement, now: float, kind: Kind, max_tokens: int) -> Coming:
+    def _coming(self, question: Question, placement: Placement, now: float, max_tokens: int) -> Coming:
         decode = question.view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
         joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
+        kind = self.turns.kind(question.facts.keys, question.facts.num_tokens)
         return Coming(question, placement, decode, kind, max_tokens, now, joins_at)
 
     def _judge(self, coming: Coming) -> Verdict:
@@ -143,18 +148,21 @@ class Admission:
         fits = self.rule is no_rule or max(prefill_load, decode_load) <= 1.0
         return Verdict(fits, prefill_load, decode_load)
 
-    def admitted(self, ticket: Ticket, coming_kind: Kind, max_tokens: int, placement: Placement, now: float) -> None:
+    def admitted(self, ticket: Ticket, facts: RequestFacts, max_tokens: int, placement: Placement, now: float) -> None:
         """It was placed and booked."""
         if not ticket.decode_id:
             return
         joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
-        lengths = self.lengths.sample(coming_kind, max_tokens, NUM_SAMPLES, self.rng)
-        self.flights.add(ticket, coming_kind, max_tokens, joins_at, lengths)
+        kind = self.turns.kind(facts.keys, facts.num_tokens)
+        lengths = self.lengths.sample(kind, max_tokens, NUM_SAMPLES, self.rng)
+        self.flights.add(ticket, kind, max_tokens, joins_at, lengths)
+        if facts.keys:
+            self._prompts[ticket] = facts.keys[-1]
 
     def prefill_ended(self, ticket: Ticket, question: Question | None, now: float) -> bool:
-        """The first token is there. False: drop the request. Only the baseline looks at decode load as late as this."""
+        """The first token is there. False: drop the request. Only a rule that ``looks_late`` has a question."""
         self.flights.joined(ticket, now)
-        if self.rule is not baseline or question is None or not ticket.decode_id:
+        if question is None or not ticket.decode_id:
             return True
         decode = question.view.decode_at.get(ticket.decode_id, NONE)
         keeps = decode == NONE or _step_load(self, question, decode, self.flights.on(ticket.decode_id, now), 0.0) <= 1.0
@@ -162,13 +170,12 @@ class Admission:
             self.stats.refused_after_prefill += 1
         return keeps or self.mode is Mode.OFF
 
-    def progressed(self, ticket: Ticket, generated: int, now: float) -> None:
-        """So many tokens are there. Telling it sharpens the look ahead; without, it is guessed from the time."""
-        self.flights.progressed(ticket, generated, now)
-
     def finished(self, ticket: Ticket, now: float, output_tokens: int = 0) -> None:
         """The request has ended; ``output_tokens`` of a whole answer, 0 when it was cut short."""
         kind, joined_at = self.flights.remove(ticket)
+        last = self._prompts.pop(ticket, None)
+        if last is not None and output_tokens:
+            self.turns.observe(last, output_tokens)
         if kind is not None and output_tokens:
             self.lengths.observe(kind, output_tokens)
             if joined_at <= now:

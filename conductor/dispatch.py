@@ -405,7 +405,7 @@ class Dispatcher:
         if delta.tokens:
             if attempt.ticket.open_prefill:
                 self._scheduler.prefill_done(attempt.ticket, now)
-                self.door.joined(attempt.ticket)
+                self._joined(journey, attempt, now)
             if not journey.num_emitted and attempt.placement.is_known and not journey.retries:
                 self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
             if journey.lifecycle.state is RequestState.PLACED:
@@ -421,6 +421,12 @@ class Dispatcher:
         if is_news and report is not None:
             self._note_report(journey, report)
         return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
+
+    def _joined(self, journey: _Journey, attempt: Attempt, now: float) -> None:
+        """Raises Overloaded when admission looks late. Who has cost more than a prefill already goes on."""
+        is_new = not (journey.retries or journey.num_emitted)
+        looks = self.door.admission.looks_late and is_new and not self.door.is_open
+        self.door.joined(attempt.ticket, self._facts(journey, journey.tokens, now) if looks else None)
 
     def _note_report(self, journey: _Journey, report: PrefillReport) -> None:
         """The first report counts: a retry also finds what the request itself has stored."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from conductor.admission import ADMISSIONS, Admission, Limits, Mode, Verdict
 from conductor.fairness import Band, Waiting, WaitingRoom
 from conductor.fleet import Ticket
-from conductor.lengths import Kind
 from conductor.scheduler import Placement, Scheduler
 from conductor.view import RequestFacts
 from mooncake.config import ConductorSection
@@ -26,7 +25,6 @@ BATCH_LOAD = 0.5  # the batch class goes in below this load
 @dataclass(eq=False, slots=True)
 class _Guest:
     facts: RequestFacts
-    kind: Kind
     max_tokens: int
     is_in: asyncio.Future[None]
 
@@ -62,27 +60,30 @@ class Door:
         """
         if self.is_open:
             return
-        kind = Kind(facts.keys[0] if facts.keys else b"", facts.num_tokens)
-        verdict = self._ask(facts, kind, max_tokens)
+        verdict = self._ask(facts, max_tokens)
         if self._fits(verdict) and self._goes_before_others(band, verdict):
             return
         if self.admission.mode is Mode.HARD and band is not Band.BATCH:
             raise Overloaded(_why(verdict), verdict.retry_after_s)
-        await self._wait(
-            _Guest(facts, kind, max_tokens, asyncio.get_running_loop().create_future()), deadline, tenant, band
-        )
+        guest = _Guest(facts, max_tokens, asyncio.get_running_loop().create_future())
+        await self._wait(guest, deadline, tenant, band)
 
     def booked(self, ticket: Ticket, facts: RequestFacts, placement: Placement, max_tokens: int) -> None:
         if not self.is_open:
-            kind = Kind(facts.keys[0] if facts.keys else b"", facts.num_tokens)
-            self.admission.admitted(ticket, kind, max_tokens, placement, self._clock())
+            self.admission.admitted(ticket, facts, max_tokens, placement, self._clock())
             self._look()
 
-    def joined(self, ticket: Ticket) -> None:
-        """Its first token is there."""
-        if not self.is_open:
-            self.admission.flights.joined(ticket, self._clock())
-            self._look()
+    def joined(self, ticket: Ticket, facts: RequestFacts | None = None) -> None:
+        """Its first token is there. With ``facts``, where admission ``looks_late``, it is looked at once more: raises
+        Overloaded when decoding has no room for it after all."""
+        if self.is_open:
+            return
+        now, admission = self._clock(), self.admission
+        question = self._scheduler.ask(facts, now) if facts else None
+        keeps = admission.prefill_ended(ticket, question, now)
+        self._look()
+        if not keeps and admission.mode is Mode.HARD:
+            raise Overloaded("the time between tokens is past its limit", admission.decode_s)
 
     def ended(self, ticket: Ticket, output_tokens: int) -> None:
         """``output_tokens`` of a whole answer, 0 for one that was cut short."""
@@ -90,10 +91,10 @@ class Door:
             self.admission.finished(ticket, self._clock(), output_tokens)
             self._look()
 
-    def _ask(self, facts: RequestFacts, kind: Kind, max_tokens: int) -> Verdict:
+    def _ask(self, facts: RequestFacts, max_tokens: int) -> Verdict:
         now = self._clock()
         question = self._scheduler.ask(facts, now)
-        return self.admission.decide(question, self._scheduler.answer(question), now, kind, max_tokens)
+        return self.admission.decide(question, self._scheduler.answer(question), now, max_tokens)
 
     def _fits(self, verdict: Verdict) -> bool:
         """Nobody is held back for room that an empty cluster does not have either: it will not become emptier."""
@@ -127,7 +128,7 @@ class Door:
         while (waiting := self._room.peek(is_idle=True)) is not None:
             guest = waiting.item
             try:
-                verdict = self._ask(guest.facts, guest.kind, guest.max_tokens)
+                verdict = self._ask(guest.facts, guest.max_tokens)
             except NodeUnavailable as error:
                 self._room.remove(guest)
                 if not guest.is_in.done():

@@ -7,6 +7,7 @@ chance, so nothing here promises a length: it gives a distribution, and admissio
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from conductor.view import Floats
 
 HALF_LIFE = 2000  # requests of a kind after which a sample counts half
 MAX_KINDS = 20_000
+KNOWN_TURNS = 200_000  # prompts whose answers' lengths are remembered for the next turn
 TRUST = 30.0  # samples of its own that a kind needs to count as much as what it falls back to
 STEPS_AN_OCTAVE = 4
 NUM_BINS = 20 * STEPS_AN_OCTAVE  # lengths up to 2^20
@@ -108,6 +110,25 @@ class OutputLengths:
             if name:
                 del self._histograms[name]
                 return
+
+
+class Turns:
+    """How long the answers were that conversations got lately, each by its prompt's last full block."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[bytes, int] = OrderedDict()
+
+    def kind(self, keys: Sequence[bytes], num_tokens: int) -> Kind:
+        """What is known of the answer to a prompt of these blocks."""
+        parent = next((self._answers[key] for key in reversed(keys) if key in self._answers), 0)
+        return Kind(keys[0] if keys else b"", num_tokens, parent)
+
+    def observe(self, last: bytes, tokens: int) -> None:
+        """The prompt that ends in block ``last`` got so many tokens."""
+        self._answers[last] = tokens
+        self._answers.move_to_end(last)
+        if len(self._answers) > KNOWN_TURNS:
+            self._answers.popitem(last=False)
 
 
 def sample_beyond(

@@ -8,7 +8,7 @@ from placing import Cluster
 
 from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, _peak_tokens
 from conductor.fleet import Ticket
-from conductor.lengths import Kind, OutputLengths
+from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
 
 CHAT = Kind(b"chat", 640)
@@ -38,18 +38,19 @@ class Door:
         scheduler = self.cluster.scheduler
         question = scheduler.ask(facts, self.now)
         placement = scheduler.answer(question)
-        verdict = self.admission.decide(question, placement, self.now, CHAT, max_tokens)
+        verdict = self.admission.decide(question, placement, self.now, max_tokens)
         if not (verdict.is_admitted and enter):
             return verdict.is_admitted, verdict.retry_after_s, None
         ticket = scheduler.book(facts, placement, self.now)
-        self.admission.admitted(ticket, CHAT, max_tokens, placement, self.now)
+        self.admission.admitted(ticket, facts, max_tokens, placement, self.now)
         self.open.append(ticket)
         return True, 0.0, ticket
 
     def joins(self, ticket: Ticket | None) -> bool:
         assert ticket is not None
         self.cluster.scheduler.prefill_done(ticket, self.now)
-        question = self.cluster.scheduler.ask(self.cluster.facts(), self.now)
+        late = self.admission.looks_late
+        question = self.cluster.scheduler.ask(self.cluster.facts(), self.now) if late else None
         return self.admission.prefill_ended(ticket, question, self.now)
 
     def ends(self, ticket: Ticket | None, output_tokens: int = 0) -> None:
@@ -194,6 +195,13 @@ class TestLengths:
         assert np.median(lengths.sample(CHAT, 4096, 200, rng)) < 15
         assert lengths.sample(CHAT, 4096, 200, rng, generated=50).min() > 800
         assert (lengths.sample(CHAT, 4096, 20, rng, generated=3000) == 4096).all(), "longer than anything seen"
+
+    def test_a_turn_is_known_by_the_answer_before_it(self) -> None:
+        turns, chain = Turns(), [b"system", b"question", b"and more"]
+        assert turns.kind(chain[:2], 700) == Kind(b"system", 700)
+        turns.observe(chain[1], 300)
+        assert turns.kind([*chain, b"next"], 1900) == Kind(b"system", 1900, 300)
+        assert turns.kind([b"system", b"another question"], 700) == Kind(b"system", 700)
 
     def test_kinds_differ_and_unknown_ones_lean_on_all(self) -> None:
         lengths = OutputLengths()

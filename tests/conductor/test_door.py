@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from placing import Cluster
 
@@ -11,13 +12,14 @@ from conductor.door import Door
 from conductor.scheduler import Scheduler
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
+from mooncake.hashing import chain_seed, extend_chain
 
 PROMPT = [5, 6, 7, 8, 9]
 
 
 async def full_cluster(start_cluster: Any, requests: int = 2, **settings: Any) -> tuple[Any, list[asyncio.Task[Any]]]:
     """A decode node whose steps may not hold more than two sequences, and ``requests`` that decode there for long."""
-    cluster = await start_cluster(1, 1, tbt_limit_ms=12.5, admission="early", **settings)
+    cluster = await start_cluster(1, 1, **{"tbt_limit_ms": 12.5, "admission": "early", **settings})
     for batch in (1, 2, 4, 8):
         cluster.core.costs.observe_prefill("p0", 10 * batch, 0, 0.1 * batch)
         cluster.core.costs.observe_decode("d0", batch, 100 * batch, 10.0 + batch)
@@ -37,6 +39,33 @@ async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster:
     await asyncio.gather(*running)
     await cluster.generate(cluster.request(PROMPT, 8))
     await cluster.is_quiet()
+
+
+@pytest.mark.parametrize("mode", ["hard", "soft"])
+async def test_the_baseline_finds_out_when_the_prefill_has_ended(start_cluster: Any, mode: str) -> None:
+    """What was spent on it by then is no reason to refuse where requests are only held back."""
+    cluster, running = await full_cluster(start_cluster, admission="baseline", admission_mode=mode)
+    stats = cluster.core.dispatcher.door.admission.stats
+    assert stats.refused_after_prefill == 0
+    prefills = cluster.prefill[0].calls
+    if mode == "hard":
+        with pytest.raises(Overloaded, match="time between tokens") as refused:
+            await cluster.generate(cluster.request(PROMPT, 8))
+        assert refused.value.retry_after_s > 0.0
+    else:
+        tokens, _ = await cluster.generate(cluster.request(PROMPT, 8))
+        assert tokens == cluster.answer(PROMPT, 8)
+    assert (cluster.prefill[0].calls, stats.refused_after_prefill) == (prefills + 1, 1)
+    await asyncio.gather(*running)
+    await cluster.is_quiet()
+
+
+async def test_admission_knows_how_long_the_answer_before_was(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, tbt_limit_ms=1e6)
+    prompt = list(range(2, 11))  # two blocks, and one token more
+    answer, _ = await cluster.generate(cluster.request(prompt, 23))
+    keys = extend_chain(chain_seed("kv"), np.array([*prompt, *answer, 5, 6, 7, 8], dtype=np.uint32), 4)
+    assert cluster.core.dispatcher.door.admission.turns.kind(keys, 99).parent_tokens == 23
 
 
 async def test_a_soft_limit_holds_back_until_there_is_room(start_cluster: Any) -> None:

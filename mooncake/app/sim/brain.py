@@ -15,7 +15,6 @@ from conductor.admission import ADMISSIONS, Admission, Limits, Mode
 from conductor.balance import Balancer, Switch
 from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from conductor.fleet import Fleet
-from conductor.lengths import Kind
 from conductor.policies import POLICIES
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
@@ -25,12 +24,10 @@ from conductor.view import RequestFacts, Shape
 from mooncake.app.sim.cluster import Cluster, Machines
 from mooncake.app.sim.requests import Flight
 from mooncake.errors import ConfigError
-from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress
+from mooncake.types import BlockEvent, Role, SegmentAddress
 
 FINGERPRINT = "simulated"
 TIMEOUT_BEATS = 4  # heartbeats that a node may miss
-KNOWN_TURNS = 200_000  # prompts whose answers' lengths are remembered for the next turn
-NO_KIND = Kind()
 
 
 class Refused(Exception):
@@ -67,12 +64,10 @@ class Brain:
             rule, mode = ADMISSIONS[settings.admission], Mode(settings.admission_mode)
             self.admission = Admission(rule, limits, mode, rng=admission_rng)
         self.balancer = Balancer(cluster.slo.tbt_ms, model.block_tokens) if settings.balances_roles else None
-        self._looks_late = settings.admission == "baseline"
         self.stats = DispatchStats()
         self.stats.recent_output_tokens.append(round(settings.expected_output_tokens))
         self._block_tokens = model.block_tokens
         self._incarnations = itertools.count(1)
-        self._answers: dict[BlockKey, int] = {}  # by a prompt's last full block
         self.kept: dict[int, Placement] | None = None  # where each request was or would have been placed, when wanted
         self.script: Mapping[int, Placement] | None = None  # a replay: these placements, whatever would be decided now
         self.turned_away: set[int] = set()  # who is refused, whatever admission says
@@ -85,30 +80,27 @@ class Brain:
         if self.script is not None:
             if flight.index in self.turned_away:
                 raise Refused(math.nan)
-            self._book(flight, facts, self.script[flight.index], NO_KIND, now)
+            self._book(flight, facts, self.script[flight.index], now)
             return
         question = self.scheduler.ask(facts, now)
         placement = self.scheduler.answer(question)
         if self.balancer is not None and flight.attempts == 0:
             work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
             self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
-        kind = NO_KIND
-        if self.admission is not None:
-            kind = self._kind(flight)
-            if flight.attempts == 0:  # a retry has cost something already: it goes on
-                verdict = self.admission.decide(question, placement, now, kind, self._max_tokens)
-                if self.kept is not None:
-                    self.kept[flight.index] = placement
-                if flight.index in self.turned_away:
-                    raise Refused(math.nan)
-                if not verdict.is_admitted:
-                    raise Refused(verdict.retry_after_s)
-        self._book(flight, facts, placement, kind, now)
+        if self.admission is not None and flight.attempts == 0:  # a retry has cost something already: it goes on
+            verdict = self.admission.decide(question, placement, now, self._max_tokens)
+            if self.kept is not None:
+                self.kept[flight.index] = placement
+            if flight.index in self.turned_away:
+                raise Refused(math.nan)
+            if not verdict.is_admitted:
+                raise Refused(verdict.retry_after_s)
+        self._book(flight, facts, placement, now)
 
-    def _book(self, flight: Flight, facts: RequestFacts, placement: Placement, kind: Kind, now: float) -> None:
+    def _book(self, flight: Flight, facts: RequestFacts, placement: Placement, now: float) -> None:
         ticket = self.scheduler.book(facts, placement, now)
         if self.admission is not None:
-            self.admission.admitted(ticket, kind, self._max_tokens, placement, now)
+            self.admission.admitted(ticket, facts, self._max_tokens, placement, now)
         if flight.attempts:
             flight.begin_attempt()
         flight.attempts += 1
@@ -122,9 +114,7 @@ class Brain:
         """Whether the request would be let in if it came now; nothing comes of it."""
         question = self.scheduler.ask(self._facts(flight), now)
         placement = self.scheduler.answer(question)
-        return self.admission is None or self.admission.fits(
-            question, placement, now, self._kind(flight), self._max_tokens
-        )
+        return self.admission is None or self.admission.fits(question, placement, now, self._max_tokens)
 
     def prefill_ended(self, flight: Flight, now: float) -> bool:
         """The first token is there. False: the request is to be dropped."""
@@ -132,7 +122,8 @@ class Brain:
         self.scheduler.prefill_done(flight.ticket, now)
         if self.admission is None:
             return True
-        question = self.scheduler.ask(self._facts(flight), now) if self._looks_late else None
+        looks = self.admission.looks_late and flight.attempts == 1
+        question = self.scheduler.ask(self._facts(flight), now) if looks else None
         return self.admission.prefill_ended(flight.ticket, question, now)
 
     def ended(self, flight: Flight, output_tokens: int, now: float) -> None:
@@ -145,10 +136,6 @@ class Brain:
             self.stats.recent_output_tokens.append(output_tokens)
         if self.admission is not None:
             self.admission.finished(ticket, now, output_tokens)
-            if output_tokens and flight.keys:
-                self._answers[flight.keys[-1]] = output_tokens
-                if len(self._answers) > KNOWN_TURNS:
-                    del self._answers[next(iter(self._answers))]
 
     def _facts(self, flight: Flight) -> RequestFacts:
         return RequestFacts(
@@ -160,10 +147,6 @@ class Brain:
             session=flight.session,
             number=self.stats.requests,
         )
-
-    def _kind(self, flight: Flight) -> Kind:
-        parent = next((self._answers[key] for key in reversed(flight.keys) if key in self._answers), 0)
-        return Kind(flight.keys[0] if flight.keys else b"", flight.num_tokens, parent)
 
     # Nodes
 
