@@ -150,14 +150,14 @@ class Admission:
 
     def admitted(self, ticket: Ticket, facts: RequestFacts, max_tokens: int, placement: Placement, now: float) -> None:
         """It was placed and booked."""
+        if facts.keys:
+            self._prompts[ticket] = facts.keys[-1]
         if not ticket.decode_id:
             return
         joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
         kind = self.turns.kind(facts.keys, facts.num_tokens)
         lengths = self.lengths.sample(kind, max_tokens, NUM_SAMPLES, self.rng)
         self.flights.add(ticket, kind, max_tokens, joins_at, lengths)
-        if facts.keys:
-            self._prompts[ticket] = facts.keys[-1]
 
     def prefill_ended(self, ticket: Ticket, question: Question | None, now: float) -> bool:
         """The first token is there. False: drop the request. Only a rule that ``looks_late`` has a question."""

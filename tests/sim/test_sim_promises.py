@@ -118,6 +118,41 @@ def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
     assert simulation.decode["decode-1"].tokens > 0
 
 
+def one_of_each(**of_all: float) -> Cluster:
+    return load_preset("paper-16").with_counts(prefill=1, decode=2).with_machines(**of_all)
+
+
+def test_an_answer_that_goes_on_elsewhere_has_as_many_tokens_as_one_that_does_not() -> None:
+    request = TraceRequest(0, 1024, 100, (1, 2))
+    simulation = Simulation(one_of_each(), [request], Run(jitter_s=0.0), [Fault(1.5, "decode-0", 1000.0)])
+    prompts: list[int] = []
+    simulation.agenda.at(1.6, lambda: prompts.extend(flight.num_tokens for flight in simulation._flying))
+    results = simulation.run()
+    assert (results.fate.item(0), results.attempts.item(0)) == (Fate.DONE, 2)
+    told = prompts[0] - 1024
+    assert told > 1, "it died before it had decoded anything: choose another moment"
+    assert told + 1 + simulation.decode["decode-1"].tokens == 100, "of which prefill gave one, each time"
+
+
+def test_requests_wait_for_the_only_machine_of_a_role_as_live_ones_do() -> None:
+    cluster = load_preset("paper-16").with_counts(prefill=1, decode=1)
+    trace = [TraceRequest(0, 1024, 100, (1, 2)), TraceRequest(2000, 1024, 100, (1, 3))]
+    for down_s, fates in ((5.0, [Fate.DONE, Fate.DONE]), (60.0, [Fate.FAILED, Fate.FAILED])):
+        simulation = Simulation(cluster, trace, Run(jitter_s=0.0), [Fault(1.5, "decode-0", down_s)])
+        assert simulation.run().fate.tolist() == fates
+        check_promises(simulation)
+
+
+def test_a_slow_machine_stays_slow_beside_a_busy_one() -> None:
+    trace = [TraceRequest(0, 51_200, 500, tuple(range(100)))]
+    slow = [Fault(12.0, "decode-0", 1000.0, slowdown=5.0), Fault(12.0, "decode-1", 1000.0, slowdown=5.0)]
+    alone, beside = (
+        Simulation(one_of_each(beside=share), trace, Run(jitter_s=0.0), slow).run().mean_tbt_ms.item(0)
+        for share in (1.0, 1.1)
+    )
+    assert beside == pytest.approx(alone, rel=0.02)
+
+
 def test_a_machine_that_comes_back_gets_work_again() -> None:
     simulation = play(small_cluster(), 3, [Fault(5.0, "prefill-0", 5.0)], 300)
     check_promises(simulation)

@@ -54,6 +54,7 @@ class Flight:
         "predicted_ttft_s",
         "prefill_id",
         "reserved_tokens",
+        "retries",
         "session",
         "source_held",
         "source_id",
@@ -71,6 +72,7 @@ class Flight:
         self.num_tokens = num_tokens  # of the prompt, and of what earlier attempts have generated
         self.output_tokens = output_tokens  # still to generate
         self.attempts = 0
+        self.retries = 0  # of those, after a loss that counts
         self.predicted_ttft_s = math.nan
         self.first_token_s = math.nan  # of the answer, whichever attempt gave it
         self.session = ""

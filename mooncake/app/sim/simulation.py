@@ -31,12 +31,13 @@ from mooncake.app.sim.prefill import PrefillMachine
 from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.tiered import TieredCache
 from mooncake.app.sim.timeline import Timeline
+from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded, TryLater
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest
 from mooncake.types import BlockKey
 
-MAX_ATTEMPTS = 4
 LOOK_BESIDE_S = 0.002  # how often machines that share a processor are looked at
+_LIVE = ConductorSection()  # whose patience and retries are those of a live cluster
 DECODE_SAMPLE_BEATS = 10  # a decode machine's step time is learnt from every tenth heartbeat: it is without noise here
 
 
@@ -94,6 +95,9 @@ class Simulation:
         self._down: set[str] = set()
         self.disks: dict[str, Disk] = {}
         self._died: set[str] = set()  # and have not been started anew in a role that keeps KV
+        self._slowed: dict[str, float] = {}  # by a fault
+        self._absent_since: float | None = None  # a role without a machine
+        self._waiting: dict[Flight, None] = {}  # for one that comes back
         self._draining: Switch | None = None
         self.fetches = Fetches(
             cluster, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
@@ -169,19 +173,42 @@ class Simulation:
         except Refused as refusal:
             self._end(flight, Fate.REJECTED, refusal.retry_after_s)
             return
-        except (TryLater, NodeUnavailable) as error:
+        except NodeUnavailable:
+            self._wait_for_machine(flight)
+            return
+        except TryLater as error:
             retry_s = error.retry_after_s if isinstance(error, Overloaded) else math.nan
             self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, retry_s)
             return
         machines = (flight.prefill_id, flight.decode_id)
         missing = [name for name in machines if name in self._down] if self._down else ()
-        if missing:  # the conductor has not heard yet: its call finds nobody
-            self._try_again(flight, missing)
+        if missing:  # the conductor has not heard yet: its call finds nobody, which costs no retry
+            self._try_again(flight, missing, is_free=True)
         elif self.coupled:
             self.coupled[flight.prefill_id].submit(flight)
         else:
             self.fetches.begin(flight)
             self.prefill[flight.prefill_id].submit(flight)
+
+    def _wait_for_machine(self, flight: Flight) -> None:
+        """All of a role are down: wait as long as live requests do, for they are mostly being started again."""
+        now = self.agenda.now
+        if self._absent_since is None:
+            self._absent_since = now
+        until = self._absent_since + _LIVE.node_wait_s
+        if now >= until or not self._down:
+            self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, math.nan)
+            return
+        flight.begin_attempt()  # of the last one nothing is left
+        self._waiting[flight] = None
+        self.agenda.at(until, self._give_up, self._absent_since)
+
+    def _give_up(self, absent_since: float) -> None:
+        """Of all who waited, when nobody has come back."""
+        if self._absent_since == absent_since:
+            waiting, self._waiting = list(self._waiting), {}
+            for flight in waiting:
+                self._wait_for_machine(flight)
 
     # Prefill
 
@@ -251,8 +278,10 @@ class Simulation:
         now, results, index = self.agenda.now, self.results, flight.index
         gaps = results.output_tokens.item(index) - 1
         if gaps:
-            results.tail_tbt_ms[index] = tail_ms
-            results.mean_tbt_ms[index] = (now - flight.first_token_s) * 1e3 / gaps
+            mean_ms = (now - flight.first_token_s) * 1e3 / gaps
+            results.mean_tbt_ms[index] = mean_ms
+            # Where a retry's prefill gave the last token nobody has followed the gaps.
+            results.tail_tbt_ms[index] = mean_ms if math.isnan(tail_ms) else tail_ms
         self._end(flight, Fate.DONE, math.nan)
 
     def _end(self, flight: Flight, fate: Fate, retry_s: float) -> None:
@@ -275,13 +304,20 @@ class Simulation:
         if flight.decode_id in self.decode:
             self.decode[flight.decode_id].cancel(flight)
 
-    def _try_again(self, flight: Flight, dead: Sequence[str]) -> None:
+    def _try_again(self, flight: Flight, dead: Sequence[str], is_free: bool = False) -> None:
         """Its nodes are lost: the next attempt goes elsewhere, from the tokens that there are."""
         now = self.agenda.now
         self._clean_up(flight)
+        if flight.is_prefilled:  # the token that prefill gave; those of decoding were counted where they were made
+            flight.num_tokens += 1
+            flight.output_tokens -= 1
+            flight.is_prefilled = False
         flight.dead |= {self.brain.call_failed(name, now) for name in dead}
         self.brain.ended(flight, 0, now)
-        if flight.attempts >= MAX_ATTEMPTS:
+        flight.retries += not is_free
+        if not flight.output_tokens:
+            self._finished(flight, math.nan)
+        elif flight.retries > _LIVE.retries:
             self._end(flight, Fate.FAILED, math.nan)
         else:
             self._place(flight)
@@ -320,8 +356,13 @@ class Simulation:
     def _revive(self, name: str) -> None:
         self._down.discard(name)
         self._start_machine(name)
+        self._absent_since = None
+        waiting, self._waiting = list(self._waiting), {}
+        for flight in waiting:
+            self._place(flight)
 
     def _set_slowdown(self, name: str, slowdown: float) -> None:
+        self._slowed[name] = slowdown
         if name in self.decode:
             self.decode[name].disturb(slowdown)
         elif name in self.prefill:
@@ -335,7 +376,7 @@ class Simulation:
         decodes = any(machine.running for machine in self.decode.values())
         for is_beside, machines in ((decodes, self.prefill), (prefills, self.decode)):
             for name, machine in machines.items():
-                slowdown = self._groups[name].beside if is_beside else 1.0
+                slowdown = self._slowed.get(name, 1.0) * (self._groups[name].beside if is_beside else 1.0)
                 if slowdown != machine.slowdown:
                     machine.disturb(slowdown)
         if self._flying or self._next < len(self._order):
