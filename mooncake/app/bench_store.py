@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import socket
 import struct
@@ -34,20 +35,22 @@ from mooncake.app.peers.process import PeerProcess
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 
-SLOT_BYTES = 16 << 20
-NUM_SLOTS = 96
-MEMORY_BYTES = 256 << 20
-MAX_STORED = 64
+POOL_BYTES = 2 << 30  # as theirs has
+MEMORY_BYTES = 256 << 20  # that is put from and read into, and as much of what is stored is read
 EXISTS = 250
 BATCH = 16
+MAX_REMOVED = 4096  # in one call
 DEADLINE_S = 30.0
 OURS, THEIRS, SOCKET, COPY = "ours", "mooncake-store", "socket", "memcpy"
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
 _ASK = struct.Struct("<?II")  # whether it is a get, place, bytes
 SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
 NOTES = (
-    "GB = 1e9 bytes; one caller, one block a call unless it says batch; the memory that is read into and put from is "
-    f"{MEMORY_BYTES >> 20} MiB, of the copy too, more than caches hold",
+    "GB = 1e9 bytes; one caller, one block a call unless it says batch; everybody reads "
+    f"{MEMORY_BYTES >> 20} MiB of stored blocks in turn into as much memory, and puts as much into a store of "
+    f"{POOL_BYTES >> 30} GiB; the copy and the socket have as much at both ends: more than caches hold",
+    "ours is the store as it is configured by default, with blocks of the size that is asked; what a turn has put is "
+    "removed before the next one, in both stores, and each turn begins with a call that is not counted",
     "socket: nine bytes there and the block back, or the block there and a byte back; neither checksums nor keys",
     "ours: xxh3 computed by the writer and verified by the reader, over TCP at seal too; the other has none",
 )
@@ -115,23 +118,25 @@ def parse(args: list[str]) -> Options:
 def measure(options: Options, report: Report, shown: Progress) -> None:
     with ExitStack() as stack:
         tell(shown, "starting")
-        address = stack.enter_context(_process(_keep))
         memory = np.random.default_rng(options.seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
-        subjects: list[Subject] = [stack.enter_context(_Ours(t, address, memory)) for t in options.transports]
+        others: list[Subject] = []
         if options.mooncake_python:
             peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
-            subjects.append(_Theirs(stack.enter_context(peer)))
-        subjects.append(_Socket(stack.enter_context(_process(_drain)), memory))
-        subjects.append(_Copy(memory))
-        tasks = [(what, size) for size in SIZES for what in ("get", "put", "get batch")] + [("exists", 0)]
+            others.append(_Theirs(stack.enter_context(peer)))
+        others.append(_Socket(stack.enter_context(_process(_drain)), memory))
+        others.append(_Copy(memory))
         kept: dict[tuple[str, str, int], list[Answer]] = {}
-        for rep in range(options.reps):
-            for operation, size in tasks:
-                for subject in subjects:
-                    tell(shown, f"{subject.name}: {operation} {size >> 10} KiB, {rep + 1}/{options.reps}")
-                    answer = subject.turn(operation, size, options.seconds)
-                    if answer is not None:
-                        kept.setdefault((subject.name, operation, size), []).append(answer)
+        for size in SIZES:
+            with ExitStack() as of_size:
+                address = of_size.enter_context(_process(_keep, size))
+                ours = [of_size.enter_context(_Ours(t, address, memory)) for t in options.transports]
+                operations = ["get", "put", "get batch"] + ["exists"] * (size == SIZES[0])
+                for rep, operation in itertools.product(range(options.reps), operations):
+                    for subject in [*ours, *others]:
+                        tell(shown, f"{subject.name}: {operation} {size >> 10} KiB, {rep + 1}/{options.reps}")
+                        answer = subject.turn(operation, size, options.seconds)
+                        if answer is not None:
+                            kept.setdefault((subject.name, operation, size), []).append(answer)
     for (name, operation, size), answers in kept.items():
         times = tuple(answer.p50_us for answer in answers)
         if operation == "exists":
@@ -176,6 +181,7 @@ class _Ours:
         self._memory = memory
         self._loop = asyncio.new_event_loop()
         self._puts = 0
+        self._stored: set[str] = set()  # what the next turn does not want
 
     def __enter__(self) -> _Ours:
         transports = ("tcp",) if self._transport == "tcp" else ("shm", "tcp")  # as a client of the same host has them
@@ -204,38 +210,48 @@ class _Ours:
 
     async def _prepare(self, operation: str, size: int) -> Callable[[int], Awaitable[None]]:
         pool = self._client
+        views = [self._memory[at : at + size] for at in range(0, MEMORY_BYTES, size)]
+        while self._stored:
+            await pool.remove([self._stored.pop() for _ in range(min(len(self._stored), MAX_REMOVED))])
+
+        async def put(key: str, number: int) -> None:
+            if not await pool.put(key, views[number % len(views)]):
+                raise InternalError("a block was not stored")
+            self._stored.add(key)
+
         if operation == "exists":
-            keys = [f"exists {number}" for number in range(EXISTS)]
+            asked = [f"exists {number}" for number in range(EXISTS)]
+            for key in asked:
+                await put(key, 0)
 
             async def ask(number: int) -> None:
-                await pool.exists(keys)
+                if not all(await pool.exists(asked)):
+                    raise InternalError("a block was not there")
 
             return ask
-        places = MEMORY_BYTES // size
-        stored = min(places, MAX_STORED // 2)
-        views = [self._memory[at * size : (at + 1) * size] for at in range(min(places, 4096))]
         if operation == "put":
 
-            async def put(number: int) -> None:
+            async def put_next(number: int) -> None:
                 self._puts += 1
-                if not await pool.put(f"put {self._puts}", views[number % len(views)]):
-                    raise InternalError("a block was not stored")
+                await put(f"put {self._puts}", number)
 
-            return put
-        for number in range(stored):
-            await pool.put(f"get {size} {number}", views[number])
+            return put_next
+        keys = [f"get {number}" for number in range(len(views))]
+        for number, key in enumerate(keys):
+            await put(key, number)
         if operation == "get":
 
             async def get(number: int) -> None:
-                if await pool.get_into(f"get {size} {number % stored}", views[number % len(views)]) != size:
+                at = number % len(views)
+                if await pool.get_into(keys[at], views[at]) != size:
                     raise InternalError("a block was not there")
 
             return get
 
         async def get_batch(number: int) -> None:
-            which = [(number * BATCH + i) % stored for i in range(BATCH)]
-            into = [views[(number * BATCH + i) % len(views)] for i in range(BATCH)]
-            if await pool.get_batch_into([f"get {size} {i}" for i in which], into) != [size] * BATCH:
+            which = [(number * BATCH + i) % len(views) for i in range(BATCH)]
+            into = [views[at] for at in which]
+            if await pool.get_batch_into([keys[at] for at in which], into) != [size] * BATCH:
                 raise InternalError("a block was not there")
 
         return get_batch
@@ -289,6 +305,7 @@ def _repeated(call: Callable[[int], None], size: int, seconds: float) -> Answer:
     """``call`` at one place of the memory after the other."""
     places = MEMORY_BYTES // size
     taken: list[float] = []
+    call(0)  # warm
     started = time.perf_counter()
     while not taken or time.perf_counter() < started + seconds:
         began = time.perf_counter()
@@ -311,11 +328,11 @@ class _Theirs:
 
 
 @contextlib.contextmanager
-def _process(target: Callable[[Connection], None]) -> Iterator[Any]:
+def _process(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
     """Another process, and what it says first."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=target, args=(there,), daemon=True)
+    process = context.Process(target=target, args=(there, *arguments), daemon=True)
     process.start()
     try:
         if not here.poll(DEADLINE_S):
@@ -342,13 +359,12 @@ def _drain(control: Connection) -> None:
             sock.sendall(b"k")
 
 
-def _keep(control: Connection) -> None:
-    """A store node; its address."""
+def _keep(control: Connection, block_bytes: int) -> None:
+    """A store node as it is by default; its address."""
 
     async def serve() -> None:
-        size = f"store.dram_gb={NUM_SLOTS * SLOT_BYTES / 1e9 + 1e-6}"
-        stays = "store.eviction=lru"  # what was put last is what is read here
-        node = StoreNode(load_config(None, [size, stays]), SLOT_BYTES, join_cluster=False)
+        size = f"store.dram_gb={POOL_BYTES / 1e9 + 1e-6}"
+        node = StoreNode(load_config(None, [size]), block_bytes, join_cluster=False)
         await node.start()
         await asyncio.to_thread(node.segment.populate)
         control.send(node.control_address)
