@@ -36,6 +36,7 @@ from mooncake.types import PrefillReport
 COUPLED = ServedByEngine.name
 SMALL_TOKENS = 16
 FIRST_TOKENS = 4  # of a request that is asked for its TTFT: past the hand-off
+LONG_ANSWERS = 8  # times as long, where all are to be under way at once
 MAX_MODEL_LEN = 4096
 KV_GB = 1.5
 
@@ -257,10 +258,12 @@ class ServeBench:
         """The gaps that running answers see while a long prompt is computed."""
         options, clients = self.options, min(8, max(self.options.concurrency))
         self._tell("a long prompt arrives")
-        run = await traffic.disturbed(
-            self.served, clients, options.prompt_tokens, 2 * options.new_tokens, options.long_tokens
+        run, num_running = await traffic.disturbed(
+            self.served, clients, options.prompt_tokens, LONG_ANSWERS * options.new_tokens, options.long_tokens
         )
-        self._add_gaps(run, {"clients": clients, "arriving": options.long_tokens})
+        shape = {"clients": clients, "arriving": options.long_tokens}
+        self._add("answers under way when it arrives", "", [num_running], shape, more_is_better=True)
+        self._add_gaps(run, shape)
 
     def _add_gaps(self, run: Run, shape: Mapping[str, int]) -> None:
         for share, name in ((0.5, "p50"), (0.99, "p99")):
@@ -326,6 +329,7 @@ def compare(report: Report, options: Options) -> None:
         add(f"{ratio}_vs_vllm", name, first, "vllm")
     for clients in options.concurrency:
         add(f"output_{clients}_cluster_vs_engine", "output", first, COUPLED, clients=clients)
+        add(f"ttft_p50_{clients}_cluster_vs_engine", "TTFT p50", first, COUPLED, clients=clients)
         add(f"tbt_p99_{clients}_cluster_vs_engine", "TBT p99", first, COUPLED, clients=clients)
     add("tbt_p99_disturbed_cluster_vs_engine", "TBT p99", first, COUPLED, arriving=options.long_tokens)
     if {"shm", "tcp"} <= set(options.transports):

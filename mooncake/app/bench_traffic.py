@@ -180,8 +180,11 @@ class Traffic:
         answers = await asyncio.gather(*(client(prompts) for prompts in work))
         return Run([answer for some in answers for answer in some], time.monotonic() - begin)
 
-    async def disturbed(self, served: Served, clients: int, prompt_tokens: int, new: int, long_tokens: int) -> Run:
-        """What ``clients`` that are receiving tokens see from when a long prompt arrives until its first token."""
+    async def disturbed(
+        self, served: Served, clients: int, prompt_tokens: int, new: int, long_tokens: int
+    ) -> tuple[Run, int]:
+        """What ``clients`` that are receiving tokens see from when a long prompt arrives until its first token; and how
+        many they are when it arrives: fewer, where answers of ``new`` tokens are over before all have begun."""
         everybody_runs = asyncio.Event()
         running: set[int] = set()
 
@@ -201,9 +204,10 @@ class Traffic:
         waiting = asyncio.create_task(everybody_runs.wait())
         await asyncio.wait((ended, waiting), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
+        num_running = sum(not task.done() for task in tasks)
         long = await served.ask(self.prompt(long_tokens), 1)
         answers = [_between(answer, long.sent_s, long.token_times_s[0]) for answer in await ended]
-        return Run([answer for answer in answers if answer.token_times_s], long.total_ms / 1e3)
+        return Run([answer for answer in answers if answer.token_times_s], long.total_ms / 1e3), num_running
 
 
 def _between(answer: Answer, begin_s: float, end_s: float) -> Answer:
