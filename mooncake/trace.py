@@ -27,6 +27,7 @@ from mooncake.types import TokenIds
 TRACE_BLOCK_TOKENS = 512  # what one id stands for in the published traces
 MAX_LINE_BYTES = 1 << 22
 AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 1 << 26, 1 << 20  # more is a slip, and would take for ever to play
 _DIGITS = 4  # leading tokens of a block that spell its id, so that other ids never give an equal block
 
 
@@ -44,8 +45,8 @@ class _Line(msgspec.Struct, frozen=True):
     """One line as it is written. Unknown fields are ignored: other tools add their own."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=1 << 26)]
-    output_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_ANSWER_TOKENS)]
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 
@@ -93,7 +94,10 @@ def load_azure(path: Path, limit: int | None = None) -> list[TraceRequest]:
             [(moment, context, generated)] = csv.reader([text.decode()])
             second, _, fraction = moment.partition(".")
             at_s = datetime.fromisoformat(f"{second}+00:00").timestamp() + float(f"0.{fraction or 0}")
-            rows.append((at_s * 1e3, int(context), int(generated)))
+            prompt, answer = int(context), int(generated)
+            if not (0 <= prompt <= MAX_PROMPT_TOKENS and 0 <= answer <= MAX_ANSWER_TOKENS):
+                raise ValueError(f"{prompt} and {answer} are no lengths of a prompt and an answer")
+            rows.append((at_s * 1e3, prompt, answer))
         except ValueError as error:
             raise InvalidRequest(f"{path}:{line}: {error}") from None
     rows.sort()

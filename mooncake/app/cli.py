@@ -22,7 +22,7 @@ from mooncake.api_keys import API_KEY_ENV
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
-from mooncake.app.outputs import writable
+from mooncake.app.outputs import writable, writable_folder
 from mooncake.config import Config, load_config
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
@@ -253,7 +253,10 @@ def replay(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every request.", show_default=False, callback=writable)
     ] = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False, callback=writable_folder),
+    ] = None,
 ) -> None:
     """Play a recorded trace against a running cluster. The report is what its clients would see."""
     from mooncake.app.latency import SLO

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from mooncake.app.outputs import writable
+from mooncake.app.outputs import writable, writable_folder
 from mooncake.errors import ConfigError
 
 app = typer.Typer()
@@ -118,9 +118,9 @@ def sweep(
 @app.command()
 def reproduce(
     traces: Annotated[Path, typer.Argument(help="The folder with the published traces.", show_default=False)],
-    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.")] = Path(
-        "deploy/reproduction"
-    ),
+    target: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.", callback=writable_folder)
+    ] = Path("deploy/reproduction"),
     only: Annotated[list[str] | None, typer.Option(help="Only this experiment; may be repeated.")] = None,
 ) -> None:
     """The paper's experiments in virtual time. One table has them beside the published figures."""
@@ -148,7 +148,10 @@ def cache_lab(
     ] = "pool",
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     limit: Limit = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False)] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Draw PNG files.", show_default=False, callback=writable_folder),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -167,6 +170,8 @@ def cache_lab(
 
     if rules not in tuple(Rules):
         raise ConfigError(f"--rules must be one of {', '.join(Rules)}, got {rules!r}")
+    if report is not None and (plots is not None or as_json):
+        raise ConfigError("--report writes one page and nothing else: leave --plots and --json out")
     sizes = tuple(capacity or CAPACITIES)
     options = LabOptions(tuple(policy or LAB_POLICIES), sizes, Rules(rules), jobs, limit, plots, as_json)
     if report is not None:

@@ -16,6 +16,21 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def writable_folder(path: Path | None) -> Path | None:
+    """The same path, of a folder that may have to be made. Raises ConfigError when nothing can be written in it."""
+    if path is not None:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        problem = 0 if os.access(there, os.W_OK) else errno.EACCES
+        if problem := problem if there.is_dir() else errno.ENOTDIR:
+            raise ConfigError(f"cannot write in {path}: {os.strerror(problem)}")
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """``writable_folder``, as the type of a flag of argparse."""
+    return writable_folder(Path(text)) or Path(text)
+
+
 def output_file(text: str) -> Path:
     """``writable``, as the type of a flag of argparse."""
     return writable(Path(text)) or Path(text)

@@ -72,9 +72,7 @@ def list_presets() -> None:
 def changed(cluster: Cluster, policy: str, admission: str, prefill: int | None, decode: int | None) -> Cluster:
     """The cluster with what the command line says otherwise. Raises ConfigError."""
     counts = {role: count for role, count in (("prefill", prefill), ("decode", decode)) if count is not None}
-    for role in counts:
-        if not cluster.count(role):
-            raise ConfigError(f"the cluster {cluster.name} has no {role} machines to have another number of")
+    cluster.check_roles(*counts)
     cluster = cluster.with_counts(**counts)
     if admission:
         cluster = cluster.with_conductor(admission=admission)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 from msgspec.structs import replace as replace_struct
 from rich.markup import escape
 
-from mooncake.app.console import out, plain_table, print_json
+from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.app.sim.charts import Series, lines
 from mooncake.app.sim.cluster import Cluster, Ssd
 from mooncake.app.sim.simulation import Run
@@ -69,19 +70,18 @@ def _capacity(setting: Setting, value: str) -> Setting:
 
 def _ssd(setting: Setting, value: str) -> Setting:
     """Tokens of KV of room on each prefill machine's SSD; 0: it has none."""
-    tokens = int(_number(value))
-    machines = tuple(
-        group
-        if group.role != "prefill"
-        else replace_struct(group, ssd=replace_struct(group.ssd or Ssd(tokens=1), tokens=tokens) if tokens else None)
-        for group in setting[0].machines
-    )
-    return replace_struct(setting[0], machines=machines), setting[1]
+    cluster, tokens = setting[0], int(_number(value))
+    had = next((group.ssd for group in cluster.machines if group.ssd is not None), Ssd(tokens=1))
+    ssd = replace_struct(had, tokens=tokens) if tokens else None
+    return cluster.with_machines("prefill", ssd=ssd), setting[1]
 
 
 def _load(setting: Setting, value: str) -> Setting:
     """Times the trace's own speed."""
-    return setting[0], replace(setting[1], speed=_number(value))
+    speed = _number(value)
+    if not speed:
+        raise ConfigError("a load of 0 never ends")
+    return setting[0], replace(setting[1], speed=speed)
 
 
 VARIED: dict[str, Callable[[Setting, str], Setting]] = {
@@ -110,7 +110,8 @@ def sweep(
         raise ConfigError(f"{vary!r} cannot be varied; what can: {', '.join(VARIED)}")
     points = []
     for value in values:
-        cluster, run = VARIED[vary](setting, value)
+        cluster, run = VARIED[vary](setting, value.strip())
+        cluster.check()
         simulation, wall_s = play(cluster, trace, run, f"{vary} {value}")
         summary = summarize(simulation, name)
         line = {"sweep": vary, "value": value, **to_json(summary, cluster, run), "wall_s": round(wall_s, 3)}
@@ -121,7 +122,7 @@ def sweep(
         out.print(_table(vary, points))
     if plot is not None:
         write_plot(vary, name, points, plot)
-        out.print(f"[dim]wrote {escape(str(plot))}[/]")
+        err.print(f"[dim]wrote {escape(str(plot))}[/]")
 
 
 def _table(vary: str, points: Sequence[Point]) -> object:
@@ -148,14 +149,10 @@ def _table(vary: str, points: Sequence[Point]) -> object:
 def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> None:
     """One HTML file with the charts in it. Values that are not numbers stand one beside the other."""
     try:
-        xs = [float(point.value) for point in points]
+        xs, label = [float(point.value) for point in points], vary
     except ValueError:
         xs = [float(at) for at in range(len(points))]
-    label = (
-        vary
-        if all(point.value.replace(".", "").isdigit() for point in points)
-        else f"{vary}: " + ", ".join(f"{at} {point.value}" for at, point in enumerate(points))
-    )
+        label = f"{vary}: " + ", ".join(f"{at} {point.value}" for at, point in enumerate(points))
     found = [point.summary for point in points]
     ttft = [
         Series("mean", xs, [one.ttft_s.mean for one in found]),
@@ -199,6 +196,6 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{text!r} is not a number") from None
-    if not value >= 0:
-        raise ConfigError(f"{text!r} is below 0")
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{text!r} is not a number from 0 on")
     return value

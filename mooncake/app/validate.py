@@ -25,6 +25,7 @@ from mooncake.app.calibrate_pair import PairCosts, PairSamples
 from mooncake.app.console import ms, out, plain_table, print_json
 from mooncake.app.latency import Outcome, Spread
 from mooncake.app.local import LocalCluster
+from mooncake.app.outputs import output_folder
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
 from mooncake.app.replay_command import Meter
 from mooncake.app.role_main import run_async, unless_stopped
@@ -194,7 +195,7 @@ def parse(args: list[str]) -> Options:
     add("--link", type=float, default=160.0, metavar="MB/S", help="what each node may send")
     add("--seed", type=int, default=0)
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
-    add("--out", type=Path, metavar="FOLDER", help="write the figures and the plot there")
+    add("--out", type=output_folder, metavar="FOLDER", help="write the figures and the plot there")
     add("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args(args)
     if min(given.requests, given.tokens_per_block, given.output_per_block, given.rate, given.link) <= 0:

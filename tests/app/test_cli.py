@@ -59,6 +59,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
             2,
             "there is no folder /none; it is to hold the published traces",
         ),
+        (["cache-lab", "/none.jsonl", "--plots", "/dev/null"], 2, "cannot write in /dev/null: Not a directory"),
         (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: chunked, conductor, engine, gpu,"),
         (
             ["status", "--address", "127.0.0.1:9"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,13 @@ from typer.testing import CliRunner
 from mooncake.app.cli import app
 from mooncake.app.sim.cluster import load_preset, parse_cluster, preset_names, preset_text
 from mooncake.app.sim.experiments import Finding, Row
+from mooncake.app.sim.page import _over_time
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.simulate_reproduce import markdown
 from mooncake.app.trace_shapes import generate
 from mooncake.app.trace_tools import load_any, one_after_another
 from mooncake.errors import ConfigError, InvalidRequest
-from mooncake.trace import ResampledTrace, expected_hits, load_trace, save_trace
+from mooncake.trace import ResampledTrace, expected_hits, load_trace, save_trace, scale
 
 TIMES = {"wall_s", "peak_memory_gb"}
 
@@ -31,19 +34,16 @@ def trace(tmp_path: Path) -> Path:
 def call(*arguments: str | Path) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_every_preset_reads_and_runs() -> None:
     for name in preset_names():
         cluster = load_preset(name)
-        if sum(group.count for group in cluster.machines) > 100:
-            continue
-        requests = generate("conversation", 8, 1)
-        tokens = min(512, cluster.model.block_tokens)
-        if tokens == 512:
-            results = Simulation(cluster, requests, Run()).run()
-            assert (results.fate == 1).all()
+        tokens = math.gcd(cluster.model.block_tokens, 512)
+        requests = [scale(request, min(tokens, 64)) for request in generate("conversation", 8, 1)]
+        results = Simulation(cluster, requests, Run(tokens_per_block=min(tokens, 64))).run()
+        assert (results.fate == 1).all(), name
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,39 @@ def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
     output = call(
         "sweep", trace, "--preset", "paper-16", "--vary", "bandwidth", "--values", "10,400", "--json", "--plot", plot
     )
-    slow, fast = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    slow, fast = map(json.loads, output.splitlines())
     assert (slow["value"], fast["value"]) == ("10", "400")
     assert slow["ttft_s"]["mean"] > fast["ttft_s"]["mean"]
     assert plot.read_text().count("<svg") == 4
+
+
+@pytest.mark.parametrize(
+    ("preset", "vary", "value", "complaint"),
+    [
+        ("paper-16", "bandwidth", "0", "nic_gb_per_s"),
+        ("paper-16", "capacity", "inf", "'inf' is not a number"),
+        ("paper-16-ssd", "capacity", "0", "only prefill machines with store_tokens"),
+        ("paper-16", "load", "0", "never ends"),
+        ("vllm-16", "split", "3:3", "vllm-16 has no prefill machines"),
+        ("vllm-16", "ssd", "3e6", "vllm-16 has no prefill machines"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_with_its_reason(
+    trace: Path, preset: str, vary: str, value: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        app(["sweep", str(trace), "--preset", preset, "--vary", vary, "--values", value], standalone_mode=False)
+
+
+def test_a_window_without_answers_shows_neither_times_nor_hits() -> None:
+    pause_ms = 600_000.0
+    trace = [*generate("conversation", 20, 1)]
+    trace += [replace(request, timestamp_ms=request.timestamp_ms + pause_ms) for request in trace]
+    simulation = Simulation(load_preset("paper-16"), trace, Run(jitter_s=0.0))
+    simulation.run()
+    windows = _over_time(simulation)
+    assert min(windows["ttft"].y) > 0.0
+    assert len(windows["ttft"].y) < len(windows["sent"].y)
 
 
 @pytest.mark.parametrize("command", [("simulate",), ("sweep", "--vary", "load", "--values", "0.2")])
@@ -128,6 +157,10 @@ def test_an_azure_trace_is_read_by_time_and_shares_nothing(tmp_path: Path) -> No
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.5,many,7\n")
     with pytest.raises(InvalidRequest, match=r"azure\.csv:2"):
         load_any(path)
+    for row in ("2023-11-16 18:17:04.5,999999999999,7", "2023-11-16 18:17:04.5,7,-5"):
+        path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{row}\n")
+        with pytest.raises(InvalidRequest, match=r"azure\.csv:2: .* are no lengths"):
+            load_any(path)
 
 
 def test_a_generated_trace_has_the_measured_shape() -> None:

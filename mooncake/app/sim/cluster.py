@@ -129,11 +129,21 @@ class Cluster(Frozen, frozen=True):
         if roles not in ({"prefill", "decode"}, {"coupled"}, {"prefill"}):
             raise ValueError("a cluster has prefill and decode machines, or coupled ones, or prefill ones alone")
 
+    def check(self) -> None:
+        """Raises ConfigError when a value that was replaced is out of its bounds."""
+        try:
+            msgspec.convert(msgspec.to_builtins(self), Cluster)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+
     def count(self, role: str) -> int:
         return sum(machines.count for machines in self.machines if machines.role == role)
 
     def with_counts(self, **counts: int) -> Cluster:
-        """So many machines of each role named; the first group of a role takes all of them, none: it is left out."""
+        """So many machines of each role named; the first group of a role takes all of them, none: it is left out.
+
+        Raises ConfigError for machines of a role that the cluster does not have."""
+        self.check_roles(*(role for role, count in counts.items() if count))
         left = dict(counts)
         machines = []
         for group in self.machines:
@@ -145,11 +155,22 @@ class Cluster(Frozen, frozen=True):
         return msgspec.structs.replace(self, machines=tuple(machines))
 
     def with_machines(self, role: str = "", **values: object) -> Cluster:
-        """The same values changed on every group of ``role`` (or all)."""
+        """The same values changed on every group of ``role`` (or all). Raises ConfigError when there is none of it, or
+        the machines make no sense together."""
+        self.check_roles(*([role] if role else []))
         machines = tuple(
             msgspec.structs.replace(group, **values) if role in ("", group.role) else group for group in self.machines
         )
-        return msgspec.structs.replace(self, machines=machines)
+        try:
+            return msgspec.structs.replace(self, machines=machines)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+
+    def check_roles(self, *roles: str) -> None:
+        """Raises ConfigError when there is no machine of one of them."""
+        for role in roles:
+            if not self.count(role):
+                raise ConfigError(f"{self.name} has no {role} machines")
 
     def with_conductor(self, **values: object) -> Cluster:
         return msgspec.structs.replace(self, conductor=msgspec.structs.replace(self.conductor, **values))

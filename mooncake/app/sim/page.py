@@ -50,10 +50,10 @@ def page(simulation: Simulation, summary: Summary) -> str:
         ("policy", summary.policy),
         ("requests answered / rejected / failed", f"{summary.done:,} / {refused:,} / {summary.failed:,}"),
         (f"inside TTFT {slo.ttft_s:g} s and TBT {slo.tbt_ms:g} ms", f"{summary.goodput:.2%}"),
-        ("prompt tokens reused", f"{summary.hit_tokens:.2%}"),
-        ("of those in memory / on an SSD", f"{summary.hit_dram:.2%} / {summary.hit_ssd:.2%}"),
-        ("of those from another host", f"{summary.fetched_tokens:.2%}"),
-        ("mean of requests' own shares", f"{summary.hit_requests:.2%}"),
+        ("prompt tokens reused, of all", f"{summary.hit_tokens:.2%}"),
+        ("from memory / from an SSD, of all", f"{summary.hit_dram:.2%} / {summary.hit_ssd:.2%}"),
+        ("from another host, of all", f"{summary.fetched_tokens:.2%}"),
+        ("reused, mean of requests' own shares", f"{summary.hit_requests:.2%}"),
         ("prefill machines at work, mean / busiest", f"{summary.prefill_use:.0%} / {summary.prefill_use_max:.0%}"),
         ("decode machines at work", f"{summary.decode_use:.0%}"),
         ("moved between hosts", f"{summary.bytes_moved_gb:,.0f} GB"),
@@ -118,7 +118,7 @@ def _charts(simulation: Simulation) -> list[str]:
 def _over_time(simulation: Simulation) -> dict[str, Series]:
     results = simulation.results
     edges = np.linspace(0.0, max(float(results.arrival_s.max()), 1e-9), WINDOWS + 1)
-    middle = ((edges[1:] + edges[:-1]) / 120).tolist()
+    middle = (edges[1:] + edges[:-1]) / 120
     per_minute = 60 / (edges[1] - edges[0])
     done = results.fate == Fate.DONE
     refused = (results.fate == Fate.REJECTED) | (results.fate == Fate.REJECTED_LATE)
@@ -131,16 +131,17 @@ def _over_time(simulation: Simulation) -> dict[str, Series]:
     everybody = np.ones(results.size, dtype=bool)
     tokens = np.maximum(total(results.input_tokens, done), 1.0)
     count = np.maximum(total(ones, done), 1.0)
-    found = {
-        "sent": total(ones, everybody) * per_minute,
-        "refused": total(ones, refused) * per_minute,
+    rates = {"sent": total(ones, everybody) * per_minute, "refused": total(ones, refused) * per_minute}
+    means = {
         "all tiers": total(results.cached_tokens, done) / tokens,
         "memory": total(results.cached_tokens - results.ssd_tokens, done) / tokens,
         "SSD": total(results.ssd_tokens, done) / tokens,
         "another host": total(results.fetched_tokens, done) / tokens,
         "ttft": total(results.ttft_s, done) / count,
     }
-    return {name: Series(name, middle, values.tolist()) for name, values in found.items()}
+    answered = total(ones, done) > 0  # elsewhere there is nothing to take a mean of
+    found = {name: Series(name, middle.tolist(), values.tolist()) for name, values in rates.items()}
+    return found | {n: Series(n, middle[answered].tolist(), v[answered].tolist()) for n, v in means.items()}
 
 
 def _known(values: Floats) -> list[float]:

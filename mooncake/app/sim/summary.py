@@ -114,7 +114,8 @@ def to_json(summary: Summary, cluster: Cluster, run: Run) -> dict[str, object]:
     """Numbers with six significant digits: the rest is noise of the last bits."""
     rounded = _round(asdict(summary))
     assert isinstance(rounded, dict)
-    return {"simulate": cluster.name, **rounded, "run": asdict(run), "machines": msgspec.to_builtins(cluster.machines)}
+    facts = {name: msgspec.to_builtins(getattr(cluster, name)) for name in ("machines", "conductor", "slo", "curves")}
+    return {"simulate": cluster.name, **rounded, "run": asdict(run), **facts}
 
 
 def _spread(values: Floats) -> Spread:
