@@ -132,9 +132,17 @@ class Admission:
             self._refused.append((coming.joins_at, verdict.decode_load, placement.decode.node_id))
         return verdict._replace(is_admitted=self.mode is Mode.OFF, retry_after_s=self._retry_s(coming, verdict))
 
-    def fits(self, question: Question, placement: Placement, now: float, max_tokens: int) -> bool:
-        """As ``decide``, for somebody who only wants to know: nothing is counted."""
-        return self._judge(self._coming(question, placement, now, max_tokens)).is_admitted
+    def fits(
+        self, question: Question, placement: Placement, now: float, max_tokens: int, rng: np.random.Generator
+    ) -> bool:
+        """As ``decide``, for somebody who only wants to know: nothing is counted, and what is drawn comes from ``rng``
+        and is forgotten, so that what is decided afterwards is what it would have been."""
+        own, lengths = self.rng, self.flights.lengths
+        self.rng, self.flights.lengths = rng, lengths.copy()
+        try:
+            return self._judge(self._coming(question, placement, now, max_tokens)).is_admitted
+        finally:
+            self.rng, self.flights.lengths = own, lengths
 
     def _coming(self, question: Question, placement: Placement, now: float, max_tokens: int) -> Coming:
         decode = question.view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE

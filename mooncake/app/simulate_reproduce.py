@@ -22,8 +22,8 @@ _HEAD = """# The paper's figures, replayed
 
 Made by `mooncake reproduce TRACES`. Every number is from virtual time on described machines (`paper-16`: step curves
 fitted to FAST'25 Fig. 14 and 15), with the shipped conductor deciding. A verdict is by a rule in
-`mooncake/app/sim/experiments.py`. The traces are those of the Mooncake project; tool&agent is generated of its measured
-shape when its file is not there.
+`mooncake/app/sim/experiments.py` (what was published) or `contests.py` (what is asked of us). Each part names the
+traces that it was made of; tool&agent is generated of its measured shape where its file was not there.
 
 """
 
@@ -36,10 +36,13 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
         if name not in ALL:
             raise ConfigError(f"no experiment is called {name!r}; there are: {', '.join(ALL)}")
     traces = Traces(folder)
+    if commit().endswith("-dirty"):
+        err.print("[yellow]there are changes that no commit has: the results will say so[/]")
     target.mkdir(parents=True, exist_ok=True)
     for name in only or list(ALL):
         started_s = time.perf_counter()
-        finding = ALL[name](traces)
+        traces.used.clear()
+        finding = msgspec.structs.replace(ALL[name](traces), traces=tuple(traces.used))
         line = {"commit": commit(), **msgspec.to_builtins(finding)}
         (target / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(line), indent=1) + b"\n")
         err.print(f"{name}: {finding.verdict} ({time.perf_counter() - started_s:.0f} s)")
@@ -74,9 +77,12 @@ def markdown(findings: list[Finding]) -> str:
     parts += [f"| [{f.title}](#{f.name}) | **{f.verdict}** | {f.why} |\n" for f in findings]
     for finding in findings:
         parts.append(f'\n<a id="{finding.name}"></a>\n## {finding.title}\n\n{finding.setup}.\n\n')
-        parts.append("| | published | here | |\n|---|---|---|---|\n")
+        column = "asked" if finding.name in CONTESTS else "published"
+        parts.append(f"| | {column} | here | |\n|---|---|---|---|\n")
         parts += [f"| {r.what} | {_number(r.published)} | {_number(r.measured)} | {r.note} |\n" for r in finding.rows]
         parts.append(f"\n**{finding.verdict}**: {finding.why}.\n")
+        if finding.traces:
+            parts.append(f"\nMade of {'; '.join(finding.traces)}.\n")
     return "".join(parts)
 
 

@@ -6,7 +6,10 @@ from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.hindsight import RetryProbe, false_rejections, keep_placements, told_with_hindsight
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
+from mooncake.app.trace_shapes import generate
 from mooncake.trace import TraceRequest
+
+LATER = TraceRequest(90_000.0, 600, 2, (10**6,))
 
 
 def cluster(ttft_s: float = 5.0) -> Cluster:
@@ -43,8 +46,7 @@ def test_who_would_have_come_too_late_or_made_others_late_was_refused_rightly() 
 
 
 def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never() -> None:
-    burst, later = prompts(12, every_ms=50.0), TraceRequest(90_000.0, 600, 2, (10**6,))
-    simulation = Simulation(cluster(), [*burst, later], Run(jitter_s=0.0))
+    simulation = Simulation(cluster(), [*prompts(12, every_ms=50.0), LATER], Run(jitter_s=0.0))
     probe = RetryProbe(simulation)
     keep_placements(simulation)
     results = simulation.run()
@@ -55,6 +57,23 @@ def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never(
         assert np.isnan(results.ttft_s[at])
     assert len(probe.errors()) == len(refused)
     assert len(probe.errors_with_hindsight()) == len(refused)
+
+
+def test_a_run_that_is_looked_at_is_the_run_that_would_have_been() -> None:
+    """Looking ahead draws lengths, and draws those anew that answers have outgrown."""
+    full = load_preset("paper-16").with_counts(prefill=4, decode=1).with_slo(tbt_ms=60.0)
+    full = full.with_conductor(admission="lookahead", max_tokens=2000)
+    trace = generate("conversation", 600, 1)
+
+    def ends(probed: bool) -> list[float]:
+        simulation = Simulation(full, trace, Run(speed=2.0))
+        if probed:
+            RetryProbe(simulation)
+        results = simulation.run()
+        assert 50 < (results.fate == Fate.REJECTED).sum() < 550
+        return [float(end_s) for end_s in results.end_s]
+
+    assert ends(probed=True) == ends(probed=False)
 
 
 def test_with_hindsight_is_told_what_is_right_for_most_that_are_alike() -> None:

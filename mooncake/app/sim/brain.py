@@ -56,7 +56,7 @@ class Brain:
         ssd_mb_per_s = min((ssd.read_gb_per_s * 1e3 for ssd in ssds), default=1e3)
         self.fleet = Fleet(self.registry, self.costs, self.index, ssd_mb_per_s=ssd_mb_per_s)
         shape = Shape(model.block_tokens, model.block_tokens * model.token_bytes, model.num_layers)
-        policy_rng, admission_rng = rng.spawn(2)
+        policy_rng, admission_rng, self._probing_rng = rng.spawn(3)
         self.scheduler = Scheduler(self.fleet, shape, POLICIES[settings.policy], policy_rng)
         self.admission: Admission | None = None
         if settings.admission != "none":
@@ -114,7 +114,9 @@ class Brain:
         """Whether the request would be let in if it came now; nothing comes of it."""
         question = self.scheduler.ask(self._facts(flight), now)
         placement = self.scheduler.answer(question)
-        return self.admission is None or self.admission.fits(question, placement, now, self._max_tokens)
+        return self.admission is None or self.admission.fits(
+            question, placement, now, self._max_tokens, self._probing_rng
+        )
 
     def prefill_ended(self, flight: Flight, now: float) -> bool:
         """The first token is there. False: the request is to be dropped."""

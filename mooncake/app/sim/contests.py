@@ -1,12 +1,13 @@
 """Our defaults against everybody else's: placement against the published formulas, admission against the paper's.
 
-Scored on the second half of each trace only; what defaults were chosen by (admission.TBT_ROOM, the constants of waits),
-was the first half.
+Placement and admission are scored on the second half of each trace only; what defaults were chosen by
+(admission.TBT_ROOM, the constants of waits), was the first half. ``crowd`` and ``shift`` say in their set-up what they
+are scored on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import summarize
-from mooncake.app.trace_tools import load_any, one_after_another
+from mooncake.app.trace_tools import one_after_another
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 LOADS = (0.6, 0.9, 1.2)
@@ -31,6 +32,7 @@ RETRY_SHARE = 0.3  # of refusals that are asked again
 FALSE_REJECTION = "at most; false: put back with all else as it was, it meets its limits and nobody else misses theirs"
 DROPPED = "at most so much is asked: of who was computed and then refused, as arXiv 2407.00079 counts waste"
 HINDSIGHT = f"what is right for most of the {ALIKE} refusals most like it: about what there is to know"
+OTHER_SEEDS = (2, 3)
 ADMISSIONS = ("none", "baseline", "early", "predicted", "lookahead")
 
 
@@ -58,28 +60,23 @@ def _rivals(name: str, load: float, traces: Traces) -> Finding:
     ]
     ours = found[DEFAULT_POLICY]
     change = ours.ttft_s.mean / published.ttft_s.mean - 1
-    beats_all = all(
-        row.measured >= _ours(rows, row.what) - 0.02 for row in rows if not row.what.endswith(DEFAULT_POLICY)
-    )
+    faster = [policy for policy, one in found.items() if one.ttft_s.mean < 0.98 * ours.ttft_s.mean]
+    better = [policy for policy, one in found.items() if one.goodput > ours.goodput + 0.02]
     return Finding(
         f"rivals-{name}-{load:g}",
         f"Our default placement against the published formulas, {name} at load {load:g}: mean TTFT over Algorithm 1's",
         "8 prefill machines of paper-16, second half of the trace, answers cut to one token; load 1 is where prefill "
-        "is just busy; rivals' formulas as published, none of which fetches from other hosts",
+        "is just busy; rivals' formulas as published, of which Algorithm 1 alone fetches from other hosts",
         rows,
-        "reproduced" if change <= 0.02 and beats_all else "partly" if change <= 0.02 else "not reproduced",
+        _met(change <= 0.02 and not faster, change <= 0.02),
         f"against Algorithm 1 {change:+.1%}; "
+        + (f"faster by more than 2 %: {', '.join(faster)}" if faster else "no formula is faster by more than 2 %")
         + (
-            "no formula is more than 2 % faster anywhere"
-            if beats_all
-            else "some formula is more than 2 % faster somewhere"
+            f"; more inside 30 s, by over 2 points: {', '.join(better)}"
+            if better
+            else "; none has 2 points more in 30 s"
         ),
     )
-
-
-def _ours(rows: Sequence[Row], what: str) -> float:
-    setting = what.partition(":")[0]
-    return next(row.measured for row in rows if row.what == f"{setting}: {DEFAULT_POLICY}")
 
 
 def overload(traces: Traces) -> Finding:
@@ -87,6 +84,7 @@ def overload(traces: Traces) -> Finding:
     trace = second_half(traces.conversation())
     cluster = load_preset("paper-16")
     goodput: dict[str, float] = {}
+    of_seeds: dict[str, list[float]] = {}
     wasted: dict[str, float] = {}
     rows: list[Row] = []
     for admission in ADMISSIONS:
@@ -99,6 +97,8 @@ def overload(traces: Traces) -> Finding:
         simulation.run()
         summary = summarize(simulation, "")
         goodput[admission], wasted[admission] = summary.goodput, summary.wasted_prefill
+        if admission in ("early", "lookahead"):
+            of_seeds[admission] = [run(chosen, trace, replace(options, seed=s))[1].goodput for s in OTHER_SEEDS]
         results = simulation.results
         missed = (results.fate == Fate.DONE) & (
             (results.ttft_s > cluster.slo.ttft_s) | (np.nan_to_num(results.tail_tbt_ms) > cluster.slo.tbt_ms)
@@ -114,6 +114,8 @@ def overload(traces: Traces) -> Finding:
         ]
     over_none = goodput["lookahead"] / max(goodput["none"], 1e-9)
     over_early = goodput["lookahead"] / max(goodput["early"], 1e-9)
+    pairs = zip(of_seeds["lookahead"], of_seeds["early"], strict=True)
+    worst = min(ours / max(theirs, 1e-9) for ours, theirs in pairs)
     wrong = false_rejections(simulation, ORACLE_REPLAYS, SEED)
     false_share = float(wrong.mean()) if len(wrong) else 0.0
     errors, is_soon = probe.errors(), np.isfinite(list(probe.waits_s.values()))
@@ -124,6 +126,7 @@ def overload(traces: Traces) -> Finding:
     rows += [
         Row("goodput, look-ahead / none", 1.5, over_none),
         Row("goodput, look-ahead / early", 1.1, over_early),
+        Row("the same, the worst of other seeds", 1.1, worst, f"seeds {', '.join(map(str, OTHER_SEEDS))}"),
         Row("lookahead: prefill of dropped requests, %", 2.0, 100 * wasted["lookahead"], DROPPED),
         Row(f"lookahead: false rejections of {len(wrong)} replayed, %", 5.0, 100 * false_share, FALSE_REJECTION),
         Row(
@@ -135,20 +138,20 @@ def overload(traces: Traces) -> Finding:
         Row("of those who would be let in within that time", None, 100 * soon_error, f"{is_soon.sum()}"),
         Row("of all, had each been told by all others' true waits", None, 100 * least_error, HINDSIGHT),
     ]
-    met = over_none >= 1.5 and over_early >= 1.1 and wasted["lookahead"] <= 0.02
+    met = over_none >= 1.5 and min(over_early, worst) >= 1.1 and wasted["lookahead"] <= 0.02
     exact = false_share <= 0.05 and retry_error <= 0.25
     outside = next(row.measured for row in rows if row.what.startswith("lookahead: prefill of requests outside"))
     return Finding(
         "overload",
-        "Admission at twice the load that the machines can do (published column: what is asked of us)",
+        "Admission at twice the load that the machines can do",
         f"paper-16, second half of the conversation trace, {OVERLOAD * FULL_SPEED['conversation']:g} times its speed, "
         "TTFT 30 s, TBT 100 ms",
         rows,
         _met(met and exact, met),
-        f"{over_none:.2f} times the goodput of none, {over_early:.2f} times that of early rejection; prefill of "
-        f"dropped requests {wasted['lookahead']:.1%}, of requests that end outside the limits {outside:.1f} %; "
-        f"{false_share:.0%} of refusals were false by an oracle's replay; retry times are {retry_error:.0%} off at the "
-        f"median, {least_error:.0%} if all others' waits were known",
+        f"{over_none:.2f} times the goodput of none, {over_early:.2f} times that of early rejection (with other seeds "
+        f"{worst:.2f} at least); prefill of dropped requests {wasted['lookahead']:.1%}, of requests that end outside "
+        f"the limits {outside:.1f} %; {false_share:.0%} of refusals were false by an oracle's replay; retry times are "
+        f"{retry_error:.0%} off at the median, {least_error:.0%} if all others' waits were known",
     )
 
 
@@ -205,10 +208,10 @@ def crowd(traces: Traces) -> Finding:
     return Finding(
         "crowd",
         "A flash crowd on one prefix: ten times the usual arrivals for two minutes",
-        f"8 prefill machines of paper-16, conversation trace at load {CROWD_LOAD:g}, then {len(guests):,} requests of "
-        f"{tokens:,} tokens that share all but 100; answers cut to one token",
+        f"8 prefill machines of paper-16, the first minutes of the conversation trace at load {CROWD_LOAD:g}, then "
+        f"{len(guests):,} requests of {tokens:,} tokens that share all but 100; answers cut to one token",
         rows,
-        "partly" if met and herds else "not reproduced",
+        "partly met" if met and herds else "missed",
         f"work {uneven[DEFAULT_POLICY]:.2f} times the mean at most, p99 {slower[DEFAULT_POLICY]:.2f} times that "
         "before; "
         f"the longest match {'herds' if herds else 'does not herd'} ({uneven['longest_prefix']:.1f} times the mean). "
@@ -221,9 +224,8 @@ SHIFT_SPEED, SHIFT_FROM_MS, SHIFT_PART_MS = 2.0, 6e5, 9e5
 
 
 def shift(traces: Traces) -> Finding:
-    """A quarter of an hour of Azure's code trace and then one of its conversation trace, on 8 machines. BalanceLimits
-    were chosen with these parts in sight, and with others of both traces."""
-    whole = [load_any(traces.folder / f"AzureLLMInferenceTrace_{name}.csv.xz") for name in ("code", "conv")]
+    """A quarter of an hour of Azure's code trace and then one of its conversation trace, on 8 machines."""
+    whole = [traces.azure(name) for name in ("code", "conv")]
     parts = [_part(trace) for trace in whole]
     joined = one_after_another(parts)
     base = load_preset("paper-16").with_slo(ttft_s=2.0)
@@ -242,7 +244,7 @@ def shift(traces: Traces) -> Finding:
     rows = [Row(f"fixed {prefill}P{8 - prefill}D: goodput, %", None, 100 * value) for prefill, value in fixed.items()]
     rows += [
         Row("roles change: goodput, %", None, 100 * summary.goodput),
-        Row("goodput over the best fixed split", 1.2, gain, "published column: what is asked of us"),
+        Row("goodput over the best fixed split", 1.2, gain),
         Row("switches", None, switches),
         Row(
             "the whole conversation trace alone: switches an hour", 6.0, hourly, "from 4P4D; at most so many are asked"
@@ -253,7 +255,9 @@ def shift(traces: Traces) -> Finding:
         "shift",
         "A shift of load: Azure's code trace and then its conversation trace, roles fixed or changing",
         f"8 machines of paper-16, {SHIFT_PART_MS / 6e4:g} minutes of each, {SHIFT_SPEED:g} times as fast, about what "
-        "the better split of each half can do; TTFT 2 s, TBT 100 ms",
+        "the better split of each half can do; TTFT 2 s, TBT 100 ms. The controller's limits were chosen with these "
+        "parts in sight, and with others of both traces; on generated traces see "
+        "tests/bench/results/balance-limits-generated.json",
         rows,
         _met(gain >= 1.2 and hourly <= 6.0, gain >= 1.0),
         f"{gain:.2f} times the best fixed split's goodput with {switches:.0f} switches; {hourly:.1f} switches an hour "
@@ -273,7 +277,7 @@ def _switches(simulation: Simulation) -> float:
 
 
 def _met(full: bool, part: bool) -> str:
-    return "reproduced" if full else "partly" if part else "not reproduced"
+    return "met" if full else "partly met" if part else "missed"
 
 
 CONTESTS: dict[str, Callable[[Traces], Finding]] = {

@@ -6,6 +6,7 @@ stands in the code, never by eye.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +28,10 @@ SEED = 1
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure. ``measured`` is compared as the finding's rule says; ``published`` None: nothing is printed."""
+    """One figure. ``measured`` is compared as the finding's rule says; ``published`` None: there is none."""
 
     what: str
-    published: float | None
+    published: float | None  # or asked of us, where the finding is our own
     measured: float
     note: str = ""
 
@@ -40,8 +41,9 @@ class Finding(msgspec.Struct, frozen=True):
     title: str
     setup: str
     rows: list[Row]
-    verdict: str  # "reproduced", "partly" or "not reproduced"
+    verdict: str  # "reproduced", "partly" or "not reproduced"; "met", "partly met" or "missed" what is asked of us
     why: str
+    traces: tuple[str, ...] = ()  # that it was made of: name and SHA-256, or how it was generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,15 @@ class Traces:
 
     folder: Path
     limit: int | None = None
+    used: dict[str, None] = field(default_factory=dict)  # what has been asked for, in words; in order
     _loaded: dict[str, Trace] = field(default_factory=dict)
+
+    @property
+    def has_toolagent(self) -> bool:
+        return (self.folder / "toolagent_trace.jsonl").exists()
+
+    def azure(self, name: str) -> Trace:
+        return self._load(f"AzureLLMInferenceTrace_{name}.csv.xz")
 
     def conversation(self) -> Trace:
         return self._load("conversation_trace.jsonl.xz")
@@ -59,15 +69,18 @@ class Traces:
         return self._load("synthetic_trace.jsonl")
 
     def toolagent(self) -> Trace:
-        if (self.folder / "toolagent_trace.jsonl").exists():
+        if self.has_toolagent:
             return self._load("toolagent_trace.jsonl")
+        self.used[f"tool&agent, generated of its measured shape, seed {SEED}"] = None
         if "toolagent" not in self._loaded:
             self._loaded["toolagent"] = generate("toolagent", self.limit, SEED)
         return self._loaded["toolagent"]
 
     def _load(self, name: str) -> Trace:
+        path = self.folder / name
         if name not in self._loaded:
-            self._loaded[name] = load_any(self.folder / name, self.limit)
+            self._loaded[name] = load_any(path, self.limit)
+        self.used[f"{name}, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"] = None
         return self._loaded[name]
 
 
@@ -134,7 +147,7 @@ def capacity(traces: Traces) -> Finding:
         },
     }
     rows: list[Row] = []
-    wins = True
+    lead: list[float] = []
     for name, trace in (("conversation", traces.conversation()[:4000]), ("synthetic", traces.synthetic()[:2000])):
         shares: dict[str, list[float]] = {}
         for preset in published[name]:
@@ -149,9 +162,10 @@ def capacity(traces: Traces) -> Finding:
             best = max(shares[preset][at] for preset in shares if preset != "paper-16")
             found = 100 * (shares["paper-16"][at] / max(best, 1e-9) - 1)
             rows.append(Row(f"{name}, gain over the best baseline at {100 * (at + 1)} ms, %", gain, found))
-            wins &= found >= -0.5
+            lead.append(found)
     coupled = [row for row in rows if row.what.startswith(("synthetic, vllm-16", "synthetic, vllm-prefix"))]
     near = all(abs(row.measured - (row.published or 0.0)) <= 5.0 for row in coupled)
+    wins, num_ties = min(lead) >= -0.5, sum(abs(found) <= 0.5 for found in lead)
     gains = all(row.measured >= 0.5 * (row.published or 0.0) for row in rows if "gain" in row.what)
     return Finding(
         "fig6",
@@ -160,7 +174,8 @@ def capacity(traces: Traces) -> Finding:
         "requests round robin and run the shipped batching code step by step on the same curve",
         rows,
         _verdict(wins and near and gains, wins),
-        "disaggregated first at every limit"
+        f"disaggregated {'first' if wins else 'not first'} at every limit, "
+        f"by less than half a percent at {num_ties} of {len(lead)}"
         + (
             "; the plain and the prefix-caching baseline on synthetic are within 5 points of the paper's"
             if near
@@ -205,17 +220,26 @@ def local_and_global(traces: Traces) -> Finding:
     cluster = load_preset("paper-16").with_counts(prefill=10, decode=6)
     published = {"conversation": (17.0, 38.0, 0.76), "synthetic": (26.5, 62.5, 0.52), "toolagent": (42.0, 58.0, 0.74)}
     rows: list[Row] = []
+    apart: dict[str, list[float]] = {"global": [], "load": [], "aware": []}  # points from what was published
+    toolagent = "toolagent" if traces.has_toolagent else "toolagent (generated)"
     for name, trace in (
         ("conversation", traces.conversation()),
         ("synthetic", traces.synthetic()),
-        ("toolagent", traces.toolagent()),
+        (toolagent, traces.toolagent()),
     ):
         found = {
             policy: first_tokens(cluster.with_conductor(policy=policy), trace)
             for policy in ("least_loaded", "local_cache_aware", "algorithm_1")
         }
-        local, pool, time = published[name]
+        local, pool, time = published[name.partition(" ")[0]]
         hit = {policy: 100 * summary.hit_tokens for policy, summary in found.items()}
+        if name != "toolagent (generated)":  # made to be like the trace
+            for kind, policy, value in (
+                ("global", "algorithm_1", pool),
+                ("load", "least_loaded", local),
+                ("aware", "local_cache_aware", local),
+            ):
+                apart[kind].append(abs(hit[policy] - value))
         single = 100 * expected_hits(trace, 3_000_000 // 512).token_rate
         ratio = found["algorithm_1"].prefill_ms / found["least_loaded"].prefill_ms
         rows += [
@@ -233,12 +257,20 @@ def local_and_global(traces: Traces) -> Finding:
     return Finding(
         "fig10",
         "FAST'25 Fig. 10: local caches against a global one, 10 prefill machines, 3M tokens each",
-        "answers cut to one token; tool&agent is generated of the measured shape when the trace is not there",
+        "answers cut to one token; what is generated counts in no verdict",
         rows,
-        "partly",
-        "the global hit rates are; the 2.2-2.4x over local caches is not, when local placement asks its caches: the "
-        "published local bars equal the rate of one single 3M cache, so that baseline hardly used affinity",
+        _verdict(
+            max(apart["global"]) <= FIG10_POINTS and max(apart["aware"]) <= FIG10_POINTS,
+            max(apart["global"]) <= FIG10_POINTS,
+        ),
+        f"global hit rates within {max(apart['global']):.1f} points; local ones are {max(apart['load']):.0f} points "
+        f"off when placed by load alone and {max(apart['aware']):.0f} when placement asks the caches, which leaves "
+        "less of the published 2.2-2.4x: the published local bars equal the rate of one single 3M cache, so that baseline "
+        "hardly used affinity",
     )
+
+
+FIG10_POINTS = 5.0  # that a hit rate may be off
 
 
 def _forced_fetch(question: Question, rng: np.random.Generator) -> Choice:
@@ -268,17 +300,26 @@ def bandwidth(traces: Traces) -> Finding:
         for gbps, value in published.items()
         if gbps < 320
     ]
-    rows.append(Row("everything computed anew, mean TTFT s", 2.6, recompute.ttft_s.mean))
+    anew_s = recompute.ttft_s.mean
+    rows.append(Row("everything computed anew, mean TTFT s", 2.6, anew_s))
     falls = all(mean[a] >= mean[b] for a, b in zip(list(mean), list(mean)[1:], strict=False))
     near = all(abs(row.measured / row.published - 1) <= 0.25 for row in rows if "/" in row.what and row.published)
+    anew_near = abs(anew_s / 2.6 - 1) <= 0.25
     return Finding(
         "fig13",
         "FAST'25 Fig. 13: how much bandwidth the pool needs, synthetic trace",
         "8 prefill machines; the least loaded one always fetches the longest prefix; max-min fair links, 87 % of "
         "the line; answers cut to one token, for with hand-offs on the same links 24 Gbps would not carry the trace",
         rows,
-        _verdict(falls and near, falls),
-        "falls with bandwidth and levels off above ~100 Gbps" + (", ratios within 25 %" if near else ", ratios differ"),
+        _verdict(falls and near and anew_near, falls),
+        "falls with bandwidth and levels off above ~100 Gbps"
+        + (", ratios within 25 %" if near else ", ratios differ")
+        + (
+            ""
+            if anew_near
+            else f"; computing everything anew takes {anew_s / 2.6:.0f} times the published time: without reuse the "
+            "trace is more than these 8 machines can do, and the published set-up for that bar is not said"
+        ),
     )
 
 
@@ -350,12 +391,16 @@ def rejections(traces: Traces) -> Finding:
     return Finding(
         "table3",
         "arXiv 2407.00079 Table 3 and Fig. 9: rejections under overload, and the swing of decode load",
-        f"8 prefill and 8 decode machines, the first {len(trace):,} requests of the tool&agent shape at "
+        f"8 prefill and 8 decode machines, the first {len(trace):,} requests of "
+        f"{'the tool&agent trace' if traces.has_toolagent else 'a trace generated of the tool&agent shape'} at "
         f"{OVERLOAD_SPEED:g} times its speed, TTFT 30 s, TBT {OVERLOAD_TBT_MS:g} ms (the published limits are not "
         "said; this one refuses as many as published with the baseline)",
         rows,
         _verdict(in_order and near, in_order),
-        ("order kept" if in_order else "order differs")
+        ("order of the rejections kept" if in_order else "order of the rejections differs")
+        + f", though goodput is {100 * found['baseline'].goodput:.0f} % with the baseline, "
+        f"{100 * found['early'].goodput:.0f} % with early and {100 * found['predicted'].goodput:.0f} % with predicted "
+        f"rejection (look-ahead: {100 * found['lookahead'].goodput:.0f} %)"
         + ("; prediction or look-ahead damps the swing" if calmer else "; the swing is not damped")
         + f"; the shares are not: {late:.0%} of the baseline's rejections are for decoding here, which is where the "
         f"rules differ, and the published machines, with {CALM_TTFT_S / calm:.0f} times our mean TTFT before any "
