@@ -265,8 +265,8 @@ def local_and_global(traces: Traces) -> Finding:
         ),
         f"global hit rates within {max(apart['global']):.1f} points; local ones are {max(apart['load']):.0f} points "
         f"off when placed by load alone and {max(apart['aware']):.0f} when placement asks the caches, which leaves "
-        "less of the published 2.2-2.4x: the published local bars equal the rate of one single 3M cache, so that baseline "
-        "hardly used affinity",
+        "less of the published 2.2-2.4x: the published local bars equal the rate of one single 3M cache, so that "
+        "baseline hardly used affinity",
     )
 
 
