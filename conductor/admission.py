@@ -325,8 +325,6 @@ class Flights:
         self.joins_at: Floats = np.zeros(0)
         self.context: Floats = np.zeros(0)  # tokens of the prompt
         self.limit: Floats = np.zeros(0)  # most tokens of the answer
-        self.told: Floats = np.zeros(0)  # tokens generated, as far as we heard
-        self.told_at: Floats = np.zeros(0)
         self.lengths: Floats = np.zeros((0, NUM_SAMPLES))  # that the answer may get
         self._grow(64)
 
@@ -341,18 +339,12 @@ class Flights:
         self._by_node.setdefault(ticket.decode_id, {})[row] = None
         self.is_open[row], self.is_decoding[row] = True, False
         self.joins_at[row], self.context[row], self.limit[row] = joins_at, ticket.context_tokens, max_tokens
-        self.told[row], self.told_at[row] = 0.0, joins_at
         self.lengths[row] = lengths
 
     def joined(self, ticket: Ticket, now: float) -> None:
         row = self._row.get(ticket)
         if row is not None and not self.is_decoding[row]:
-            self.is_decoding[row], self.joins_at[row], self.told_at[row] = True, now, now
-
-    def progressed(self, ticket: Ticket, generated: int, now: float) -> None:
-        row = self._row.get(ticket)
-        if row is not None:
-            self.told[row], self.told_at[row] = generated, now
+            self.is_decoding[row], self.joins_at[row] = True, now
 
     def remove(self, ticket: Ticket) -> tuple[Kind | None, float]:
         """Its kind and when it joined (inf: never); nothing when it is not known or was removed before."""
@@ -375,7 +367,7 @@ class Flights:
         """Sequences that decode on the node now, and their context tokens."""
         rows = self.rows(node_id)
         there = self.is_decoding[rows]
-        return float(there.sum()), float((self.context[rows] * there).sum() + (self.told[rows] * there).sum())
+        return float(there.sum()), float((self.context[rows] * there).sum())
 
     def decoding_at(self, when: float, decode_s: float) -> tuple[float, float]:
         """Of the whole system, at a later time: who has joined by then, and not decoded for ``decode_s`` yet."""
@@ -412,9 +404,9 @@ class Flights:
         return left, self.context[rows] + then, self.joins_at[rows] <= when
 
     def _generated(self, rows: list[int], now: float, step_s: float) -> Floats:
-        """Tokens so far: what was told, and one a step since."""
-        since = np.where(self.is_decoding[rows], np.maximum(now - self.told_at[rows], 0.0), 0.0)
-        result: Floats = np.minimum(self.told[rows] + since / step_s, self.limit[rows])
+        """Tokens so far, guessed from the time: one a step."""
+        since = np.where(self.is_decoding[rows], np.maximum(now - self.joins_at[rows], 0.0), 0.0)
+        result: Floats = np.minimum(since / step_s, self.limit[rows])
         return result
 
     def _grow(self, size: int) -> None:
@@ -423,7 +415,7 @@ class Flights:
         more = size - old
         for name in ("is_open", "is_decoding"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(more, dtype=bool)))
-        for name in ("joins_at", "context", "limit", "told", "told_at"):
+        for name in ("joins_at", "context", "limit"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
         self.lengths = np.concatenate((self.lengths, np.zeros((more, NUM_SAMPLES))))
         self._free += range(size - 1, old - 1, -1)

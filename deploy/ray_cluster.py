@@ -5,9 +5,11 @@
 
 To make a Ray of several machines, with authentication and without the dashboard, on the first and then on each other:
 
+    (umask 077 && python -c "import secrets; print(secrets.token_hex(32), end='')" > ~/.mooncake-ray-token)  # the first
+    scp FIRST:.mooncake-ray-token ~/                                                             # each other
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.mooncake-ray-token RAY_USAGE_STATS_ENABLED=0
-    ray start --head --port 6390 --include-dashboard=false
-    ray start --address HOST:6390
+    ray start --head --port 6390 --include-dashboard=false                                       # the first
+    ray start --address FIRST:6390                                                               # each other
 
 Whoever holds the token may run any code on those machines: keep it, and the ports, private. Then set conductor.host to
 an address that the other machines reach; while it is a loopback address, all actors are placed on one machine.

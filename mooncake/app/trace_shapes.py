@@ -112,7 +112,7 @@ class _Generator:
         made: list[TraceRequest] = []
         followers: list[tuple[float, int, _Turn]] = []
         order = count()
-        now = rng.exponential(1 / rate)
+        rng.exponential(1 / rate)  # of no use; but without it every seed would give another trace than it used to
         # Conversations that began before the trace did: without them it would start with first turns only.
         next_new = -2 * 900.0
         while len(made) < requests:

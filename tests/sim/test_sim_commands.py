@@ -54,6 +54,7 @@ def test_every_preset_reads_and_runs() -> None:
         (('curve = "a800-llama3-70b"', 'curve = "b800"'), "b800"),
         (("count = 16", "count = 0"), "count"),
         (('role = "coupled"', 'role = "decode"'), "prefill"),
+        (('role = "coupled"', 'store_tokens = 1\nrole = "coupled"'), "store_tokens says nothing of coupled machines"),
         (("[model]", "[model"), "TOML"),
     ],
 )

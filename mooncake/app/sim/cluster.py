@@ -88,6 +88,18 @@ class Machines(Frozen, frozen=True):
     beside: Positive = 1.0  # times as slow while machines of the other role work: they share a processor
 
 
+_PLAIN = Machines(role="prefill", count=1, curve="")
+_MEANT_FOR = {  # others refuse them, so that nobody thinks they do something
+    "kv_tokens": ("decode", "coupled"),
+    "max_sequences": ("decode", "coupled"),
+    "chunk_tokens": ("coupled",),
+    "prefix_caching": ("coupled",),
+    "store_tokens": ("prefill",),
+    "load_gb_per_s": ("prefill",),
+    "beside": ("prefill", "decode"),
+}
+
+
 class Conductor(Frozen, frozen=True):
     policy: str = "milliseconds"
     admission: str = "none"
@@ -128,6 +140,10 @@ class Cluster(Frozen, frozen=True):
         roles = {machines.role for machines in self.machines}
         if roles not in ({"prefill", "decode"}, {"coupled"}, {"prefill"}):
             raise ValueError("a cluster has prefill and decode machines, or coupled ones, or prefill ones alone")
+        for machines in self.machines:
+            for name, meant_for in _MEANT_FOR.items():
+                if machines.role not in meant_for and getattr(machines, name) != getattr(_PLAIN, name):
+                    raise ValueError(f"{name} says nothing of {machines.role} machines")
 
     def check(self) -> None:
         """Raises ConfigError when a value that was replaced is out of its bounds."""

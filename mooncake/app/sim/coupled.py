@@ -98,10 +98,6 @@ class CoupledMachine:
             self._begin_step()
         return True
 
-    @property
-    def waiting_tokens(self) -> int:
-        return sum(sequence.num_tokens - sequence.num_computed for sequence in self.scheduler.waiting)
-
     def _begin_step(self) -> None:
         plan = self.scheduler.plan()
         self._is_running = bool(plan.entries)

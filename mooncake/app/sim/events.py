@@ -31,14 +31,6 @@ class Agenda:
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         self.at(self.now + delay_s, action, *arguments)
 
-    def step(self) -> bool:
-        """Let the next event happen. False when there is none."""
-        if not self._heap:
-            return False
-        self.now, _, action, arguments = heappop(self._heap)
-        action(*arguments)
-        return True
-
     def run(self, max_events: int | None = None) -> int:
         """Let events happen until there is none, or ``max_events`` did. Returns how many."""
         heap, pop, count = self._heap, heappop, 0

@@ -89,12 +89,6 @@ class Network:
         if flow in flow.source.flows:
             self._leave(flow)
 
-    def bytes_in(self, host: str) -> float:
-        return self._in[host].busy_bytes
-
-    def bytes_out(self, host: str) -> float:
-        return self._out[host].busy_bytes
-
     def _leave(self, flow: Flow) -> None:
         self._settle(flow)
         ports = flow.source, flow.target

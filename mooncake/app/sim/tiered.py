@@ -56,7 +56,6 @@ class TieredCache:
     ) -> None:
         num_slots = tokens // model.block_tokens
         self.disk = disk
-        self.num_unkept = 0  # blocks that found no slot
         self._on_change = on_change
         self._waiting: deque[tuple[float, list[BlockName]]] = deque()  # for a slot, until when
         self._agenda = agenda
@@ -205,7 +204,6 @@ class TieredCache:
             if left and now < until and self._demotion.is_busy:
                 waiting.appendleft((until, left))
                 return
-            self.num_unkept += len(left)
 
     def _reserve(self, names: Sequence[BlockName], writer: str) -> dict[BlockName, Grant]:
         """Slots for the leading ones of ``names``."""
