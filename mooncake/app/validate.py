@@ -84,7 +84,9 @@ class Compared(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        return self.simulated / self.live - 1.0 if self.live else math.inf
+        if not self.live:
+            return math.inf if self.simulated else 0.0
+        return self.simulated / self.live - 1.0
 
     @property
     def is_within(self) -> bool:
@@ -171,7 +173,8 @@ def markdown(line: Mapping[str, object], rows: Sequence[Compared]) -> str:
         f"Made by `mooncake validate` from {line['validate']}, seed {line['seed']}: one prefill and one decode node,\n"
         "each on a core of its own, measured through the running cluster, then replayed and simulated. Every request\n"
         "of both is in `validation.json`. Conductor, store and client run beside them on the same cores.\n\n"
-        f"Settings: {', '.join(f'{name} = {value}' for name, value in config.items())}.\n\n"
+        f"Settings: {', '.join(f'{name} = {value}' for name, value in config.items())}.\n"
+        f"The nodes are as the simulator has them, which is not their default: {', '.join(SETTINGS[:-2])}.\n\n"
         f"**{within} of the {len(held)} figures that have a limit are within it.**\n\n",
         "| | live, ms | simulated, ms | error | allowed |\n|---|---|---|---|---|\n",
     ]
