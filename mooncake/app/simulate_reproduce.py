@@ -35,15 +35,15 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
     for name in only:
         if name not in ALL:
             raise ConfigError(f"no experiment is called {name!r}; there are: {', '.join(ALL)}")
-    traces = Traces(folder)
-    if commit().endswith("-dirty"):
+    traces, made_by = Traces(folder), commit()
+    if made_by.endswith("-dirty"):
         err.print("[yellow]there are changes that no commit has: the results will say so[/]")
     target.mkdir(parents=True, exist_ok=True)
     for name in only or list(ALL):
         started_s = time.perf_counter()
         traces.used.clear()
         finding = msgspec.structs.replace(ALL[name](traces), traces=tuple(traces.used))
-        line = {"commit": commit(), **msgspec.to_builtins(finding)}
+        line = {"commit": made_by, **msgspec.to_builtins(finding)}
         (target / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(line), indent=1) + b"\n")
         err.print(f"{name}: {finding.verdict} ({time.perf_counter() - started_s:.0f} s)")
         show(finding)
@@ -52,10 +52,14 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
 
 def write_page(target: Path) -> None:
     """The table of all results that are there."""
-    page = markdown(load(target))
-    if (target / "validation.md").exists():  # by mooncake validate
-        page += "\nHow the simulator compares with a live pair of nodes: [validation.md](validation.md).\n"
-    (target / "README.md").write_text(page)
+    (target / "README.md").write_text(page(target))
+
+
+def page(folder: Path) -> str:
+    text = markdown(load(folder))
+    if (folder / "validation.md").exists():  # by mooncake validate
+        text += "\nHow the simulator compares with a live pair of nodes: [validation.md](validation.md).\n"
+    return text
 
 
 def load(folder: Path) -> list[Finding]:

@@ -15,7 +15,7 @@ from mooncake.app.sim.cluster import load_preset, parse_cluster, preset_names, p
 from mooncake.app.sim.experiments import Finding, Row
 from mooncake.app.sim.page import _over_time
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.simulate_reproduce import markdown
+from mooncake.app.simulate_reproduce import markdown, page
 from mooncake.app.trace_shapes import generate
 from mooncake.app.trace_tools import load_any, one_after_another
 from mooncake.errors import ConfigError, InvalidRequest
@@ -198,6 +198,11 @@ def test_traces_one_after_another_share_nothing() -> None:
     joined = one_after_another([one, two])
     assert not {b for r in joined[:50] for b in r.hash_ids} & {b for r in joined[50:] for b in r.hash_ids}
     assert joined[50].timestamp_ms >= joined[49].timestamp_ms
+
+
+def test_the_saved_page_of_reproductions_is_that_of_the_saved_results() -> None:
+    folder = Path(__file__).parents[2] / "deploy" / "reproduction"
+    assert (folder / "README.md").read_text() == page(folder)
 
 
 def test_the_table_of_reproductions_says_what_is_compared() -> None:
