@@ -26,11 +26,13 @@ ERROR_RATE = 0.05  # of the running means of errors
 MIN_ERROR, MAX_ERROR = 0.02, 4.0  # of |ln(measured / predicted)|
 LOST = 0.5  # a usual error above which nothing is as it was
 WARM_SAMPLES, REFIT_SAMPLES = 16, 16  # at first each sample is judged by a fresh fit, later by one of few samples ago
+NOISE = 0.05  # of every measurement, at least, however well few of them agree
+ATTENTION_SHARE = 3e-4  # of a token's own cost that seeing one more token is thought to be, until prompts show it
 _PAIR = "\x00"
 _RIDGE = 1e-9
 
 Coefficients = tuple[float, ...]
-_SUBSETS = {n: [s for size in range(n, 0, -1) for s in combinations(range(n), size)] for n in (2, 3)}
+_SUBSETS = {n: [s for size in range(n, 0, -1) for s in combinations(range(n), size)] for n in (1, 2, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,17 @@ class LinearFit:
     """Recursive least squares with forgetting, relative errors, Huber's weights and non-negative coefficients.
 
     Errors are divided by ms to the power ``relative``: at 1 a short sample tells as much as a long one. ``scales``
-    bring the features near 1, so that the normal equations stay well conditioned. ``error`` is the running mean of
-    |ln(measured / predicted)|, each prediction made before its sample was seen.
+    bring the features near 1, so that the normal equations stay well conditioned. ``last_share`` is how large the last
+    coefficient is thought to be, over the one before it, as long as the samples do not say (0: nothing is thought):
+    short prompts hardly tell what grows with the square of their length, and long ones would be predicted by their
+    noise. ``error`` is the running mean of |ln(measured / predicted)|, each prediction made before its sample was seen.
     """
 
     __slots__ = (
         "_coefficients",
+        "_last_share",
         "_moment",
+        "_power",
         "_relative",
         "_scales",
         "_shaped",
@@ -105,12 +111,14 @@ class LinearFit:
         "num_samples",
     )
 
-    def __init__(self, scales: Coefficients, relative: float = 1.0) -> None:
+    def __init__(self, scales: Coefficients, relative: float = 1.0, last_share: float = 0.0) -> None:
         size = len(scales)
         self._scales = scales
         self._relative = relative
+        self._last_share = last_share
         self._moment = [[0.0] * size for _ in range(size)]
         self._target = [0.0] * size
+        self._power = 0.0  # of what is measured, squared
         self._weight = 0.0  # samples that still count
         self._shaped: tuple[int, list[float]] | None = None
         self._coefficients: Coefficients | None = None  # of few samples ago, to judge the next one by
@@ -136,12 +144,13 @@ class LinearFit:
             target[i] = forgetting * target[i] + weighted * y
             for j, other in enumerate(x):
                 row[j] = forgetting * row[j] + weighted * other
+        self._power = forgetting * self._power + weight * y * y
         self._weight = forgetting * self._weight + weight
         self.num_samples += 1
 
     def coefficients(self, prior: LinearFit | None = None) -> Coefficients | None:
         """The best non-negative coefficients, with ``prior`` worth PRIOR_SAMPLES; None when nothing was measured."""
-        moment, target = self._moment, self._target
+        moment, target, power, weight = self._moment, self._target, self._power, self._weight
         if prior is not None and prior is not self and prior._weight:
             slower = self._times_slower(prior)
             share = PRIOR_SAMPLES / prior._weight
@@ -152,10 +161,28 @@ class LinearFit:
                 for row, other in zip(moment, prior._moment, strict=True)
             ]
             target = [a + of_target * b for a, b in zip(target, prior._target, strict=True)]
+            power, weight = power + of_target * slower * prior._power, weight + PRIOR_SAMPLES
         if not any(target):
             return None
         found = _non_negative(moment, target)
+        if self._last_share:
+            explained = sum(a * b for a, b in zip(found, target, strict=True))
+            noise = max(power - explained, NOISE * NOISE * power) / weight
+            found = self._without_doubt(moment, target, noise)
         return tuple(value / scale for value, scale in zip(found, self._scales, strict=True))
+
+    def _without_doubt(self, moment: list[list[float]], target: list[float], noise: float) -> list[float]:
+        """The coefficients with the last one drawn towards 0: a normal distribution of ``last_share`` before anything
+        is measured, against what samples with so much ``noise`` (squared) can tell."""
+        others = _non_negative([row[:-1] for row in moment[:-1]], target[:-1])
+        spread = self._last_share * others[-1] * self._scales[-1] / self._scales[-2]
+        if not spread:
+            return [*others, 0.0]
+        most = (
+            sum(moment[i][i] for i in range(len(target))) / _RIDGE**0.5
+        )  # as much is as good as 0, and stays solvable
+        doubted = [*moment[:-1], [*moment[-1][:-1], moment[-1][-1] + min(noise / spread**2, most)]]
+        return _non_negative(doubted, target)
 
     def _times_slower(self, prior: LinearFit) -> float:
         """What multiple of ``prior``'s prediction fits best: it lends its shape, not its speed. 1 without samples."""
@@ -262,7 +289,7 @@ class CostModel:
     def __init__(self, start: StartCosts | None = None) -> None:
         # Prompts wait for one another: a ms that is wrong by the long ones matters as well. Squares of errors over ms
         # are what errors of many independent parts ask for.
-        self._prefill = _Fits(_PREFILL_SCALES, relative=0.7)
+        self._prefill = _Fits(_PREFILL_SCALES, relative=0.7, last_share=ATTENTION_SHARE)
         self._decode = _Fits(_DECODE_SCALES)
         self._transfer = _Fits(_TRANSFER_SCALES)
         if start is not None:
@@ -338,10 +365,11 @@ class CostModel:
 class _Fits:
     """One fit a name, and one over all of them that stands in for names without samples."""
 
-    def __init__(self, scales: Coefficients, relative: float = 1.0) -> None:
+    def __init__(self, scales: Coefficients, relative: float = 1.0, last_share: float = 0.0) -> None:
         self._scales = scales
         self._relative = relative
-        self._all = LinearFit(scales, relative)
+        self._last_share = last_share
+        self._all = LinearFit(scales, relative, last_share)
         self._fits: dict[str, LinearFit] = {}
         self._cached: dict[str, Coefficients | None] = {}
         self.changed: dict[str, None] = {}  # a set that keeps its order
@@ -356,7 +384,7 @@ class _Fits:
         if fit is None:
             if len(self._fits) >= MAX_FITS:
                 return
-            fit = self._fits[name] = LinearFit(self._scales, self._relative)
+            fit = self._fits[name] = LinearFit(self._scales, self._relative, self._last_share)
         fit.observe(features, ms)
         self._cached.pop(name, None)
         self.changed[name] = None

@@ -38,6 +38,27 @@ def test_prefill_coefficients_are_recovered() -> None:
         assert cost.ms(new, prefix) == pytest.approx(prefill_ms(new, prefix), rel=0.05)
 
 
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
+def test_short_prompts_say_little_of_long_ones_and_their_noise_nothing(noise: float) -> None:
+    """Their squares are too small to be measured: taken at its word, noise predicted an hour."""
+    found = []
+    for seed in range(50):
+        costs, rng = CostModel(), random.Random(seed)
+        for _ in range(20):
+            new = rng.randint(30, 60)
+            costs.observe_prefill("p0", new, 0, prefill_ms(new, 0, 12.0, 0.9, 1e-5) * rng.lognormvariate(0.0, noise))
+        found.append(costs.prefill("p0").ms(8000, 0) / prefill_ms(8000, 0, 12.0, 0.9, 1e-5))
+    assert max(found) < 3.0
+
+
+def test_what_grows_with_the_square_shows_as_soon_as_prompts_are_long_enough() -> None:
+    costs, rng = CostModel(), random.Random(1)
+    for _ in range(20):
+        new = rng.randint(500, 3000)
+        costs.observe_prefill("p0", new, 0, prefill_ms(new, 0) * rng.lognormvariate(0.0, 0.05))
+    assert costs.prefill("p0").ms(16_000, 0) == pytest.approx(prefill_ms(16_000, 0), rel=0.15)
+
+
 def test_chunks_pay_for_their_steps() -> None:
     costs = CostModel()
     feed_prefill(costs, "p0", random.Random(2))
