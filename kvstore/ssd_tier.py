@@ -381,11 +381,10 @@ class SsdTier:
         while drops := self._index.take_drops(MAX_DROPS):
             try:
                 await self._ensure_room(len(pack_drops(drops, 0, 0, 0)))
-                write = self._place_drops(drops)
-            except BaseException:
+                await self._start_run((), [self._place_drops(drops)], drops)
+            except BaseException:  # also an earlier run's: this one has not begun then, and keeps nothing
                 self._index.keep_drops(drops)
                 raise
-            await self._start_run((), [write], drops)
 
     async def _ensure_room(self, size: int) -> None:
         """See to it that the open segment has room for a record. Raises OSError."""

@@ -6,7 +6,8 @@ import asyncio
 import errno
 import mmap
 import os
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvstore.ssd_index import SsdIndex
 from kvstore.ssd_io import NativeIO, PlainIO, SsdIO, VerifiedRead
 from kvstore.ssd_log import SsdLog
 from kvstore.ssd_record import PAGE, BlockHeader, Drop, NotARecord, block_size, pack_block, pack_drops, parse
-from kvstore.ssd_tier import SsdTier
+from kvstore.ssd_tier import GROUP_BYTES, SsdTier
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
 
@@ -258,6 +259,55 @@ async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
         assert len(caplog.records) == 1  # once, however long it lasts
     finally:
         await opened.close()
+
+
+class MoodyDisk(PlainIO):
+    """Lets the writes of some blocks wait; those of others fail, before anything of them is there."""
+
+    def __init__(self) -> None:
+        self.waits: dict[BlockKey, threading.Event] = {}
+        self.fails: set[BlockKey] = set()
+        self.begun: set[BlockKey] = set()  # of those that wait
+
+    def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+        heads = b"".join(bytes(part[:PAGE]) for part in parts)
+        for waiting in [key for key in self.waits if key in heads]:
+            self.begun.add(waiting)
+            assert self.waits[waiting].wait(20)
+        if any(key in heads for key in self.fails):
+            raise OSError(errno.EIO, "Input/output error")
+        super().write_and_sync(fd, offset, parts)
+
+
+def moody_tier(path: Path, disk: MoodyDisk, capacity: int = 64 * MIB, segment_bytes: int = MIB) -> SsdTier:
+    files = SsdLog(path, segment_bytes, io=disk)
+    return SsdTier(files, SsdIndex(capacity, segment_bytes, make_policy("lru", 1024)), first_sequence=1)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_what_was_dropped_stays_away_though_the_disk_fails_at_the_time(tmp_path: Path) -> None:
+    """The drop's record waits for two runs of blocks on their way, and the second of them fails."""
+    disk, size = MoodyDisk(), GROUP_BYTES // 2 + PAGE  # so that each goes by itself
+    disk.waits = {key(n): threading.Event() for n in (1, 2)}
+    disk.fails = {key(2)}
+    opened = moody_tier(tmp_path, disk, 8 * GROUP_BYTES, 2 * GROUP_BYTES)
+    assert await save(opened, 9) == [True]
+    saves = asyncio.create_task(save(opened, 1, 2, 3, 4, size=size))
+    await until(lambda: len(disk.begun) == 2)
+    assert opened.drop([key(9)]) == 1
+    disk.waits[key(1)].set()
+    await until(lambda: not opened.index.has_drops)  # they are on their way
+    disk.waits[key(2)].set()
+    assert await saves == [True, False, False, False]
+    await opened.committed()
+    await opened.close()
+    async with tier(tmp_path, 8 * GROUP_BYTES, 2 * GROUP_BYTES) as again:
+        assert await found(again, 1, size) and not await found(again, 9)
 
 
 async def test_parents_outlive_their_children(tmp_path: Path) -> None:
