@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from kvstore.eviction import Block, EvictionPolicy
 from kvstore.ssd_log import Place, Scan
@@ -96,24 +97,17 @@ class SsdIndex:
     # Starting
 
     def recover(self, scan: Scan, now: float) -> list[int]:
-        """Take over what a scan found, the last word about a block winning. Returns segments that hold nothing."""
+        """Take over what a scan found: of a block's records that were not dropped the last. Returns segments that hold
+        nothing."""
         for number in scan.segments:
             self._segments[number] = _Segment(used=self.segment_bytes)
             self._next_segment = max(self._next_segment, number + 1)
+        dropped = {drop for _, record in scan.records for drop in record.drops}
         for offset, record in scan.records:
-            if record.block is not None:
-                place = Place(record.segment, offset, record.header_bytes, record.size, record.sequence)
+            place = Place(record.segment, offset, record.header_bytes, record.size, record.sequence)
+            if record.block is not None and _drop_of(record.block.key, place) not in dropped:
                 self._insert(record.block, place, now)
-            for drop in record.drops:
-                block = self._blocks.get(drop.key)
-                if block is not None and block.place.sequence == drop.sequence:
-                    self._remove(block, now)
-                if drop.segment in self._segments:
-                    self._segments[record.segment].drops.add(drop)
-        for segment in self._segments.values():
-            for drop in segment.drops:
-                self._drops.pop(drop, None)  # the log says so already
-        self._left.clear()
+            self._segments[record.segment].drops.update(d for d in record.drops if d.segment in self._segments)
         return [number for number, segment in self._segments.items() if not segment.keys and not segment.drops]
 
     # Writing
@@ -194,10 +188,11 @@ class SsdIndex:
         """Compaction copied a record. False when the block has gone or changed meanwhile; the copy is then dead."""
         block = self._blocks.get(key)
         if block is None or block.place != before:
-            self._drops[Drop(key, after.segment, after.sequence)] = None
+            self._drops[_drop_of(key, after)] = None
             return False
         self._unlink(block)
         self._link(replace(block, place=after))
+        self._drops[_drop_of(key, before)] = None  # for as long as its segment is not deleted
         return True
 
     def drop(self, key: BlockKey, now: float) -> bool:
@@ -214,16 +209,16 @@ class SsdIndex:
 
     def take_drops(self, limit: int) -> list[Drop]:
         """What the log has to be told; ``dropped`` says that it was, ``keep_drops`` that it could not be."""
-        taken = list(self._drops)[:limit]
+        taken = list(islice(self._drops, limit))
         for drop in taken:
             del self._drops[drop]
-        return [drop for drop in taken if drop.segment in self._segments]
+        return taken
 
     def dropped(self, drops: Iterable[Drop], segment: int) -> None:
         self._segments[segment].drops.update(drops)
 
     def keep_drops(self, drops: Iterable[Drop]) -> None:
-        self._drops.update(dict.fromkeys(drops))
+        self._drops.update({drop: None for drop in drops if drop.segment in self._segments})
 
     def take_left(self) -> list[BlockHeader]:
         """Blocks that the SSD has lost since the last call."""
@@ -245,9 +240,9 @@ class SsdIndex:
         """The segment is to be deleted. Drops written there that still matter are written again."""
         segment = self._segments[number]
         assert not segment.keys
-        self._drops.update({drop: None for drop in segment.drops if drop.segment != number})
-        self._drops = {drop: None for drop in self._drops if drop.segment != number}
         del self._segments[number]
+        self._drops = {drop: None for drop in self._drops if drop.segment != number}
+        self.keep_drops(segment.drops)
 
     @property
     def segments(self) -> Collection[int]:
@@ -282,7 +277,8 @@ class SsdIndex:
         before = self._blocks.get(header.key)
         if before is not None:
             self._unlink(before)
-            self._drops[_drop_of(before)] = None  # or it would come back when the new one's segment has gone
+            # Or it would come back when the new one's segment has gone.
+            self._drops[_drop_of(header.key, before.place)] = None
         else:
             self._policy.insert(_policy_block(header), now)
             self.mark(header.key, True)
@@ -296,7 +292,7 @@ class SsdIndex:
         self._unlink(block)
         del self._blocks[block.header.key]
         self.mark(block.header.key, False)
-        self._drops[_drop_of(block)] = None
+        self._drops[_drop_of(block.header.key, block.place)] = None
         self._left.append(block.header)
 
     def _link(self, block: SsdBlock) -> None:
@@ -321,8 +317,8 @@ class SsdIndex:
             del self._by_tenant[tenant]
 
 
-def _drop_of(block: SsdBlock) -> Drop:
-    return Drop(block.header.key, block.place.segment, block.place.sequence)
+def _drop_of(key: BlockKey, place: Place) -> Drop:
+    return Drop(key, place.segment, place.sequence)
 
 
 def _policy_block(header: BlockHeader) -> Block:

@@ -63,11 +63,12 @@ class _Saving:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A record with its place."""
+    """A record with its place. ``undo`` takes a block's back."""
 
     place: Place
     header: bytes
-    data: memoryview | None
+    data: memoryview | None = None
+    undo: Drop | None = None
 
 
 class SsdTier:
@@ -341,8 +342,8 @@ class SsdTier:
             await self._in_writer(self._write_and_sync, writes)
             if before is not None:
                 await asyncio.shield(before)
-        except BaseException:
-            self._index.keep_drops(drops)
+        except BaseException:  # and yet what was to be written may be there: a restart is not to find it
+            self._index.keep_drops([*drops, *(write.undo for write in writes if write.undo is not None)])
             for saving in savings:
                 self._answer(saving, False)
             raise
@@ -461,12 +462,13 @@ class SsdTier:
 
     def _place_block(self, header: BlockHeader, data: memoryview) -> _Write:
         place = self._place(header_size(header), block_size(header))
-        return _Write(place, pack_block(header, place.segment, place.sequence, self._durable), data)
+        packed = pack_block(header, place.segment, place.sequence, self._durable)
+        return _Write(place, packed, data, Drop(header.key, place.segment, place.sequence))
 
     def _place_drops(self, drops: Sequence[Drop]) -> _Write:
         sample = pack_drops(drops, 0, 0, 0)
         place = self._place(len(sample), len(sample))
-        return _Write(place, pack_drops(drops, place.segment, place.sequence, self._durable), None)
+        return _Write(place, pack_drops(drops, place.segment, place.sequence, self._durable))
 
     def _place(self, header_bytes: int, size: int) -> Place:
         segment, offset = self._index.take(size)

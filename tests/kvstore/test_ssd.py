@@ -262,11 +262,13 @@ async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
 
 
 class MoodyDisk(PlainIO):
-    """Lets the writes of some blocks wait; those of others fail, before anything of them is there."""
+    """Lets the writes of some blocks wait; those of others fail once, before anything is there or after all is."""
 
     def __init__(self) -> None:
         self.waits: dict[BlockKey, threading.Event] = {}
         self.fails: set[BlockKey] = set()
+        self.fails_late: set[BlockKey] = set()
+        self.failures = 0
         self.begun: set[BlockKey] = set()  # of those that wait
 
     def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
@@ -274,9 +276,15 @@ class MoodyDisk(PlainIO):
         for waiting in [key for key in self.waits if key in heads]:
             self.begun.add(waiting)
             assert self.waits[waiting].wait(20)
-        if any(key in heads for key in self.fails):
-            raise OSError(errno.EIO, "Input/output error")
-        super().write_and_sync(fd, offset, parts)
+        early, late = ({key for key in keys if key in heads} for keys in (self.fails, self.fails_late))
+        if not early:
+            super().write_and_sync(fd, offset, parts)
+        if not early and not late:
+            return
+        self.fails -= early
+        self.fails_late -= late
+        self.failures += 1
+        raise OSError(errno.EIO, "Input/output error")
 
 
 def moody_tier(path: Path, disk: MoodyDisk, capacity: int = 64 * MIB, segment_bytes: int = MIB) -> SsdTier:
@@ -308,6 +316,40 @@ async def test_what_was_dropped_stays_away_though_the_disk_fails_at_the_time(tmp
     await opened.close()
     async with tier(tmp_path, 8 * GROUP_BYTES, 2 * GROUP_BYTES) as again:
         assert await found(again, 1, size) and not await found(again, 9)
+
+
+async def test_what_could_not_be_made_durable_and_was_then_dropped_stays_away(tmp_path: Path) -> None:
+    """Its bytes may well be on the disk."""
+    disk = MoodyDisk()
+    disk.fails_late = {key(1)}
+    opened = moody_tier(tmp_path, disk)
+    assert await save(opened, 0) == [True]
+    assert await save(opened, 1) == [False]
+    assert opened.drop([key(1)]) == 0  # as the store's users would: it has it in memory
+    await opened.committed()
+    await opened.close()
+    async with tier(tmp_path, segment_bytes=MIB) as again:
+        assert await found(again, 0) and not await found(again, 1)
+
+
+async def test_a_block_that_could_not_be_copied_is_where_it_was_and_nowhere_once_it_is_dropped(tmp_path: Path) -> None:
+    disk, capacity = MoodyDisk(), 8 * MIB
+    opened = moody_tier(tmp_path, disk, capacity)
+    assert await save(opened, 0, 1) == [True] * 2
+    disk.fails_late = {key(0), key(1)}
+    for step in range(1, 60):
+        opened.touch([key(0), key(1)])  # so that they do not leave before their segment is needed
+        if not all(await save(opened, *range(step * 8, step * 8 + 8))):
+            break
+    assert disk.failures == 1 and opened.counters["ssd_segments_compacted"] == 0
+    opened.index.check()
+    assert opened.drop([key(1)]) == 1
+    await opened.committed()
+    here = [n for n in range(480) if await found(opened, n)]
+    assert 0 in here and 1 not in here
+    await opened.close()
+    async with tier(tmp_path, capacity) as again:
+        assert [n for n in range(480) if await found(again, n)] == here
 
 
 async def test_parents_outlive_their_children(tmp_path: Path) -> None:
