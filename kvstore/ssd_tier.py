@@ -53,22 +53,24 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class _Saving:
-    """A block that waits to be saved. ``data`` stays as it is until ``done`` is. Dropped meanwhile: unwanted."""
+    """A block that waits to be saved. ``data`` stays as it is until ``done`` is. Dropped meanwhile: unwanted. Once its
+    record has a place, ``undo`` takes it back."""
 
     header: BlockHeader
     data: memoryview
     done: asyncio.Future[bool]
     is_unwanted: bool = False
+    undo: tuple[Drop, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A record with its place. ``undo`` takes a block's back."""
+    """A record with its place. ``undo`` takes it back, if it is a block's."""
 
     place: Place
     header: bytes
     data: memoryview | None = None
-    undo: Drop | None = None
+    undo: tuple[Drop, ...] = ()
 
 
 class SsdTier:
@@ -229,8 +231,9 @@ class SsdTier:
         for key in keys:
             if (saving := self._saving.pop(key, None)) is not None:
                 saving.is_unwanted = True  # or it would come back when it has been written
+                self._index.keep_drops(saving.undo)
             dropped += self._index.drop(key, time.monotonic())
-        if dropped:
+        if self._index.has_drops:
             self._work.set()
         return dropped
 
@@ -276,7 +279,7 @@ class SsdTier:
             await self._work.wait()
             self._work.clear()
             self._is_committing = True
-            while self._queue or self._index.has_drops:
+            while self._queue or self._index.has_drops or self._commits:
                 group = self._next_group()
                 try:
                     await self._commit(group)
@@ -287,7 +290,6 @@ class SsdTier:
                     self._runs.clear()
                     self._fail(group, error)
                     break
-            self._answer_commits()
 
     def _next_group(self) -> list[_Saving]:
         group: list[_Saving] = []
@@ -315,9 +317,9 @@ class SsdTier:
             else:
                 self.counters["ssd_refused"] += 1
                 self._answer(saving, False)
-        await self._write_drops()
+        await self._tell_drops()
         async for part in self._fitting(kept):
-            await self._start_run(part, [self._place_block(saving.header, saving.data) for saving in part])
+            await self._start_run(part, [self._place_saving(saving) for saving in part])
 
     async def _start_run(
         self, savings: Sequence[_Saving], writes: Sequence[_Write], drops: Sequence[Drop] = ()
@@ -343,7 +345,7 @@ class SsdTier:
             if before is not None:
                 await asyncio.shield(before)
         except BaseException:  # and yet what was to be written may be there: a restart is not to find it
-            self._index.keep_drops([*drops, *(write.undo for write in writes if write.undo is not None)])
+            self._index.keep_drops([*drops, *(drop for write in writes for drop in write.undo)])
             for saving in savings:
                 self._answer(saving, False)
             raise
@@ -355,11 +357,10 @@ class SsdTier:
         self._durable = writes[-1].place.sequence
         self._index.dropped(drops, writes[-1].place.segment)
         for saving, write in zip(savings, writes if savings else (), strict=True):
-            self._index.insert(saving.header, write.place, time.monotonic())
             self.counters["ssd_writes"] += 1
             self.counters["ssd_write_bytes"] += saving.header.length
-            if saving.is_unwanted:
-                self._index.drop(saving.header.key, time.monotonic())
+            if not saving.is_unwanted:
+                self._index.insert(saving.header, write.place, time.monotonic())
             self._answer(saving, not saving.is_unwanted)
 
     async def _settle(self) -> None:
@@ -377,6 +378,18 @@ class SsdTier:
                 room -= block_size(left[0].header)
                 part.append(left.popleft())
             yield part
+
+    async def _tell_drops(self) -> None:
+        """Start to write the drops so far. Who waits for them hears of it as soon as they are durable, however much is
+        still to be saved, or when the disk would not take them."""
+        waiting, self._commits = self._commits, []
+        try:
+            await self._write_drops()
+        finally:
+            if self._runs:
+                self._runs[-1].add_done_callback(lambda _: _answer_all(waiting))
+            else:
+                _answer_all(waiting)
 
     async def _write_drops(self) -> None:
         while drops := self._index.take_drops(MAX_DROPS):
@@ -460,10 +473,17 @@ class SsdTier:
         self._index.moved(key, block.place, write.place)
         self.counters["ssd_copied_bytes"] += block.header.length
 
+    def _place_saving(self, saving: _Saving) -> _Write:
+        write = self._place_block(saving.header, saving.data)
+        saving.undo = write.undo
+        if saving.is_unwanted:
+            self._index.keep_drops(saving.undo)
+        return write
+
     def _place_block(self, header: BlockHeader, data: memoryview) -> _Write:
         place = self._place(header_size(header), block_size(header))
         packed = pack_block(header, place.segment, place.sequence, self._durable)
-        return _Write(place, packed, data, Drop(header.key, place.segment, place.sequence))
+        return _Write(place, packed, data, (Drop(header.key, place.segment, place.sequence),))
 
     def _place_drops(self, drops: Sequence[Drop]) -> _Write:
         sample = pack_drops(drops, 0, 0, 0)
@@ -506,6 +526,8 @@ class SsdTier:
         for saving in [*group, *self._queue]:
             self._answer(saving, False)
         self._queue.clear()
+        _answer_all(self._commits)
+        self._commits.clear()
 
     def _answer(self, saving: _Saving, is_saved: bool) -> None:
         if self._saving.get(saving.header.key) is saving:
@@ -513,8 +535,8 @@ class SsdTier:
         if not saving.done.done():
             saving.done.set_result(is_saved)
 
-    def _answer_commits(self) -> None:
-        waiting, self._commits = self._commits, []
-        for done in waiting:
-            if not done.done():
-                done.set_result(None)
+
+def _answer_all(waiting: Iterable[asyncio.Future[None]]) -> None:
+    for done in waiting:
+        if not done.done():
+            done.set_result(None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -350,6 +352,36 @@ async def test_a_block_that_could_not_be_copied_is_where_it_was_and_nowhere_once
     await opened.close()
     async with tier(tmp_path, capacity) as again:
         assert [n for n in range(480) if await found(again, n)] == here
+
+
+async def test_who_waits_for_drops_does_not_wait_for_all_that_is_being_saved(tmp_path: Path) -> None:
+    disk, directory, size, most = MoodyDisk(), tmp_path / "ssd", MIB, 800
+    pages = memoryview(mmap.mmap(-1, size))
+    sums = range_checksums(pages, 1)
+    opened = moody_tier(directory, disk, 256 * MIB, 8 * MIB)
+    assert await save(opened, 0) == [True]
+    disk.waits = {key(1): threading.Event()}
+    numbers, is_enough = itertools.count(1), False
+
+    async def save_on() -> None:
+        while not is_enough and (number := next(numbers)) < most:
+            assert await opened.save(BlockHeader(key(number), b"", "", size, sums), pages)
+
+    savers = [asyncio.create_task(save_on()) for _ in range(3 * GROUP_BYTES // size)]
+    await until(lambda: key(1) in disk.begun)
+    opened.drop([key(0), key(1)])  # one that is there, and one that is about to be
+    waiting = asyncio.create_task(opened.committed())
+    disk.waits[key(1)].set()
+    await waiting
+    assert next(numbers) < most
+    shutil.copytree(directory, tmp_path / "after a crash")
+    is_enough = True
+    failures = [answer for answer in await asyncio.gather(*savers, return_exceptions=True) if answer is not None]
+    assert len(failures) == 1, "that of the block that was dropped"
+    opened.index.check()
+    await opened.close()
+    async with tier(tmp_path / "after a crash", 256 * MIB) as again:
+        assert key(0) not in again and key(1) not in again and len(again.index) > 0
 
 
 async def test_parents_outlive_their_children(tmp_path: Path) -> None:
