@@ -207,9 +207,10 @@ class SsdIndex:
     def has_drops(self) -> bool:
         return bool(self._drops)
 
-    def take_drops(self, limit: int) -> list[Drop]:
-        """What the log has to be told; ``dropped`` says that it was, ``keep_drops`` that it could not be."""
-        taken = list(islice(self._drops, limit))
+    def take_drops(self, limit: int, but_of: int | None = None) -> list[Drop]:
+        """What the log has to be told, but for one segment; ``dropped`` says that it was, ``keep_drops`` that it could
+        not be."""
+        taken = list(islice((drop for drop in self._drops if drop.segment != but_of), limit))
         for drop in taken:
             del self._drops[drop]
         return taken
@@ -236,13 +237,17 @@ class SsdIndex:
         blocks = [self._blocks[key] for key in self._segments[number].keys]
         return number, sorted(blocks, key=lambda block: block.place.offset)
 
+    def carry_drops(self, number: int) -> None:
+        """The segment is to be deleted. Drops written there that still matter then are to be written again."""
+        drops, self._segments[number].drops = self._segments[number].drops, set()
+        self.keep_drops(drop for drop in drops if drop.segment != number)
+
     def give_up(self, number: int) -> None:
-        """The segment is to be deleted. Drops written there that still matter are written again."""
-        segment = self._segments[number]
-        assert not segment.keys
+        """The segment has been deleted, and with it whatever was to be dropped there."""
+        assert not self._segments[number].keys
+        self.carry_drops(number)
         del self._segments[number]
         self._drops = {drop: None for drop in self._drops if drop.segment != number}
-        self.keep_drops(segment.drops)
 
     @property
     def segments(self) -> Collection[int]:

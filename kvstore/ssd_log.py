@@ -135,12 +135,14 @@ class SsdLog:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def delete(self, segment: int) -> None:
-        """Its room is free once the last reader has left."""
+        """Gone for good when this returns; its room is free once the last reader has left. Raises OSError: then it is
+        still to be deleted."""
+        self._path(segment).unlink(missing_ok=True)
+        self._sync_directory()
         with self._lock:
             file = self._files.pop(segment)
             file.is_deleted = True
             idle = file.readers == 0
-        self._path(segment).unlink(missing_ok=True)
         if idle:
             os.close(file.fd)
 

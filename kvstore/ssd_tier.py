@@ -14,7 +14,7 @@ import logging
 import mmap
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +124,8 @@ class SsdTier:
             raise
         index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
         for number in index.recover(scan, time.monotonic()):
-            index.give_up(number)
             files.delete(number)
+            index.give_up(number)
         index.counters["ssd_torn"] += scan.torn
         tier = cls(files, index, scan.last_sequence + 1)
         log.info("%s: %d blocks found, %d torn ones cut off", directory, len(index), scan.torn)
@@ -384,17 +384,17 @@ class SsdTier:
         still to be saved, or when the disk would not take them."""
         waiting, self._commits = self._commits, []
         try:
-            await self._write_drops()
+            await self._write_drops(self._ensure_room)
         finally:
             if self._runs:
                 self._runs[-1].add_done_callback(lambda _: _answer_all(waiting))
             else:
                 _answer_all(waiting)
 
-    async def _write_drops(self) -> None:
-        while drops := self._index.take_drops(MAX_DROPS):
+    async def _write_drops(self, ensure_room: Callable[[int], Awaitable[None]], but_of: int | None = None) -> None:
+        while drops := self._index.take_drops(MAX_DROPS, but_of):
             try:
-                await self._ensure_room(len(pack_drops(drops, 0, 0, 0)))
+                await ensure_room(len(pack_drops(drops, 0, 0, 0)))
                 await self._start_run((), [self._place_drops(drops)], drops)
             except BaseException:  # also an earlier run's: this one has not begun then, and keeps nothing
                 self._index.keep_drops(drops)
@@ -407,6 +407,10 @@ class SsdTier:
         if self._index.needs_reclaim():
             await self._settle()  # what is on its way counts as live nowhere yet
             await self._reclaim()
+        await self._ensure_open(size)
+
+    async def _ensure_open(self, size: int) -> None:
+        """As above, without making room for another segment first."""
         if self._index.room() < size:
             await self._open_segment()
 
@@ -430,8 +434,7 @@ class SsdTier:
         now = time.monotonic()
         for block in blocks:
             self._index.drop(block.header.key, now)
-        self._index.give_up(number)
-        await self._in_writer(self._log.delete, number)
+        await self._delete(number)
         self.counters["ssd_full"] += 1
         if self._index.shrink():
             kept = self._index.capacity_bytes / 1e9
@@ -445,15 +448,22 @@ class SsdTier:
             if found is None:
                 return
             number, blocks = found
+            self._index.carry_drops(number)
+            await self._write_drops(self._ensure_open, but_of=number)
+            await self._settle()
             for block in blocks:
                 await self._copy(block)
             if number not in self._index.segments:
                 continue  # the disk was full, and it had to go as it was
             if self._index.live_of(number):
                 return  # something could not be copied; the next one may do better
-            self._index.give_up(number)
-            await self._in_writer(self._log.delete, number)
+            await self._delete(number)
             self.counters["ssd_segments_compacted"] += 1
+
+    async def _delete(self, number: int) -> None:
+        """Its drops count until the file is gone: whoever starts anew would find it. Raises OSError."""
+        await self._in_writer(self._log.delete, number)
+        self._index.give_up(number)
 
     async def _copy(self, block: SsdBlock) -> None:
         """Move one block to the open segment; one that cannot be read rightly is dropped instead."""
@@ -465,8 +475,7 @@ class SsdTier:
             await self.load(key, data)
         except KVLoadFailed:
             return
-        if self._index.room() < block.place.size:
-            await self._open_segment()
+        await self._ensure_open(block.place.size)
         write = self._place_block(block.header, data)
         await self._start_run((), [write])
         await self._settle()

@@ -263,6 +263,9 @@ async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
         await opened.close()
 
 
+KEY_AT = pack_block(header(1), 1, 1, 1).index(key(1))
+
+
 class MoodyDisk(PlainIO):
     """Lets the writes of some blocks wait; those of others fail once, before anything is there or after all is."""
 
@@ -274,11 +277,11 @@ class MoodyDisk(PlainIO):
         self.begun: set[BlockKey] = set()  # of those that wait
 
     def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
-        heads = b"".join(bytes(part[:PAGE]) for part in parts)
-        for waiting in [key for key in self.waits if key in heads]:
+        written = {bytes(part[KEY_AT : KEY_AT + 32]) for part in parts}
+        for waiting in [key for key in self.waits if key in written]:
             self.begun.add(waiting)
             assert self.waits[waiting].wait(20)
-        early, late = ({key for key in keys if key in heads} for keys in (self.fails, self.fails_late))
+        early, late = self.fails & written, self.fails_late & written
         if not early:
             super().write_and_sync(fd, offset, parts)
         if not early and not late:
@@ -334,24 +337,107 @@ async def test_what_could_not_be_made_durable_and_was_then_dropped_stays_away(tm
         assert await found(again, 0) and not await found(again, 1)
 
 
-async def test_a_block_that_could_not_be_copied_is_where_it_was_and_nowhere_once_it_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_a_block_that_could_not_be_copied_is_where_it_was_until_it_is_dropped(
+    tmp_path: Path, is_dropped: bool
+) -> None:
     disk, capacity = MoodyDisk(), 8 * MIB
     opened = moody_tier(tmp_path, disk, capacity)
     assert await save(opened, 0, 1) == [True] * 2
-    disk.fails_late = {key(0), key(1)}
+    disk.fails_late = {key(1)}  # when the other has been copied
     for step in range(1, 60):
         opened.touch([key(0), key(1)])  # so that they do not leave before their segment is needed
         if not all(await save(opened, *range(step * 8, step * 8 + 8))):
             break
-    assert disk.failures == 1 and opened.counters["ssd_segments_compacted"] == 0
+    assert disk.failures == 1 and step > 8
     opened.index.check()
-    assert opened.drop([key(1)]) == 1
+    assert not is_dropped or opened.drop([key(1)]) == 1
     await opened.committed()
     here = [n for n in range(480) if await found(opened, n)]
-    assert 0 in here and 1 not in here
+    assert 0 in here and (1 in here) is not is_dropped
     await opened.close()
     async with tier(tmp_path, capacity) as again:
         assert [n for n in range(480) if await found(again, n)] == here
+
+
+class Graveyard(SsdLog):
+    """Keeps what a kill would leave whenever a segment has just been deleted. Those of ``fails`` cannot be at first."""
+
+    def __init__(self, path: Path, places: Path, io: SsdIO | None = None) -> None:
+        super().__init__(path, MIB, io=io)
+        self._path_of_all, self._places = path, places
+        self.fails: set[int] = set()
+        self.copies: list[Path] = []
+
+    def delete(self, segment: int) -> None:
+        if segment in self.fails:
+            self.fails.discard(segment)
+            raise OSError(errno.EIO, "Input/output error")
+        super().delete(segment)
+        self.copies.append(self._places / str(len(self.copies)))
+        shutil.copytree(self._path_of_all, self.copies[-1])
+
+
+async def test_what_was_dropped_stays_away_though_the_segment_that_says_so_goes_first(tmp_path: Path) -> None:
+    files = Graveyard(tmp_path / "ssd", tmp_path)
+    opened = SsdTier(files, SsdIndex(8 * MIB, MIB, make_policy("lru", 1024)), first_sequence=1)
+    rng, gone = np.random.default_rng(0), list[tuple[int, int]]()  # with how many segments were deleted before
+    for step in range(40):
+        numbers = range(step * 8, step * 8 + 8)
+        assert await save(opened, *numbers) == [True] * 8
+        kept = [n for n in range(0, step * 8 + 8, 3) if key(n) in opened]
+        opened.touch(key(n) for n in kept)  # these stay long, and their segments with them
+        opened.drop([key(number := int(rng.choice(kept)))])
+        await opened.committed()
+        gone.append((number, len(files.copies)))
+    await opened.close()
+    assert len(files.copies) > 10
+    for at, copy in enumerate(files.copies):
+        async with tier(copy, 8 * MIB) as again:
+            assert not [number for number, deleted in gone if deleted <= at and key(number) in again]
+
+
+async def test_what_is_dropped_from_a_segment_that_cannot_be_deleted_stays_away(tmp_path: Path) -> None:
+    disk = MoodyDisk()
+    files = Graveyard(tmp_path / "ssd", tmp_path, disk)
+    opened = SsdTier(files, SsdIndex(8 * MIB, MIB, make_policy("lru", 1024)), first_sequence=1)
+    assert await save(opened, 0, 1, 2) == [True] * 3
+    disk.waits, files.fails = {key(0): threading.Event()}, {1}  # when it is copied out of the first segment
+
+    async def save_on() -> None:
+        for step in range(1, 60):
+            opened.touch([key(n) for n in range(3)])
+            if not all(await save(opened, *range(step * 8, step * 8 + 8))):
+                return
+
+    saving = asyncio.create_task(save_on())
+    await until(lambda: key(0) in disk.begun)
+    assert opened.drop([key(1)]) == 1
+    disk.waits[key(0)].set()
+    await saving
+    await opened.committed()
+    assert not files.fails and key(1) not in opened
+    opened.index.check()
+    here = [n for n in range(480) if await found(opened, n)]
+    await opened.close()
+    async with tier(tmp_path / "ssd", 8 * MIB) as again:
+        assert [n for n in range(480) if await found(again, n)] == here
+
+
+def test_a_segment_that_could_not_be_deleted_can_be_when_the_disk_is_well_again(tmp_path: Path) -> None:
+    files = SsdLog(tmp_path, MIB)
+    files.create(1)
+    path = only_segment(tmp_path).rename(tmp_path / "moved").rename  # something else is in its place
+    (tmp_path / f"{1:016x}.kvlog").mkdir()
+    with pytest.raises(OSError):
+        files.delete(1)
+    page = memoryview(bytearray(PAGE))
+    files.read(1, 0, page)
+    (tmp_path / f"{1:016x}.kvlog").rmdir()
+    path(tmp_path / f"{1:016x}.kvlog")
+    files.delete(1)
+    assert not list(tmp_path.glob("*.kvlog"))
+    files.close()
 
 
 async def test_who_waits_for_drops_does_not_wait_for_all_that_is_being_saved(tmp_path: Path) -> None:
