@@ -26,6 +26,7 @@ from kvstore.ssd_log import Place, SsdLog
 from kvstore.ssd_reads import SsdReads
 from kvstore.ssd_record import (
     MAX_DROPS,
+    MAX_HEADER_BYTES,
     BlockHeader,
     Drop,
     block_size,
@@ -170,7 +171,8 @@ class SsdTier:
 
     def save(self, header: BlockHeader, data: memoryview) -> asyncio.Future[bool]:
         """Write a block, whose bytes must stay as they are until the answer: True once it is durable, False when it
-        could not be kept (full, error, quota). Saving what is there already or on its way costs nothing."""
+        could not be kept (full, error, quota, too many ranges for a record). Saving what is there already or on its way
+        costs nothing."""
         waiting = self._saving.get(header.key)
         if waiting is not None:
             return waiting.done
@@ -181,6 +183,7 @@ class SsdTier:
             not self.is_writable
             or len(self._saving) >= MAX_QUEUE
             or block_size(header) > self._index.segment_bytes // 2
+            or header_size(header) > MAX_HEADER_BYTES
         ):
             self.counters["ssd_refused"] += 1
             done.set_result(False)

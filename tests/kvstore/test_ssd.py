@@ -23,7 +23,17 @@ from kvstore.eviction import make_policy
 from kvstore.ssd_index import SsdIndex
 from kvstore.ssd_io import NativeIO, PlainIO, SsdIO, VerifiedRead
 from kvstore.ssd_log import SsdLog
-from kvstore.ssd_record import PAGE, BlockHeader, Drop, NotARecord, block_size, pack_block, pack_drops, parse
+from kvstore.ssd_record import (
+    MAX_HEADER_BYTES,
+    PAGE,
+    BlockHeader,
+    Drop,
+    NotARecord,
+    block_size,
+    pack_block,
+    pack_drops,
+    parse,
+)
 from kvstore.ssd_tier import GROUP_BYTES, SsdTier
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
@@ -69,6 +79,8 @@ async def found(where: SsdTier, number: int, size: int = SIZE) -> bool:
     assert into == data(number, size)
     return True
 
+
+KEY_AT = pack_block(header(1), 1, 1, 1).index(key(1))  # in a block's header
 
 headers = st.builds(
     lambda key, parent, tenant, ranges, part: BlockHeader(
@@ -140,6 +152,17 @@ async def test_what_was_dropped_stays_away(tmp_path: Path) -> None:
         await save(first, 2)  # and this one is back
     async with tier(tmp_path) as second:
         assert [await found(second, n) for n in range(8)] == [n != 1 for n in range(8)]
+
+
+async def test_a_block_of_too_many_ranges_is_refused_and_costs_no_other(tmp_path: Path) -> None:
+    most = (MAX_HEADER_BYTES - KEY_AT - 32) // 8
+    async with tier(tmp_path) as opened:
+        ranges = {1: most, 2: most + 1, 3: 4, 4: 2 * most, 5: 1}
+        blocks = {number: header(number, 128 * count, count) for number, count in ranges.items()}
+        answers = await asyncio.gather(*(opened.save(block, data(n, block.length)) for n, block in blocks.items()))
+        assert answers == [True, False, True, False, True]
+        assert opened.is_writable and opened.counters["ssd_write_errors"] == 0
+        assert await found(opened, 1, 128 * most) and await found(opened, 5, 128)
 
 
 async def test_a_directory_serves_one_store(tmp_path: Path) -> None:
@@ -261,9 +284,6 @@ async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
         assert len(caplog.records) == 1  # once, however long it lasts
     finally:
         await opened.close()
-
-
-KEY_AT = pack_block(header(1), 1, 1, 1).index(key(1))
 
 
 class MoodyDisk(PlainIO):
