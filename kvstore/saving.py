@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from kvstore.index_types import BlockName, Held
 from kvstore.ssd_record import BlockHeader
@@ -32,7 +33,7 @@ class Saving:
         self._demotion = demotion
         self._pages = pages
         self._on_saved = on_saved
-        self._work: set[asyncio.Task[bool]] = set()  # that nobody waits for
+        self._work: set[asyncio.Task[bool]] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -42,8 +43,7 @@ class Saving:
         self._start_all(self._demotion.saw(keys))
 
     def copy_if_due(self, name: BlockName) -> None:
-        if (save := self.write_through(name, False)) is not None:
-            self._keep(save)
+        self.write_through(name, False)
 
     def write_through(self, name: BlockName, durable: bool) -> asyncio.Task[bool] | None:
         """Start copying a block when it is asked for, or has been seen often enough."""
@@ -59,21 +59,32 @@ class Saving:
         """Save ahead what will have to go next."""
         self._start_all(self._demotion.prepare(now))
 
-    async def finish(self) -> None:
-        """Save what is only in DRAM and would have been saved when it left."""
-        self._start_all(self._demotion.rest())
-        await asyncio.gather(*self._work, return_exceptions=True)
+    async def finish(self, timeout_s: float) -> None:
+        """Save what is only in DRAM and would have been saved when it left, as much at a time as the SSD lets wait.
+        Ends when that takes nothing for so long."""
+        assert self._ssd is not None
+        rest = self._demotion.rest()
+        while True:
+            self._start_all(islice(rest, self._ssd.room))
+            if not self._work:
+                return
+            done, _ = await asyncio.wait(self._work, timeout=timeout_s)
+            if not done:
+                return
 
     def _start_all(self, helds: Iterable[Held]) -> None:
         for held in helds:
-            self._keep(self._start(held))
+            self._start(held)
 
     def _start(self, held: Held) -> asyncio.Task[bool]:
         """The index holds the slot meanwhile. Handed over at once, so that a removal from now on finds it there."""
         assert self._ssd is not None
         header = BlockHeader(held.name.key, held.name.parent, held.tenant, held.length, held.checksums)
         saving = self._ssd.save(header, self._pages(held.grant.slot, held.length))
-        return asyncio.get_running_loop().create_task(self._end(held, saving))
+        task = asyncio.get_running_loop().create_task(self._end(held, saving))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
 
     async def _end(self, held: Held, saving: asyncio.Future[bool]) -> bool:
         try:
@@ -81,7 +92,3 @@ class Saving:
         finally:
             self._demotion.ended(held)
             self._on_saved()
-
-    def _keep(self, task: asyncio.Task[bool]) -> None:
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)

@@ -22,7 +22,7 @@ from kvstore.index_types import BlockName, Counts, Grant, Lease, Offer, Reserved
 from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.ssd_record import PAGE, padded
-from kvstore.ssd_tier import SsdTier
+from kvstore.ssd_tier import CLOSE_TIMEOUT_S, SsdTier
 from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest, KVLoadFailed, OutOfBlocks
@@ -282,13 +282,14 @@ class Store:
         self._server.revoke(grant.slot for grant in self._index.writer_gone(writer))
         self._room.set()
 
-    async def close(self) -> None:
-        """Save what is only in DRAM and would have been saved when it left, then let go of the SSD."""
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Save what is only in DRAM and would have been saved when it left, then let go of the SSD. Either ends when
+        the SSD takes nothing for so long."""
         self.ahead.catch_up()
         if self._ssd is None:
             return
-        await self._saving.finish()
-        await self._ssd.close()
+        await self._saving.finish(timeout_s)
+        await self._ssd.close(timeout_s)
 
     # Accounts
 

@@ -6,7 +6,7 @@ Pure: no clock, no disk, no event loop. Whoever moves the bytes asks here; the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -121,10 +121,11 @@ class Demotion:
         self._index.prepare(self._num_ahead, now)
         return self.take_leaving()
 
-    def rest(self) -> list[Held]:
-        """What is only in DRAM and would have been saved when it left."""
-        names = [name for name in map(BlockName, self._index.stored_keys()) if self._worth.must_save(name)]
-        return [held for held in (self.copy_if_due(name, must=True) for name in names) if held is not None]
+    def rest(self) -> Iterator[Held]:
+        """What is only in DRAM and would have been saved when it left: each is looked at when its turn comes."""
+        for name in map(BlockName, self._index.stored_keys()):
+            if self._worth.must_save(name) and (held := self.copy_if_due(name, must=True)) is not None:
+                yield held
 
     def ended(self, held: Held) -> None:
         self._num_open -= 1

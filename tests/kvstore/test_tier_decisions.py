@@ -105,7 +105,7 @@ def test_the_rest_is_what_would_have_been_saved_later() -> None:
     store = Decisions(TierRules(write_through_sights=0, demote_sights=2))
     store.put(0, 1)
     store.demotion.saw([key(1)])
-    assert store.save(store.demotion.rest()) == [key(1)]
+    assert store.save(list(store.demotion.rest())) == [key(1)]
 
 
 def seconds(nbytes: int) -> float:

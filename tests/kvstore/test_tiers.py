@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,23 @@ import grpc
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore.checksum import checksum, range_checksums
 from kvstore.client import StoreClient
+from kvstore.eviction import make_policy
+from kvstore.index_types import BlockName
 from kvstore.node import StoreNode
+from kvstore.segment import Segment
+from kvstore.ssd_index import SsdIndex
+from kvstore.ssd_io import PlainIO
+from kvstore.ssd_log import SsdLog
+from kvstore.ssd_tier import MAX_QUEUE, SsdTier
+from kvstore.store import Sealed, Sealing, Store
 from kvstore.transfer.engine import WriteRange
+from kvstore.transfer.server import SegmentServer
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, OutOfBlocks
+from mooncake.events import EventLog
 from mooncake.rpc import common_pb2, common_pb2_grpc
 from mooncake.types import BlockKey, Tier
 
@@ -266,6 +279,55 @@ async def test_a_directory_that_cannot_be_used_is_one_clear_error(tmp_path: Path
     with pytest.raises(ConfigError, match="eviction"):
         async with store(tmp_path, 8, 64, "store.eviction=oldest"):
             pass
+
+
+async def test_a_clean_stop_saves_more_blocks_than_may_wait_for_the_disk_at_once(tmp_path: Path) -> None:
+    size, count = 512, MAX_QUEUE + 700
+    keys = [f"block {i}" for i in range(count)]
+    settings = [f"store.dram_gb={(count + 64) * size / 1e9}", f'store.ssd_path="{tmp_path}"', "store.ssd_gb=0.2"]
+    for life in range(2):
+        node = StoreNode(load_config(None, ["node.id=store", *settings]), size, join_cluster=False)
+        await node.start()
+        async with await kvstore.Client.connect(node.control_address) as pool:
+            if life == 0:
+                for start in range(0, count, 1000):
+                    await pool.put_batch([(key, b"x" * size) for key in keys[start : start + 1000]])
+            assert sum(await pool.exists(keys)) == count
+        await node.stop()
+        assert node.store.counters.get("ssd_refused", 0) == 0
+
+
+class HangingDisk(PlainIO):
+    """Takes no write for as long as it is not well."""
+
+    def __init__(self) -> None:
+        self.is_well = threading.Event()
+        self.writes = 0
+
+    def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+        self.writes += 1
+        self.is_well.wait(20)
+        super().write_and_sync(fd, offset, parts)
+
+
+async def test_a_disk_that_hangs_holds_up_a_stop_for_a_bounded_time(tmp_path: Path) -> None:
+    disk = HangingDisk()
+    ssd = SsdTier(SsdLog(tmp_path, 2 << 20, io=disk), SsdIndex(64 << 20, 2 << 20, make_policy("lru", 100)), 1)
+    segment = Segment.create("hanging", BLOCK, 4)
+    store_ = Store(segment, SegmentServer(segment, "hanging"), EventLog(1), 10.0, 10.0, ssd=ssd)
+    for i in range(2):
+        [offer] = await store_.reserve([BlockName(BlockKey(name(i)))], "me", BLOCK, 1)
+        assert offer.grant is not None
+        segment.block(offer.grant.slot)[:] = data(i)
+        assert await store_.seal([Sealing(offer.grant, range_checksums(data(i), 1))]) == [Sealed(True)]
+    before = time.monotonic()
+    await store_.close(timeout_s=0.2)
+    assert 0.2 < time.monotonic() - before < 10
+    assert disk.writes == 1 and len(ssd.index) == 0
+    with pytest.raises(ConfigError, match="in use"):  # as long as a thread may still write there
+        SsdLog(tmp_path, 2 << 20)
+    disk.is_well.set()
+    segment.close()
 
 
 @pytest.mark.slow
