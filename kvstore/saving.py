@@ -45,12 +45,13 @@ class Saving:
     def copy_if_due(self, name: BlockName) -> None:
         self.write_through(name, False)
 
-    def write_through(self, name: BlockName, durable: bool) -> asyncio.Task[bool] | None:
-        """Start copying a block when it is asked for, or has been seen often enough."""
+    def write_through(self, name: BlockName, durable: bool) -> asyncio.Future[bool] | None:
+        """Start copying a block when it is asked for, or has been seen often enough. Who waits for that may leave: its
+        slot is held until it is over."""
         if self._ssd is None:
             return None
         held = self._demotion.copy_if_due(name, must=durable)
-        return None if held is None else self._start(held)
+        return None if held is None else asyncio.shield(self._start(held))
 
     def save_leaving(self) -> None:
         self._start_all(self._demotion.take_leaving())

@@ -6,8 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvstore.index_types import BlockName
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
 from kvstore.ssd_index import SsdIndex
-from kvstore.ssd_io import PlainIO
+from kvstore.ssd_io import PlainIO, SsdIO
 from kvstore.ssd_log import SsdLog
 from kvstore.ssd_tier import MAX_QUEUE, SsdTier
 from kvstore.store import Sealed, Sealing, Store
@@ -310,24 +310,52 @@ class HangingDisk(PlainIO):
         super().write_and_sync(fd, offset, parts)
 
 
+@contextmanager
+def store_on(disk: SsdIO, path: Path) -> Iterator[tuple[Store, Segment, SsdTier]]:
+    """A store of four slots, without a node around it."""
+    segment = Segment.create("store", BLOCK, 4)
+    ssd = SsdTier(SsdLog(path, 2 << 20, io=disk), SsdIndex(64 << 20, 2 << 20, make_policy("lru", 100)), 1)
+    yield Store(segment, SegmentServer(segment, "store"), EventLog(1), 10.0, 10.0, ssd=ssd), segment, ssd
+    segment.close()
+
+
+async def write(to: Store, segment: Segment, i: int, durable: bool = False) -> list[Sealed]:
+    [offer] = await to.reserve([BlockName(BlockKey(name(i)))], "me", BLOCK, 1)
+    assert offer.grant is not None
+    segment.block(offer.grant.slot)[:] = data(i)
+    return await to.seal([Sealing(offer.grant, range_checksums(data(i), 1))], durable)
+
+
 async def test_a_disk_that_hangs_holds_up_a_stop_for_a_bounded_time(tmp_path: Path) -> None:
     disk = HangingDisk()
-    ssd = SsdTier(SsdLog(tmp_path, 2 << 20, io=disk), SsdIndex(64 << 20, 2 << 20, make_policy("lru", 100)), 1)
-    segment = Segment.create("hanging", BLOCK, 4)
-    store_ = Store(segment, SegmentServer(segment, "hanging"), EventLog(1), 10.0, 10.0, ssd=ssd)
-    for i in range(2):
-        [offer] = await store_.reserve([BlockName(BlockKey(name(i)))], "me", BLOCK, 1)
-        assert offer.grant is not None
-        segment.block(offer.grant.slot)[:] = data(i)
-        assert await store_.seal([Sealing(offer.grant, range_checksums(data(i), 1))]) == [Sealed(True)]
-    before = time.monotonic()
-    await store_.close(timeout_s=0.2)
-    assert 0.2 < time.monotonic() - before < 10
-    assert disk.writes == 1 and len(ssd.index) == 0
-    with pytest.raises(ConfigError, match="in use"):  # as long as a thread may still write there
-        SsdLog(tmp_path, 2 << 20)
-    disk.is_well.set()
-    segment.close()
+    with store_on(disk, tmp_path) as (store_, segment, ssd):
+        for i in range(2):
+            assert await write(store_, segment, i) == [Sealed(True)]
+        before = time.monotonic()
+        await store_.close(timeout_s=0.2)
+        assert 0.2 < time.monotonic() - before < 10
+        assert disk.writes == 1 and len(ssd.index) == 0
+        with pytest.raises(ConfigError, match="in use"):  # as long as a thread may still write there
+            SsdLog(tmp_path, 2 << 20)
+        disk.is_well.set()
+
+
+async def test_a_slot_is_not_used_again_while_it_is_being_saved_for_somebody_who_has_left(tmp_path: Path) -> None:
+    disk = HangingDisk()
+    with store_on(disk, tmp_path) as (store_, segment, ssd):
+        durable = asyncio.create_task(write(store_, segment, 0, durable=True))
+        async with asyncio.timeout(10):
+            while not disk.writes:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        durable.cancel()
+        await asyncio.gather(durable, return_exceptions=True)
+        removing = asyncio.create_task(store_.remove([BlockKey(name(0))]))
+        await asyncio.sleep(0.05)
+        assert not any(store_.exists([BlockKey(name(0))])) and store_.counts.free == 3
+        disk.is_well.set()
+        assert await removing == 1
+        await store_.close()
+        assert store_.counts.free == 4 and len(ssd.index) == 0
 
 
 @pytest.mark.slow
