@@ -250,7 +250,7 @@ class Store:
 
     async def pin(self, keys: Sequence[BlockKey], is_hard: bool, ttl_s: float) -> int:
         """Keep blocks in DRAM, from the SSD too. Returns how many of them are kept. Raises OutOfBlocks."""
-        lease = await self.acquire(keys)
+        lease = await self.acquire(keys, scattered=True)
         try:
             now = time.monotonic()
             return self._index.pin(keys, is_hard, now + ttl_s, now)

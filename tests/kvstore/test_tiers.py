@@ -208,6 +208,17 @@ async def test_pins_hold_what_they_promise(tmp_path: Path) -> None:
         assert (await client.stats()).pins == 0
 
 
+async def test_what_the_ssd_alone_has_is_pinned_behind_what_nobody_has(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(20):
+            await client.put(name(i), data(i))
+        assert node.store._index.exists([BlockKey(name(i)) for i in (0, 1)]) == [False, False]
+        assert await client.pin([name(99), name(0), name(98), name(1)], ttl_s=60) == 2
+        for i in range(30, 50):
+            await client.put(name(i), data(i))
+        assert node.store._index.exists([BlockKey(name(i)) for i in (0, 1)]) == [True, True]
+
+
 async def test_a_pin_ends_with_its_time(tmp_path: Path) -> None:
     async with store(tmp_path, 8, 64, 'store.ssd_path=""') as node, await join(node) as client:
         await client.put(name(0), data(0))
