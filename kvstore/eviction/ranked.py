@@ -1,7 +1,8 @@
 """Policies that give every block a rank when it is stored or read, and drop the lowest: LFU, LengthAware, GDSF, Belady.
 
 A heap keeps them, whose entries may be out of date: one that turns out to be too low is put back where it belongs, so
-that a read, which as a rule raises the rank, costs O(1). A victim costs O(log n).
+that a read, which as a rule raises the rank, costs O(1). A victim costs O(log n). It is built anew before it is more
+than twice as long as it has to be.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Ranked(LeafFirst):
         rank = self._set_rank(block, False, now)
         if rank < before:
             heapq.heappush(self._heap, (*rank, block.key))
+            self._tidy()
 
     def _rescue(self, block: Block, now: float) -> None:
         rank = self._set_rank(block, False, now)
@@ -52,6 +54,7 @@ class Ranked(LeafFirst):
 
     def _leave(self, block: Block) -> None:
         del self._ranks[block.key]
+        self._tidy()
 
     def _next(self, now: float) -> Key | None:
         heap, ranks = self._heap, self._ranks
@@ -69,6 +72,12 @@ class Ranked(LeafFirst):
             else:
                 heapq.heapreplace(heap, (*rank, key))
         return None
+
+    def _tidy(self) -> None:
+        """Build the heap anew when most of it is out of date: at least as many calls have led to that."""
+        if len(self._heap) > 2 * len(self._ranks):
+            self._heap = [(*rank, key) for key, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
 
     def _set_rank(self, block: Block, is_new: bool, now: float) -> tuple[float, float, int]:
         self._settings += 1

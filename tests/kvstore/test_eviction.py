@@ -213,6 +213,27 @@ def test_belady_knows_the_future() -> None:
     assert [policy.victim(2), policy.victim(2)] == ["b", "c"]
 
 
+class Hoarder(LFU):
+    """Keeps every entry that it ever made."""
+
+    def _tidy(self) -> None:
+        pass
+
+
+def test_a_heap_is_not_much_longer_than_what_it_ranks_and_names_the_same_victims() -> None:
+    policy, hoarder, generator = LFU(), Hoarder(), random.Random(6)
+    for number in range(20_000):
+        read, removed = generator.randrange(number + 1), generator.randrange(max(0, number - 50), number + 1)
+        for each in (policy, hoarder):
+            each.insert(Block(number), number)
+            each.hit(read, number)
+            each.remove(removed, number)
+        if number % 100 == 0:
+            assert policy.victim(number) == hoarder.victim(number)
+        assert len(policy._heap) <= 2 * len(policy) + 1
+    assert len(hoarder._heap) > 2 * len(policy) + 1 and order(policy) == order(hoarder)
+
+
 def test_the_gittins_index_waits_through_a_dead_time_if_what_follows_is_worth_it() -> None:
     chances = [0.0] * NUM_BINS
     chances[3] = 0.9
