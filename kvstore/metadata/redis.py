@@ -88,14 +88,14 @@ class RedisDirectory:
         self._refresh_at_s = 0.0
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._trouble = "not asked yet"
+        self._trouble: str | None = None  # of the last time that Redis was asked; "" is none, None before the first
         self.tables_written = 0
 
     # What the conductor calls
 
     @property
     def state(self) -> str:
-        return f"memory: Redis is away ({self._trouble})" if self._trouble else "redis"
+        return "redis" if self._trouble == "" else f"memory: Redis is away ({self._trouble or 'not asked yet'})"
 
     async def load(self) -> list[KnownNode]:
         try:
@@ -144,7 +144,7 @@ class RedisDirectory:
         if self._writer is not None:
             self._is_closing = True
             self._work.set()
-            if self._trouble:
+            if self._trouble != "":
                 self._writer.cancel()
             await asyncio.wait([self._writer], timeout=CLOSE_TIMEOUT_S)
             self._writer.cancel()

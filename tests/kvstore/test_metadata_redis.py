@@ -306,6 +306,26 @@ async def test_a_million_blocks_are_warm_in_two_seconds(server: RedisProcess, co
     assert best_s < 2, f"{best_s:.2f} s"
 
 
+async def test_a_redis_that_is_away_from_the_start_is_told_once_and_so_is_its_return(
+    server: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvstore.metadata.redis")
+    conductor = Conductor(server.url)
+    assert conductor.directory.state == "memory: Redis is away (not asked yet)"
+    server.stop()
+    assert await conductor.directory.load() == []
+    conductor.directory.start(conductor.index.blocks_of)
+    conductor.join("s1")
+    await asyncio.sleep(0.5)  # it is tried several times
+    assert [record.getMessage()[:17] for record in caplog.records] == ["Redis is away, go"]
+    server.start()
+    conductor.change("s1", stored(1))
+    await until_kept(conductor, server.url, "s1")
+    await until_state(conductor, "redis")
+    assert [record.getMessage() for record in caplog.records[1:]] == ["the directory is in Redis again"]
+    await conductor.directory.close()
+
+
 async def test_a_url_that_is_none_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"directory\.redis"):
         RedisDirectory("http://somewhere", PREFIX)
