@@ -101,7 +101,8 @@ class SsdIndex:
         nothing."""
         for number in scan.segments:
             self._segments[number] = _Segment(used=self.segment_bytes)
-            self._next_segment = max(self._next_segment, number + 1)
+        self._next_segment = max((self._next_segment - 1, *scan.segments, *scan.aside)) + 1
+        self.max_segments = max(MIN_SEGMENTS, self.max_segments - len(scan.aside))
         dropped = {drop for _, record in scan.records for drop in record.drops}
         for offset, record in scan.records:
             place = Place(record.segment, offset, record.header_bytes, record.size, record.sequence)

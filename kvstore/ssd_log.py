@@ -29,7 +29,7 @@ from mooncake.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SCAN_THREADS = 4
-_SUFFIX = ".kvlog"
+_SUFFIX, _ASIDE = ".kvlog", ".unread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,12 @@ class BlockRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a directory held: records with their offsets in the order in which they were written."""
+    """What a directory held: records with their offsets in the order in which they were written. Segments that lie
+    ``aside``, now or since an earlier life, take room and are nobody's."""
 
     records: tuple[tuple[int, Record], ...]
     segments: tuple[int, ...]
+    aside: tuple[int, ...]
     last_sequence: int
     torn: int  # records that were cut off because they are not whole
 
@@ -92,7 +94,7 @@ class SsdLog:
     def __init__(self, directory: Path, segment_bytes: int, direct: bool = True, io: SsdIO | None = None) -> None:
         self._io = io or best_io()
         self.segment_bytes = padded(segment_bytes)
-        self._directory = directory
+        self.directory = directory
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()  # of the table of files
         self._scratch = _Scratch()
@@ -183,17 +185,18 @@ class SsdLog:
 
     def scan(self) -> Scan:
         """Find the records of earlier lives. Reads headers, and the bytes of those that may be torn: what was written
-        after the last one that is known to have been safe."""
-        numbers = sorted(int(path.stem, 16) for path in self._directory.glob(f"*{_SUFFIX}"))
+        after the last one that is known to have been safe. Raises OSError when files cannot be opened or renamed."""
+        numbers = self._numbers(_SUFFIX)
         for number in numbers:
             self._files[number] = _File(os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC | self._flags))
         with ThreadPoolExecutor(_SCAN_THREADS) as threads:
-            found = list(threads.map(self._scan_segment, numbers))
+            found = [rows for rows in threads.map(self._scan_segment, numbers) if rows is not None]
             durable = max((record.durable for rows in found for _, record in rows), default=0)
+            last = max((record.sequence for rows in found for _, record in rows), default=0)
             whole = list(threads.map(lambda rows: self._cut_torn(rows, durable), found))
-        rows = sorted((row for rows in whole for row in rows), key=lambda row: row[1].sequence)
-        torn = sum(map(len, found)) - len(rows)
-        return Scan(tuple(rows), tuple(numbers), max((r.sequence for rows in found for _, r in rows), default=0), torn)
+        torn = sum(len(rows) - len(kept) for rows, kept in zip(found, whole, strict=True) if kept is not None)
+        rows = sorted((row for kept in whole for row in kept or ()), key=lambda row: row[1].sequence)
+        return Scan(tuple(rows), tuple(sorted(self._files)), self._numbers(_ASIDE), last, torn)
 
     def close(self) -> None:
         with self._lock:
@@ -204,16 +207,33 @@ class SsdLog:
                 os.close(self._guard)
                 self._guard = -1
 
-    def _scan_segment(self, segment: int) -> list[tuple[int, Record]]:
-        """Until the first thing that is no record: what is behind it cannot be trusted."""
+    def _scan_segment(self, segment: int) -> list[tuple[int, Record]] | None:
+        """Until the first thing that is no record: what is behind it cannot be trusted. None when the segment cannot be
+        read; it lies aside then."""
         rows: list[tuple[int, Record]] = []
         offset = 0
-        with contextlib.suppress(NotARecord, OSError):
+        try:
             while offset + PAGE <= self._size(segment):
                 record = self._header_at(segment, offset)
                 rows.append((offset, record))
                 offset += record.size
+        except NotARecord:
+            pass
+        except OSError as error:
+            self._leave_aside(segment, error)
+            return None
         return rows
+
+    def _leave_aside(self, segment: int, error: OSError) -> None:
+        """The disk may read it another time, so it is not deleted. But it must not come back by itself: later lives do
+        not know what is there, and so cannot write down what is to be dropped of it. Raises OSError."""
+        path = self._path(segment)
+        log.error("%s cannot be read (%s): left aside as %s", path, error, path.with_suffix(_ASIDE).name)
+        path.rename(path.with_suffix(_ASIDE))
+        self._sync_directory()
+        with self._lock:
+            file = self._files.pop(segment)
+        os.close(file.fd)
 
     def _header_at(self, segment: int, offset: int) -> Record:
         page = bytearray(PAGE)
@@ -223,30 +243,35 @@ class SsdLog:
         except NotARecord:
             if page[:4] != b"MCKV":
                 raise
-        longer = bytearray(min(MAX_HEADER_BYTES, self._size(segment) - offset))
+        longer = bytearray(min(MAX_HEADER_BYTES, (self._size(segment) - offset) // PAGE * PAGE))
         self.read(segment, offset, memoryview(longer))
         return parse(bytes(longer), segment)
 
-    def _cut_torn(self, rows: list[tuple[int, Record]], durable: int) -> list[tuple[int, Record]]:
+    def _cut_torn(self, rows: list[tuple[int, Record]], durable: int) -> list[tuple[int, Record]] | None:
         """What comes before the first torn record. That one is struck out on the disk too: the next life's horizon
-        will be beyond it, and must not take it for safe."""
+        will be beyond it, and must not take it for safe. None when the disk does not let us; the segment lies aside."""
         for index, (offset, record) in enumerate(rows):
-            if record.sequence > durable and not self._is_whole((offset, record)):
-                with contextlib.suppress(OSError):
+            try:
+                if record.sequence > durable and not self._is_whole(offset, record):
                     self.write(record.segment, offset, [memoryview(bytes(PAGE))])
-                return rows[:index]
+                    return rows[:index]
+            except OSError as error:
+                self._leave_aside(record.segment, error)
+                return None
         return rows
 
-    def _is_whole(self, row: tuple[int, Record]) -> bool:
-        offset, record = row
+    def _is_whole(self, offset: int, record: Record) -> bool:
         if record.block is None:
             return True  # it was in its header
-        data = bytearray(record.block.length)
-        try:
-            self.read(record.segment, offset + record.header_bytes, memoryview(data))
-        except OSError:
+        if offset + record.size > self._size(record.segment):
             return False
+        data = bytearray(record.block.length)
+        self.read(record.segment, offset + record.header_bytes, memoryview(data))
         return first_mismatch(data, record.block.checksums) is None
+
+    def _numbers(self, suffix: str) -> tuple[int, ...]:
+        """Of the segments that lie there under such names."""
+        return tuple(sorted(int(path.stem, 16) for path in self.directory.glob(f"*{suffix}")))
 
     @property
     def _flags(self) -> int:
@@ -256,10 +281,10 @@ class SsdLog:
         return os.fstat(self._files[segment].fd).st_size
 
     def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:016x}{_SUFFIX}"
+        return self.directory / f"{segment:016x}{_SUFFIX}"
 
     def _can_be_direct(self) -> bool:
-        path = self._directory / "probe"
+        path = self.directory / "probe"
         try:
             fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
         except OSError:
@@ -273,7 +298,7 @@ class SsdLog:
             path.unlink(missing_ok=True)
 
     def _sync_directory(self) -> None:
-        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:

@@ -116,20 +116,27 @@ class SsdTier:
         if MIN_SEGMENTS * segment_bytes > capacity_bytes:
             needed = MIN_SEGMENTS * segment_bytes / 1e9
             raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
-        files = SsdLog(directory, segment_bytes, direct)
+        index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
+        return await cls.over(SsdLog(directory, segment_bytes, direct), index)
+
+    @classmethod
+    async def over(cls, files: SsdLog, index: SsdIndex) -> SsdTier:
+        """Take over what earlier lives left in these files. Raises ConfigError; they are closed then."""
         try:
             scan = await asyncio.to_thread(files.scan)
-        except BaseException:
+            for number in index.recover(scan, time.monotonic()):
+                await asyncio.to_thread(files.delete, number)
+                index.give_up(number)
+        except BaseException as error:
             files.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"store.ssd_path {files.directory}: {error}") from None
             raise
-        index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
-        for number in index.recover(scan, time.monotonic()):
-            files.delete(number)
-            index.give_up(number)
-        index.counters["ssd_torn"] += scan.torn
-        tier = cls(files, index, scan.last_sequence + 1)
-        log.info("%s: %d blocks found, %d torn ones cut off", directory, len(index), scan.torn)
-        return tier
+        index.counters.update(ssd_torn=scan.torn, ssd_segments_aside=len(scan.aside))
+        log.info("%s: %d blocks found, %d torn ones cut off", files.directory, len(index), scan.torn)
+        if scan.aside:
+            log.warning("%s: %d segments lie aside, and take room until removed", files.directory, len(scan.aside))
+        return cls(files, index, scan.last_sequence + 1)
 
     @property
     def index(self) -> SsdIndex:

@@ -219,6 +219,45 @@ async def test_a_torn_tail_is_cut_off_for_good(tmp_path: Path, cut: str) -> None
             assert await save(again, 10 + life) == [True]
 
 
+class BadSpot(SsdLog):
+    """Cannot read one page."""
+
+    bad = (0, 0)
+
+    def read(self, segment: int, offset: int, into: memoryview) -> None:
+        if segment == self.bad[0] and offset <= self.bad[1] < offset + into.nbytes:
+            raise OSError(errno.EIO, "Input/output error")
+        super().read(segment, offset, into)
+
+
+@pytest.mark.parametrize("bad_number", [0, 3, 15])  # a segment's first record; its fourth; what may be torn
+async def test_a_segment_that_cannot_be_read_is_left_aside_for_good_and_costs_no_other(
+    tmp_path: Path, bad_number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tier(tmp_path, 8 * MIB, MIB) as opened:
+        assert await save(opened, *range(15)) == [True] * 15  # one segment
+        assert await save(opened, 15) == [True]
+        places = [block.place for block in map(opened.index.get, map(key, range(16))) if block is not None]
+    place = places[bad_number]
+    path = tmp_path / f"{place.segment:016x}.kvlog"
+    before, lost = path.read_bytes(), {n for n in range(16) if places[n].segment == place.segment}
+    for life in range(3):
+        files = BadSpot(tmp_path, MIB)
+        if life == 0:
+            files.bad = (place.segment, place.offset + (place.header_bytes if bad_number == 15 else 0))
+        index = SsdIndex(8 * MIB, MIB, make_policy("lru", 1024))
+        opened = await SsdTier.over(files, index)
+        assert {n for n in range(16) if key(n) in opened} == set(range(16)) - lost
+        assert opened.counters["ssd_segments_aside"] == 1 and opened.counters["ssd_torn"] == 0
+        assert index.capacity_bytes == 7 * MIB
+        assert await save(opened, 20 + life) == [True]
+        await opened.close()
+        assert path.with_suffix(".unread").read_bytes() == before and not path.exists()
+    assert str(path) in caplog.text
+    async with tier(tmp_path, 8 * MIB, MIB) as opened:
+        assert [await found(opened, n) for n in (20, 21, 22)] == [True] * 3
+
+
 async def test_a_segment_that_is_cut_short_is_an_error_that_is_counted(tmp_path: Path) -> None:
     async with tier(tmp_path) as opened:
         await save(opened, 0, 1)
