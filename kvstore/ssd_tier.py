@@ -8,6 +8,7 @@ that fails costs hits, never bytes. It must not know about slots, leases or clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import mmap
@@ -300,7 +301,9 @@ class SsdTier:
     async def _commit_for_ever(self) -> None:
         while True:
             self._is_committing = False
-            await self._work.wait()
+            with contextlib.suppress(TimeoutError):  # drops that are left over do not wait for more
+                async with asyncio.timeout(BACK_OFF_S if self._index.has_drops else None):
+                    await self._work.wait()
             self._work.clear()
             self._is_committing = True
             while self._queue or self._index.has_drops or self._commits:

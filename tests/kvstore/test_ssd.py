@@ -382,6 +382,24 @@ async def test_what_was_dropped_stays_away_though_the_disk_fails_at_the_time(tmp
         assert await found(again, 1, size) and not await found(again, 9)
 
 
+@pytest.mark.slow  # as long as writes are left out after one that failed
+async def test_a_drop_that_the_disk_refused_is_written_when_it_is_well_again_though_nothing_else_is(
+    tmp_path: Path,
+) -> None:
+    disk = MoodyDisk()
+    disk.fails_late = {key(1)}
+    opened = moody_tier(tmp_path / "ssd", disk)
+    assert await save(opened, 0) == [True]
+    assert await save(opened, 1) == [False]
+    assert opened.index.has_drops
+    await until(lambda: not opened.index.has_drops)
+    await opened.committed()
+    shutil.copytree(tmp_path / "ssd", tmp_path / "after a crash")
+    await opened.close()
+    async with tier(tmp_path / "after a crash", segment_bytes=MIB) as again:
+        assert await found(again, 0) and not await found(again, 1)
+
+
 async def test_what_could_not_be_made_durable_and_was_then_dropped_stays_away(tmp_path: Path) -> None:
     """Its bytes may well be on the disk."""
     disk = MoodyDisk()
