@@ -25,6 +25,7 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import MAX_KEYS, KeyedWire, Step, can_put
 from kvstore.transfer.protocol import MAX_NAME_BYTES, ProtocolViolation, Status
 from kvstore.transfer.transport import PathFailed
+from kvstore.waiting import to_its_end
 from mooncake.errors import DeadlineExceeded, MooncakeError
 from mooncake.types import SegmentAddress
 
@@ -196,12 +197,7 @@ class FarStore:
                 left_s(deadline)
         started = time.monotonic()
         running = asyncio.get_running_loop().run_in_executor(None, step, deadline)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            connection.shut()
-            await asyncio.wait([running])
-            raise
+        await to_its_end(running, connection.shut)
         if is_short:
             self._is_prompt = time.monotonic() - started < prompt_s
 

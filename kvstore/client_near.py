@@ -18,6 +18,7 @@ from kvstore.client_calls import StoreCalls, left_s
 from kvstore.client_far import FarStore
 from kvstore.client_types import Reservation, slot_to_wire
 from kvstore.transfer.protocol import Status
+from kvstore.waiting import to_its_end
 from mooncake.rpc import store_pb2 as pb
 from mooncake.types import SegmentAddress
 
@@ -177,9 +178,4 @@ class NearStore:
 
 async def _in_thread(work: Callable[[], T]) -> T:
     """Does not return before the work has ended, also when it is cancelled: it writes into memory of the caller's."""
-    running = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    return await to_its_end(asyncio.get_running_loop().run_in_executor(None, work))

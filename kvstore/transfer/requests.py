@@ -22,6 +22,7 @@ from kvstore.segment import check_range
 from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation, WireRange
 from kvstore.transfer.transport import Piece, Priority, Slice
+from kvstore.waiting import to_its_end
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import SegmentAddress
 
@@ -147,12 +148,7 @@ class Transfer:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         self.when_ended(lambda _: loop.call_soon_threadsafe(_settle, ended))
-        try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            self.cancel()
-            await asyncio.wait([ended])
-            raise
+        await to_its_end(ended, self.cancel)
         return self.result()
 
     def cancel(self) -> None:

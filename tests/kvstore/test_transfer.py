@@ -442,6 +442,22 @@ async def test_a_cancelled_task_waits_until_its_memory_is_free(own, engine_over)
     assert owner.ask("checksum", 0) == before
 
 
+async def test_a_task_that_is_cancelled_again_and_again_still_waits_until_its_memory_is_free(own, engine_over):
+    owner, engine = own(), engine_over("tcp")
+    data = noise(BLOCK)
+    engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
+    owner.freeze()
+    [transfer] = engine.submit([Request(owner.address, [WriteRange(1, 0, data, EPOCH)], soon(300.0))])
+    task = asyncio.create_task(transfer.wait_async())
+    assert not transfer.wait(0.2)
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert transfer.has_ended and isinstance(transfer.error, Cancelled)
+
+
 def test_a_closed_engine_says_so(own, engine_over):
     owner, engine = own(), engine_over("shm", "tcp")
     engine.write(owner.address, [WriteRange(0, 0, b"x", EPOCH)], soon())

@@ -1,0 +1,23 @@
+"""How an event loop waits for work of other threads that uses memory of the caller's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def to_its_end(running: asyncio.Future[T], stop: Callable[[], object] = lambda: None) -> T:
+    """What ``running`` gives or raises. Does not return before it has ended, however often it is cancelled meanwhile;
+    the first time ``stop`` is called, which may make it end sooner."""
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        stop()
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        raise
