@@ -37,8 +37,8 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._host_id = host_id()
-        self._lock = threading.Lock()  # of the table; and two paths must not map the same segment
-        self._mappings: dict[tuple[str, int], _Mapping] = {}
+        self._lock = threading.Lock()  # of the table and of who is where; not held while an owner answers
+        self._places: dict[tuple[str, int], _Place] = {}
 
     def paths_to(self, address: SegmentAddress) -> int:
         return PATHS if address.unix_path and address.host_id == self._host_id else 0
@@ -47,11 +47,16 @@ class ShmTransport:
         """Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded."""
         key = (address.node_id, address.incarnation)
         with self._lock:
-            mapping = self._mappings.get(key)
-            if mapping is None or mapping.is_broken:
-                mapping = self._mappings[key] = _map(address, caller, deadline)
-            mapping.users += 1
-        return ShmPath(mapping, lambda: self._leave(key, mapping))
+            place = self._places.get(key)
+            if place is None or place.is_broken:
+                place = self._places[key] = _Place()
+            place.users += 1
+        try:
+            mapping = place.mapped(address, caller, deadline)
+        except BaseException:
+            self._leave(key, place)
+            raise
+        return ShmPath(mapping, lambda: self._leave(key, place))
 
     def view(self, address: SegmentAddress, caller: Caller, deadline: float) -> SegmentView:
         """Like ``open``, for whoever copies by itself."""
@@ -63,23 +68,50 @@ class ShmTransport:
     def close(self) -> None:
         """Nothing is kept beside the paths."""
 
-    def _leave(self, key: tuple[str, int], mapping: _Mapping) -> None:
+    def _leave(self, key: tuple[str, int], place: _Place) -> None:
         with self._lock:
-            mapping.users -= 1
-            if mapping.users == 0:
-                mapping.sock.close()
-                if self._mappings.get(key) is mapping:
-                    del self._mappings[key]
+            place.users -= 1
+            if place.users == 0:
+                place.close()
+                if self._places.get(key) is place:
+                    del self._places[key]
+
+
+class _Place:
+    """Where one segment is mapped once its owner has answered. Only who wants that segment waits for it."""
+
+    def __init__(self) -> None:
+        self.users = 0  # paths, and whoever is about to open one
+        self._lock = threading.Lock()  # two paths must not map the same segment
+        self._mapping: _Mapping | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        return self._mapping is not None and self._mapping.is_broken
+
+    def mapped(self, address: SegmentAddress, caller: Caller, deadline: float) -> _Mapping:
+        """Raises like ``_map``."""
+        if not self._lock.acquire(timeout=time_left(deadline)):
+            raise _no_answer(address)
+        try:
+            if self._mapping is None:
+                self._mapping = _map(address, caller, deadline)
+            return self._mapping
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        if self._mapping is not None:
+            self._mapping.sock.close()
 
 
 class _Mapping:
-    """One segment in this process's memory. Its socket closes when the last path has left it."""
+    """One segment in this process's memory. Its socket closes when the last path has left its place."""
 
     def __init__(self, address: SegmentAddress, sock: socket.socket, segment_fd: int, grants_fd: int) -> None:
         """Takes the socket over; the caller keeps the file descriptors. Raises OSError, ValueError."""
         self.address = address
         self.sock = sock
-        self.users = 0
         self.is_broken = False  # let whoever still copies finish, but let nobody new in
         size = address.block_bytes * address.num_blocks
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(map_shared(segment_fd, size), dtype=np.uint8)
@@ -195,7 +227,7 @@ def _map(address: SegmentAddress, caller: Caller, deadline: float) -> _Mapping:
         return _Mapping(address, sock, *files)
     except TimeoutError:
         sock.close()
-        raise DeadlineExceeded(f"{address.node_id} did not answer on its unix socket in time") from None
+        raise _no_answer(address) from None
     except (OSError, ValueError, ProtocolViolation) as error:
         sock.close()
         raise PathFailed(f"cannot map the segment of {address.node_id}: {error}") from None
@@ -205,3 +237,7 @@ def _map(address: SegmentAddress, caller: Caller, deadline: float) -> _Mapping:
     finally:
         for fd in files:
             os.close(fd)
+
+
+def _no_answer(address: SegmentAddress) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{address.node_id} did not answer on its unix socket in time")

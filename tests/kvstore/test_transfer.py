@@ -183,6 +183,20 @@ def test_a_frozen_owner_costs_the_deadline_and_no_more(own, engine_over, transpo
     assert owner.ask("checksum", 0) == checksum(data)
 
 
+def test_an_owner_that_does_not_answer_holds_up_nobody_who_maps_another(own, engine_over):
+    frozen, well, engine = own(), own(), engine_over("shm")
+    frozen.freeze()
+    reads = [ReadRange(0, 0, bytearray(1))]
+    [waiting] = engine.submit([Request(frozen.address, reads, soon(4.0))])
+    assert not waiting.wait(0.2)  # for the frozen one's segment
+    engine.read(well.address, reads, soon(2.0))
+    with pytest.raises(DeadlineExceeded):
+        engine.read(frozen.address, reads, soon(0.2))  # keeps its own deadline, not that of who came first
+    assert not waiting.has_ended
+    frozen.thaw()
+    assert waiting.result().transport == "shm"
+
+
 def test_tcp_takes_over_when_shared_memory_cannot_be_had(own, engine_over, caplog):
     owner, engine = own(), engine_over("shm", "tcp")
     address = replace(owner.address, unix_path="@mooncake-nobody-there")
