@@ -7,7 +7,7 @@ is whatever else cannot be done like this: none of it is an error here.
 A call waits where it is for as long as a store that is near takes (``PROMPT_S``, and the time of the bytes), because a
 turn of the event loop and a change of threads cost more than the answer; what takes longer goes on in a thread, and as
 long as answers are late, the next calls begin there. Each call has a connection to itself; there are a few, opened as
-they are needed.
+they are needed. The threads are this store's alone: one that hangs takes none from anybody else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.checksum import Checksums
 from kvstore.client_calls import left_s
@@ -24,9 +25,10 @@ from kvstore.client_types import Reservation, room_in
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import MAX_KEYS, KeyedWire, Step, can_put
 from kvstore.transfer.protocol import MAX_NAME_BYTES, ProtocolViolation, Status
+from kvstore.transfer.sockets import PeerClosed
 from kvstore.transfer.transport import PathFailed
 from kvstore.waiting import to_its_end
-from mooncake.errors import DeadlineExceeded, MooncakeError
+from mooncake.errors import DeadlineExceeded, StaleEpoch
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class FarStore:
         self._segment: SegmentAddress | None = None
         self._idle: list[KeyedWire] = []
         self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="store")  # a turn's own: nobody queues
         self._is_prompt = True
         self._not_before_s = 0.0
         self._takes_puts = True
@@ -56,13 +59,13 @@ class FarStore:
     def open(self, segment: SegmentAddress) -> None:
         """The store's. Another incarnation of it has other connections."""
         if segment != self._segment:
-            self.close()
+            self._close_idle()
             self._segment, self._takes_puts, self._not_before_s = segment, True, 0.0
 
     def close(self) -> None:
         self._segment = None
-        while self._idle:
-            self._idle.pop().close()
+        self._close_idle()
+        self._threads.shutdown(wait=False)
 
     @property
     def is_open(self) -> bool:
@@ -147,41 +150,64 @@ class FarStore:
     @contextlib.asynccontextmanager
     async def _exchange(self, deadline: float) -> AsyncIterator[KeyedWire | None]:
         """A connection for one exchange; None when there is none to be had. An owner that goes away or talks nonsense
-        ends the exchange quietly, and is not asked for a while."""
-        async with self._turn:
-            connection = self._idle.pop() if self._idle else await self._connect(deadline)
-            is_whole = False
-            try:
-                yield connection
-                is_whole = True
-            except (OSError, ProtocolViolation) as error:
-                self._forsake(error)
-            finally:
-                if connection is not None and is_whole and self._segment is not None:
-                    self._idle.append(connection)
-                elif connection is not None:  # what was moving stands still, and nobody knows where
-                    connection.close()
+        ends the exchange quietly, and is not asked for a while. Raises DeadlineExceeded."""
+        connection = await self._take(deadline)
+        is_whole = False
+        try:
+            yield connection
+            is_whole = True
+        except (OSError, ProtocolViolation) as error:
+            self._forsake(error)
+        finally:
+            if connection is not None and is_whole and self._segment is not None:
+                self._idle.append(connection)
+            elif connection is not None:  # what was moving stands still, and nobody knows where
+                connection.close()
+            self._turn.release()
 
-    async def _connect(self, deadline: float) -> KeyedWire | None:
-        """Raises DeadlineExceeded."""
+    async def _take(self, deadline: float) -> KeyedWire | None:
+        """A turn, which is over when the exchange is, and a connection if there is one. Raises DeadlineExceeded."""
+        await self._take_turn(deadline)
         segment = self._segment
+        if self._idle:
+            return self._idle.pop()
         if segment is None or not self.is_open:
             return None
-        connecting = asyncio.get_running_loop().run_in_executor(None, self._transfer.connect_keyed, segment, deadline)
+        loop = asyncio.get_running_loop()
+        connecting = loop.run_in_executor(self._threads, self._transfer.connect_keyed, segment, deadline)
         try:
             return await asyncio.shield(connecting)
-        except asyncio.CancelledError:
-            connecting.add_done_callback(_close_late)
-            raise
-        except DeadlineExceeded:
-            raise
-        except (PathFailed, MooncakeError) as error:
+        except (PathFailed, StaleEpoch) as error:
             self._forsake(error)
             return None
+        except asyncio.CancelledError:
+            connecting.add_done_callback(self._end_late)  # until then there is a thread less
+            raise
+        except BaseException:
+            self._turn.release()
+            raise
+
+    async def _take_turn(self, deadline: float) -> None:
+        if not self._turn.locked():
+            await self._turn.acquire()
+            return
+        try:
+            async with asyncio.timeout(left_s(deadline)):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the time for this call went by behind others to the same store") from None
+
+    def _end_late(self, connecting: asyncio.Future[KeyedWire]) -> None:
+        self._turn.release()
+        if not connecting.cancelled() and connecting.exception() is None:
+            connecting.result().close()
 
     def _forsake(self, error: Exception) -> None:
         log.debug("%s is not asked for blocks by key: %s", self._segment and self._segment.node_id, error)
         self._not_before_s = time.monotonic() + AGAIN_AFTER_S
+        self._close_idle()
+
+    def _close_idle(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
@@ -195,13 +221,10 @@ class FarStore:
             except DeadlineExceeded:
                 self._is_prompt = False
                 left_s(deadline)
+        if self._segment is None:
+            raise PeerClosed("this client of the store has been closed")
         started = time.monotonic()
-        running = asyncio.get_running_loop().run_in_executor(None, step, deadline)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, step, deadline)
         await to_its_end(running, connection.shut)
         if is_short:
             self._is_prompt = time.monotonic() - started < prompt_s
-
-
-def _close_late(connecting: asyncio.Future[KeyedWire]) -> None:
-    if not connecting.cancelled() and connecting.exception() is None:
-        connecting.result().close()

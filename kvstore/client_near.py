@@ -10,6 +10,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvstore.board import BoardReader, Outcome
@@ -49,9 +50,14 @@ class NearStore:
     async def open(self, stats: pb.StatsResponse) -> None:
         self._has_ssd = stats.ssd_capacity_bytes > 0
         if stats.board_path and self.board is None:
-            self.board = board = await asyncio.to_thread(BoardReader.open, stats.board_path)
-            if board is not None:
-                asyncio.get_running_loop().run_in_executor(None, board.populate)
+            opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # of its own: either may take seconds
+            try:
+                loop = asyncio.get_running_loop()
+                self.board = board = await loop.run_in_executor(opener, BoardReader.open, stats.board_path)
+                if board is not None:
+                    opener.submit(board.populate)
+            finally:
+                opener.shutdown(wait=False)  # once that is done
 
     def close(self) -> None:
         if self.board is not None:

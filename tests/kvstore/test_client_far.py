@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import kvstore
 from kvstore.ahead import WIRE
 from kvstore.board import Board
-from kvstore.client_far import FarStore
+from kvstore.client_far import MAX_CONNECTIONS, FarStore
 from kvstore.index_types import Grant
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
@@ -185,6 +186,38 @@ async def test_a_store_that_hangs_holds_up_nobody_else(keep):
         assert await pool.get("block") == data(1)
         assert into == bytes(SLOT_BYTES)  # nobody writes into it any more
         assert await pool.put("other", data(2)) and await pool.get("other") == data(2)
+
+
+async def test_whoever_comes_behind_others_to_a_store_that_hangs_keeps_its_own_time(keep):
+    actor = keep()
+    async with await connect(actor) as pool:
+        actor.freeze()
+        calls = [asyncio.create_task(pool.exists(["block"], timeout_s=10.0)) for _ in range(3 * MAX_CONNECTIONS)]
+        await asyncio.sleep(0.1)
+        for call in calls[: MAX_CONNECTIONS // 2]:  # its thread goes on connecting
+            call.cancel()
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await pool.exists(["block"], timeout_s=0.2)
+        assert time.monotonic() - started < 2.0
+        actor.thaw()
+        assert await asyncio.gather(*calls[MAX_CONNECTIONS // 2 :]) == [[False]] * len(calls[MAX_CONNECTIONS // 2 :])
+
+
+async def test_a_store_that_hangs_takes_no_thread_from_anybody_else(keep):
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hanging, well = keep(), keep()
+    async with await connect(hanging) as waiting, await connect(well) as pool:
+        hanging.freeze()
+        calls = [asyncio.create_task(waiting.exists(["block"], timeout_s=5.0)) for _ in range(MAX_CONNECTIONS)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(3.0):
+            await asyncio.to_thread(time.monotonic)
+            assert await pool.put("block", data(1)) and await pool.get("block") == data(1)
+        assert not any(call.done() for call in calls)
+        hanging.thaw()
+        assert await asyncio.gather(*calls) == [[False]] * MAX_CONNECTIONS
 
 
 async def test_a_store_that_restarts_is_a_miss_on_both_ways(keep):
