@@ -31,6 +31,7 @@ from kvstore.memory import Memory, readable, writable
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import (
     ChecksumMismatch,
+    DeadlineExceeded,
     InvalidRequest,
     KVLoadFailed,
     MooncakeError,
@@ -44,6 +45,8 @@ from mooncake.types import BlockKey
 MAX_KEY_BYTES = 240
 NAMESPACE_BYTES = 16
 
+OUTAGES = (RetryElsewhere, TryLater, DeadlineExceeded)  # of one store: another may well answer
+
 T = TypeVar("T")
 Key = str | bytes
 
@@ -53,7 +56,8 @@ class Client:
 
     Every call takes ``timeout_s``, ends within it and raises nothing but ``mooncake.errors``: InvalidRequest for what
     the caller got wrong, NodeUnavailable when no store that should know answers, DeadlineExceeded, and what each method
-    names. A store that is gone makes its blocks misses, as long as another holds a replica.
+    names. A store that is gone or hangs makes its blocks misses, as long as another holds a replica: reads give each
+    replica its share of the time that is left.
     """
 
     def __init__(self, stores: Mapping[str, StoreClient], namespace: str, salt: str, replicas: int) -> None:
@@ -188,10 +192,7 @@ class Client:
         if offset < 0 or view.nbytes < 1:
             raise InvalidRequest("a range begins at 0 or later and has at least one byte", "offset")
 
-        async def read(store: StoreClient) -> bool | None:
-            return await _read_range(store, wire, offset, view, timeout_s) or None
-
-        return bool(await self._first(self._homes(wire), read))
+        return await self._read_range(wire, offset, view, time.monotonic() + timeout_s)
 
     # Many blocks
 
@@ -208,6 +209,7 @@ class Client:
 
         Raises OutOfBlocks when there was room for none of those that were not stored already.
         """
+        deadline = time.monotonic() + timeout_s
         listed = list(items)
         views = [readable(data) for _, data in listed]
         keys = [self._wire_key(key) for key, _ in listed]
@@ -218,13 +220,14 @@ class Client:
             for address in self._homes(wire)[: self._replicas]:
                 groups.setdefault((address, view.nbytes), []).append(index)
         stored = [False] * len(listed)
+        left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
                 [(keys[i], above[i]) for i in mine],
                 [views[i] for i in mine],
                 [sums[i] for i in mine],
                 durable=durable,
-                timeout_s=timeout_s,
+                timeout_s=left,
             )
             for (address, _), mine in groups.items()
         ]
@@ -244,7 +247,7 @@ class Client:
             buffers[index] = buffer = bytearray(length)
             return memoryview(buffer)
 
-        lengths = await self._get(keys, room, timeout_s)
+        lengths = await self._get(keys, room, time.monotonic() + timeout_s)
         return [buffer if length is not None else None for buffer, length in zip(buffers, lengths, strict=True)]
 
     async def get_batch_into(
@@ -258,7 +261,7 @@ class Client:
         def room(index: int, length: int) -> memoryview:
             return room_in(views[index], length)
 
-        return await self._get(keys, room, timeout_s)
+        return await self._get(keys, room, time.monotonic() + timeout_s)
 
     async def exists(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
@@ -336,30 +339,28 @@ class Client:
                 groups.setdefault(address, []).append(wire)
         return sum(await asyncio.gather(*(call(self._stores[address], mine) for address, mine in groups.items())))
 
-    async def _first(self, addresses: Sequence[str], read: Callable[[StoreClient], Awaitable[T | None]]) -> T | None:
-        """The first answer that is something. Raises what went wrong when no store could say anything."""
+    async def _read_range(self, wire: bytes, offset: int, view: memoryview, deadline: float) -> bool:
+        """From the first store that has it. Raises what went wrong when no store could say anything."""
         failure: MooncakeError | None = None
-        answered = False
-        for address in addresses[: self._replicas]:
+        has_answer = False
+        for turn, address in enumerate(self._homes(wire)[: self._replicas]):
             try:
-                found = await read(self._stores[address])
+                until = _share(deadline, self._replicas - turn)
+                if await _read_range(self._stores[address], wire, offset, view, until):
+                    return True
+                has_answer = True
             except ChecksumMismatch:  # that store has dropped it
-                answered = True
-                continue
-            except (RetryElsewhere, TryLater) as error:
+                has_answer = True
+            except OUTAGES as error:
                 failure = failure or error
-                continue
-            if found is not None:
-                return found
-            answered = True
-        if failure is not None and not answered:
+        if failure is not None and not has_answer:
             raise failure
-        return None
+        return False
 
     # Batches
 
     async def _get(
-        self, keys: Sequence[Key], room: Callable[[int, int], memoryview], timeout_s: float
+        self, keys: Sequence[Key], room: Callable[[int, int], memoryview], deadline: float
     ) -> list[int | None]:
         """Read blocks into the memory that ``room(index, length)`` gives; those that a store has not, from the next."""
         wires = self._wire_keys(keys)
@@ -367,18 +368,23 @@ class Client:
         lengths: list[int | None] = [None] * len(wires)
         failures: list[BaseException] = []
         for turn in range(self._replicas):
+            try:
+                left = left_s(_share(deadline, self._replicas - turn))
+            except DeadlineExceeded as error:
+                failures.append(error)
+                break
             groups: dict[str, list[int]] = {}
             for index, length in enumerate(lengths):
                 if length is None:
                     groups.setdefault(homes[index][turn], []).append(index)
             calls = [
-                self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=timeout_s)
+                self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=left)
                 for address, mine in groups.items()
             ]
             answers = await _all(calls)
             for mine, answer in zip(groups.values(), answers, strict=True):
                 if isinstance(answer, BaseException):
-                    if not isinstance(answer, (RetryElsewhere, TryLater)):
+                    if not isinstance(answer, OUTAGES):
                         raise answer
                     failures.append(answer)
                     continue
@@ -395,9 +401,15 @@ def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> C
     return lambda index, length: room(numbers[index], length)
 
 
-async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memoryview, timeout_s: float) -> bool:
+def _share(deadline: float, num_turns: int) -> float:
+    """When a turn ends that is followed by others, so that each has as much time."""
+    now = time.monotonic()
+    return now + (deadline - now) / num_turns
+
+
+async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memoryview, deadline: float) -> bool:
     """Read a part of a block with the checksummed ranges around it. False when it is not there."""
-    lease = await store.acquire([wire], timeout_s=timeout_s)
+    lease = await store.acquire([wire], timeout_s=left_s(deadline))
     if not lease.blocks:
         return False
     [block] = lease.blocks
@@ -408,7 +420,7 @@ async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memory
         first, last, size = _covering(block, offset, view.nbytes)
         is_whole = first * size == offset and last * size == offset + view.nbytes
         target = view if is_whole else memoryview(bytearray((last - first) * size))
-        await store.read_ranges(lease, [ReadRange(block.slot, first * size, target)], timeout_s=timeout_s)
+        await store.read_ranges(lease, [ReadRange(block.slot, first * size, target)], timeout_s=left_s(deadline))
         for number in range(first, last):
             part = target[(number - first) * size : (number - first + 1) * size]
             if checksum(part) != int(block.checksums[number]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 import kvstore
 from kvstore.checksum import range_checksums
-from mooncake.errors import InvalidRequest, NodeUnavailable, OutOfBlocks
+from mooncake.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfBlocks
 
 BLOCK = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,43 @@ async def test_keys_spread_over_stores_and_replicas_outlive_one(keep):
         assert await pool.put("after", data(99, 5000))
         with pytest.raises(NodeUnavailable):
             await pool.remove(["k1"])  # who knows what the dead one still holds
+
+
+async def test_a_store_that_hangs_is_outlived_by_its_replicas(keep):
+    stores = [keep(64) for _ in range(2)]
+    addresses = [store.greeting["control"] for store in stores]
+    async with await kvstore.Client.connect(addresses, replicas=2, transports=("tcp",)) as pool:
+        items = {f"k{i}": data(i, 5000) for i in range(16)}
+        assert all(await pool.put_batch(items.items()))
+        first, second = (next(key for key in items if homes(pool, key)[0] == address) for address in addresses)
+        stores[0].freeze()
+        assert await pool.get_batch([*items, "nothing"], timeout_s=1.0) == [*items.values(), None]
+        assert await pool.get_batch_into(list(items), [bytearray(5000) for _ in items], timeout_s=1.0) == [5000] * 16
+        for key in (first, second):
+            assert await pool.get(key, timeout_s=1.0) == items[key]
+            assert await pool.get_range(key, 10, 20, timeout_s=1.0) == items[key][10:30]
+        assert await pool.get_range("nothing", 10, 20, timeout_s=1.0) is None
+
+
+async def test_a_call_ends_in_its_time_however_many_replicas_are_asked(keep):
+    slow, hanging = keep(), keep()
+    addresses = [store.greeting["control"] for store in (slow, hanging)]
+    async with await kvstore.Client.connect(addresses, replicas=2, transports=("tcp",)) as pool:
+        key = next(f"k{i}" for i in range(100) if homes(pool, f"k{i}") == addresses)
+        for read in (lambda: pool.get(key, timeout_s=1.6), lambda: pool.get_range(key, 0, 1, timeout_s=1.6)):
+            slow.ask("hang")
+            hanging.freeze()
+            asyncio.get_running_loop().call_later(1.0, slow.tell, "wake")  # then it says that it has none
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                await read()
+            assert time.monotonic() - started < 2.4
+            hanging.thaw()
+
+
+def homes(pool: kvstore.Client, key: str) -> list[str]:
+    """Which stores hold this block, in the order in which they are asked for it."""
+    return pool._homes(pool._wire_key(key))
 
 
 async def test_a_corrupt_replica_is_dropped_and_the_other_one_serves(keep):
