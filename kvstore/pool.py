@@ -57,7 +57,8 @@ class Client:
     Every call takes ``timeout_s``, ends within it and raises nothing but ``mooncake.errors``: InvalidRequest for what
     the caller got wrong, NodeUnavailable when no store that should know answers, DeadlineExceeded, and what each method
     names. A store that is gone or hangs makes its blocks misses, as long as another holds a replica: reads give each
-    replica its share of the time that is left.
+    replica its share of the time that is left. A call for many keys raises when nobody answers for one of them; what it
+    has done for the others stands, and asking again is harmless.
     """
 
     def __init__(self, stores: Mapping[str, StoreClient], namespace: str, salt: str, replicas: int) -> None:
@@ -217,9 +218,8 @@ class Client:
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
         groups: dict[tuple[str, int], list[int]] = {}
         for index, (wire, view) in enumerate(zip(keys, views, strict=True)):
-            for address in self._homes(wire)[: self._replicas]:
+            for address in self._homes(wire):
                 groups.setdefault((address, view.nbytes), []).append(index)
-        stored = [False] * len(listed)
         left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
@@ -231,12 +231,15 @@ class Client:
             )
             for (address, _), mine in groups.items()
         ]
-        answers = await _all(calls)
-        for mine, answer in zip(groups.values(), answers, strict=True):
-            for index, is_stored in zip(mine, [] if isinstance(answer, BaseException) else answer, strict=False):
+        stored, told, full = [False] * len(listed), _Told(), None
+        for mine, answer in zip(groups.values(), await _all(calls), strict=True):
+            if isinstance(answer, OutOfBlocks):
+                full, answer = answer, [False] * len(mine)
+            for index, is_stored in told.of(mine, answer):
                 stored[index] = stored[index] or is_stored
-        if not any(stored):
-            _raise_worst(answers)
+        told.check()
+        if full is not None and not any(stored):
+            raise full
         return stored
 
     async def get_batch(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytearray | None]:
@@ -272,14 +275,14 @@ class Client:
         found = [False] * len(wires)
         groups: dict[str, list[int]] = {}
         for index, wire in enumerate(wires):
-            for address in self._homes(wire)[: self._replicas]:
+            for address in self._homes(wire):
                 groups.setdefault(address, []).append(index)
         calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups.items()]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for mine, answer in zip(groups.values(), answers, strict=True):
-            for index, here in zip(mine, [] if isinstance(answer, BaseException) else answer, strict=False):
-                found[index] = found[index] or here
-        _raise_if_none_answered(answers)
+        told = _Told()
+        for mine, answer in zip(groups.values(), await _all(calls), strict=True):
+            for index, is_here in told.of(mine, answer):
+                found[index] = found[index] or is_here
+        told.check()
         return found
 
     async def remove(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -312,11 +315,12 @@ class Client:
     # Placement
 
     def _homes(self, wire: bytes) -> list[str]:
-        """Stores in the order in which they hold this key: rendezvous hashing, so that a store more or less moves only
-        its own share of keys."""
+        """The stores that are to hold this key, the first first: rendezvous hashing, so that a store more or less moves
+        only its own share of keys."""
         if len(self._stores) == 1:
             return list(self._stores)
-        return sorted(self._stores, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
+        ranked = sorted(self._stores, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
+        return ranked[: self._replicas]
 
     def _wire_key(self, key: Key) -> bytes:
         [wire] = self._wire_keys([key])
@@ -335,7 +339,7 @@ class Client:
     ) -> int:
         groups: dict[str, list[bytes]] = {}
         for wire in map(self._wire_key, keys):
-            for address in self._homes(wire)[: self._replicas]:
+            for address in self._homes(wire):
                 groups.setdefault(address, []).append(wire)
         return sum(await asyncio.gather(*(call(self._stores[address], mine) for address, mine in groups.items())))
 
@@ -343,10 +347,10 @@ class Client:
         """From the first store that has it. Raises what went wrong when no store could say anything."""
         failure: MooncakeError | None = None
         has_answer = False
-        for turn, address in enumerate(self._homes(wire)[: self._replicas]):
+        for turn, address in enumerate(self._homes(wire)):
             try:
-                until = _share(deadline, self._replicas - turn)
-                if await _read_range(self._stores[address], wire, offset, view, until):
+                left = _share_s(deadline, self._replicas - turn)
+                if await _read_range(self._stores[address], wire, offset, view, left):
                     return True
                 has_answer = True
             except ChecksumMismatch:  # that store has dropped it
@@ -364,52 +368,65 @@ class Client:
     ) -> list[int | None]:
         """Read blocks into the memory that ``room(index, length)`` gives; those that a store has not, from the next."""
         wires = self._wire_keys(keys)
-        homes = [self._homes(wire)[: self._replicas] for wire in wires]
+        homes = [self._homes(wire) for wire in wires]
         lengths: list[int | None] = [None] * len(wires)
-        failures: list[BaseException] = []
+        told = _Told()
         for turn in range(self._replicas):
-            try:
-                left = left_s(_share(deadline, self._replicas - turn))
-            except DeadlineExceeded as error:
-                failures.append(error)
-                break
             groups: dict[str, list[int]] = {}
             for index, length in enumerate(lengths):
                 if length is None:
                     groups.setdefault(homes[index][turn], []).append(index)
+            left = _share_s(deadline, self._replicas - turn)
             calls = [
                 self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=left)
                 for address, mine in groups.items()
             ]
-            answers = await _all(calls)
-            for mine, answer in zip(groups.values(), answers, strict=True):
-                if isinstance(answer, BaseException):
-                    if not isinstance(answer, OUTAGES):
-                        raise answer
-                    failures.append(answer)
-                    continue
-                for index, length in zip(mine, answer, strict=True):
+            for mine, answer in zip(groups.values(), await _all(calls), strict=True):
+                for index, length in told.of(mine, answer):
                     lengths[index] = length
             if None not in lengths:
                 break
-        if failures and not any(length is not None for length in lengths):
-            raise failures[0]
+        told.check()
         return lengths
+
+
+class _Told:
+    """Whether some store has answered for each key, by number."""
+
+    def __init__(self) -> None:
+        self._answered: set[int] = set()
+        self._outages: dict[int, MooncakeError] = {}
+
+    def of(self, numbers: Sequence[int], answer: Sequence[T] | BaseException) -> Iterable[tuple[int, T]]:
+        """What a store says of each; nothing when it did not answer. Raises what is no outage."""
+        if isinstance(answer, OUTAGES):
+            self._outages.update((number, answer) for number in numbers if number not in self._outages)
+            return ()
+        if isinstance(answer, BaseException):
+            raise answer
+        self._answered.update(numbers)
+        return zip(numbers, answer, strict=True)
+
+    def check(self) -> None:
+        """Raises what kept the stores of a key from answering, if none has."""
+        for number, outage in self._outages.items():
+            if number not in self._answered:
+                raise outage
 
 
 def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> Callable[[int, int], memoryview]:
     return lambda index, length: room(numbers[index], length)
 
 
-def _share(deadline: float, num_turns: int) -> float:
-    """When a turn ends that is followed by others, so that each has as much time."""
-    now = time.monotonic()
-    return now + (deadline - now) / num_turns
+def _share_s(deadline: float, num_turns: int) -> float:
+    """The time that the next of so many turns may take."""
+    return (deadline - time.monotonic()) / num_turns
 
 
-async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memoryview, deadline: float) -> bool:
+async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memoryview, timeout_s: float) -> bool:
     """Read a part of a block with the checksummed ranges around it. False when it is not there."""
-    lease = await store.acquire([wire], timeout_s=left_s(deadline))
+    deadline = time.monotonic() + timeout_s
+    lease = await store.acquire([wire], timeout_s=timeout_s)
     if not lease.blocks:
         return False
     [block] = lease.blocks
@@ -457,20 +474,6 @@ async def _all(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
         return [await calls[0]]
     except MooncakeError as error:
         return [error]
-
-
-def _raise_worst(answers: Sequence[object]) -> None:
-    """When nothing worked: what went wrong first, errors that say most before those that say least."""
-    errors = [answer for answer in answers if isinstance(answer, BaseException)]
-    for kind in (InvalidRequest, OutOfBlocks, BaseException):
-        for error in errors:
-            if isinstance(error, kind):
-                raise error
-
-
-def _raise_if_none_answered(answers: Sequence[object]) -> None:
-    if answers and all(isinstance(answer, BaseException) for answer in answers):
-        _raise_worst(answers)
 
 
 __all__ = ("BlockKey", "Client", "KVLoadFailed", "Memory", "StoreStats")

@@ -167,6 +167,28 @@ async def test_keys_spread_over_stores_and_replicas_outlive_one(keep):
             await pool.remove(["k1"])  # who knows what the dead one still holds
 
 
+async def test_a_key_that_nobody_answers_for_is_an_error_and_no_miss(keep):
+    stores = [keep(64) for _ in range(2)]
+    async with await kvstore.Client.connect([store.greeting["control"] for store in stores]) as pool:
+        items = [(f"k{i}", data(i, 5000)) for i in range(32)]
+        old, new = items[:16], items[16:]
+        assert all(await pool.put_batch(old))
+        stores[0].kill()
+        left = stores[1].greeting["control"]
+        for call in (
+            lambda: pool.exists([key for key, _ in old]),
+            lambda: pool.get_batch([key for key, _ in old]),
+            lambda: pool.get_batch_into([key for key, _ in old], [bytearray(5000) for _ in old]),
+            lambda: pool.put_batch(new),
+        ):
+            with pytest.raises(NodeUnavailable):
+                await call()
+        here = [(key, value) for key, value in items if homes(pool, key) == [left]]
+        assert len(here) > 4
+        assert await pool.exists([key for key, _ in here]) == [True] * len(here)  # also what has just been put
+        assert await pool.get_batch([key for key, _ in here]) == [value for _, value in here]
+
+
 async def test_a_store_that_hangs_is_outlived_by_its_replicas(keep):
     stores = [keep(64) for _ in range(2)]
     addresses = [store.greeting["control"] for store in stores]
