@@ -206,7 +206,8 @@ class Client:
         durable: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[bool]:
-        """``put`` for each (key, data), in few messages. Says for each whether it is stored afterwards.
+        """``put`` for each (key, data), in few messages. Says for each whether it is stored afterwards. Of several with
+        one key the first is put.
 
         Raises OutOfBlocks when there was room for none of those that were not stored already.
         """
@@ -216,10 +217,12 @@ class Client:
         keys = [self._wire_key(key) for key, _ in listed]
         above = [self._wire_key(parent) if parent else b"" for parent in parents or [b""] * len(listed)]
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
+        first: dict[bytes, int] = {}
         groups: dict[tuple[str, int], list[int]] = {}
-        for index, (wire, view) in enumerate(zip(keys, views, strict=True)):
-            for address in self._homes(wire):
-                groups.setdefault((address, view.nbytes), []).append(index)
+        for index, wire in enumerate(keys):
+            if first.setdefault(wire, index) == index:
+                for address in self._homes(wire):
+                    groups.setdefault((address, views[index].nbytes), []).append(index)
         left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
@@ -240,7 +243,7 @@ class Client:
         told.check()
         if full is not None and not any(stored):
             raise full
-        return stored
+        return [stored[first[wire]] for wire in keys]
 
     async def get_batch(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytearray | None]:
         """``get`` for each key, in few messages and transfers."""

@@ -151,6 +151,15 @@ async def test_batches_take_what_is_there(keep):
         assert await pool.get_batch([]) == [] and await pool.put_batch([]) == [] and await pool.exists([]) == []
 
 
+async def test_a_batch_may_name_a_block_twice_and_not_hide_a_wrong_one(keep):
+    async with await kvstore.Client.connect(keep().greeting["control"]) as pool:
+        assert await pool.put_batch([("a", data(1)), ("b", data(2)), ("a", data(3, 50))]) == [True] * 3
+        assert await pool.get_batch(["a", "b"]) == [data(1), data(2)]
+        with pytest.raises(InvalidRequest, match="do not fit"):
+            await pool.put_batch([("too long", data(4, BLOCK + 1)), ("c", data(5))])
+        assert await pool.exists(["too long", "c"]) == [False, True]
+
+
 async def test_keys_spread_over_stores_and_replicas_outlive_one(keep):
     stores = [keep(64) for _ in range(3)]
     addresses = [store.greeting["control"] for store in stores]
