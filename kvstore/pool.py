@@ -28,6 +28,7 @@ from kvstore.client import StoreClient, ways
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client_types import StoredBlock, StoreStats, room_in
 from kvstore.memory import Memory, readable, writable
+from kvstore.segment import MAX_BLOCK_BYTES
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from mooncake.errors import (
     ChecksumMismatch,
@@ -35,6 +36,7 @@ from mooncake.errors import (
     InvalidRequest,
     KVLoadFailed,
     MooncakeError,
+    NodeUnavailable,
     OutOfBlocks,
     RetryElsewhere,
     TryLater,
@@ -44,6 +46,7 @@ from mooncake.types import BlockKey
 
 MAX_KEY_BYTES = 240
 NAMESPACE_BYTES = 16
+MAX_TIMEOUT_S = 86400.0
 
 OUTAGES = (RetryElsewhere, TryLater, DeadlineExceeded)  # of one store: another may well answer
 
@@ -71,6 +74,7 @@ class Client:
         self._replicas = replicas
         self._prefix = _namespace(namespace, salt)
         self._owned = contextlib.AsyncExitStack()
+        self._is_closed = False
 
     @classmethod
     async def connect(
@@ -114,7 +118,9 @@ class Client:
             raise
 
     async def close(self) -> None:
-        """Waits a moment for what runs in the background (the ends of leases), then lets go of all connections."""
+        """Waits a moment for what runs in the background (the ends of leases), then lets go of all connections. What is
+        called from now on raises NodeUnavailable."""
+        self._is_closed = True
         await asyncio.gather(*(store.close() for store in self._stores.values()))
         await self._owned.aclose()
 
@@ -144,7 +150,7 @@ class Client:
         ``parent``, stores evict this block before that one. With ``durable`` it has reached an SSD when this returns.
         Raises OutOfBlocks when no store has room, or not durably, or the tenant's quota is used up.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._begin(timeout_s)
         if self._replicas == 1 and not durable:
             wire, view = self._wire_key(key), readable(data)
             above = self._wire_key(parent) if parent else b""
@@ -168,6 +174,7 @@ class Client:
         Returns the block's length in bytes, or None. After None or an error ``into`` may hold anything. Raises
         InvalidRequest when the block is longer.
         """
+        self._begin(timeout_s)
         if self._replicas == 1:
             wire = self._wire_key(key)
             return await self._stores[self._homes(wire)[0]].get_one(wire, writable(into), timeout_s=timeout_s)
@@ -182,6 +189,8 @@ class Client:
         Verified like whole blocks: what is read from the store is the run of checksummed ranges around it (see
         ``put``), so reading a layer of a block that was put with as many ranges as layers moves that layer alone.
         """
+        if not 1 <= length <= MAX_BLOCK_BYTES:
+            raise InvalidRequest(f"a range has 1 to {MAX_BLOCK_BYTES} bytes, got {length}", "length")
         into = bytearray(length)
         return into if await self.get_range_into(key, offset, into, timeout_s=timeout_s) else None
 
@@ -189,11 +198,12 @@ class Client:
         self, key: Key, offset: int, into: Memory, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool:
         """Like ``get_range``, straight into memory of yours where it covers whole ranges."""
+        deadline = self._begin(timeout_s)
         wire, view = self._wire_key(key), writable(into)
         if offset < 0 or view.nbytes < 1:
             raise InvalidRequest("a range begins at 0 or later and has at least one byte", "offset")
 
-        return await self._read_range(wire, offset, view, time.monotonic() + timeout_s)
+        return await self._read_range(wire, offset, view, deadline)
 
     # Many blocks
 
@@ -211,11 +221,17 @@ class Client:
 
         Raises OutOfBlocks when there was room for none of those that were not stored already.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._begin(timeout_s)
         listed = list(items)
+        if parents is None:
+            parents = [b""] * len(listed)
+        elif len(parents) != len(listed):
+            raise InvalidRequest(f"{len(listed)} blocks need as many parents, got {len(parents)}", "parents")
         views = [readable(data) for _, data in listed]
+        if (longest := max((view.nbytes for view in views), default=0)) > MAX_BLOCK_BYTES:
+            raise InvalidRequest(f"a block has {MAX_BLOCK_BYTES} bytes at most, got {longest}", "data")
         keys = [self._wire_key(key) for key, _ in listed]
-        above = [self._wire_key(parent) if parent else b"" for parent in parents or [b""] * len(listed)]
+        above = [self._wire_key(parent) if parent else b"" for parent in parents]
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
         first: dict[bytes, int] = {}
         groups: dict[tuple[str, int], list[int]] = {}
@@ -253,7 +269,7 @@ class Client:
             buffers[index] = buffer = bytearray(length)
             return memoryview(buffer)
 
-        lengths = await self._get(keys, room, time.monotonic() + timeout_s)
+        lengths = await self._get(keys, room, self._begin(timeout_s))
         return [buffer if length is not None else None for buffer, length in zip(buffers, lengths, strict=True)]
 
     async def get_batch_into(
@@ -267,10 +283,11 @@ class Client:
         def room(index: int, length: int) -> memoryview:
             return room_in(views[index], length)
 
-        return await self._get(keys, room, time.monotonic() + timeout_s)
+        return await self._get(keys, room, self._begin(timeout_s))
 
     async def exists(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
+        self._begin(timeout_s)
         wires = self._wire_keys(keys)
         if len(self._stores) == 1:
             [store] = self._stores.values()
@@ -293,6 +310,7 @@ class Client:
 
         Raises NodeUnavailable when a store did not answer: it may have kept its replicas.
         """
+        self._begin(timeout_s)
         wires = [self._wire_key(key) for key in keys]
         removed = await asyncio.gather(*(s.remove(wires, timeout_s=timeout_s) for s in self._stores.values()))
         return sum(removed)
@@ -304,16 +322,27 @@ class Client:
 
         Returns how many replicas are pinned. Raises OutOfBlocks when hard pins would take more than half of a store.
         """
+        self._begin(timeout_s)
         return await self._on_replicas(keys, lambda s, mine: s.pin(mine, hard=hard, ttl_s=ttl_s, timeout_s=timeout_s))
 
     async def unpin(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Returns how many replicas were pinned."""
+        self._begin(timeout_s)
         return await self._on_replicas(keys, lambda s, mine: s.unpin(mine, timeout_s=timeout_s))
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, StoreStats]:
         """The accounts of each store, by address. Raises NodeUnavailable when one does not answer."""
+        self._begin(timeout_s)
         answers = await asyncio.gather(*(store.stats(timeout_s=timeout_s) for store in self._stores.values()))
         return dict(zip(self._stores, answers, strict=True))
+
+    def _begin(self, timeout_s: float) -> float:
+        """The deadline of a call that begins now. Raises InvalidRequest, or NodeUnavailable once this is closed."""
+        if self._is_closed:
+            raise NodeUnavailable("this client of the pool has been closed")
+        if not abs(timeout_s) <= MAX_TIMEOUT_S:  # nor is it a number, perhaps
+            raise InvalidRequest(f"a call may take {MAX_TIMEOUT_S:g} seconds at most, not {timeout_s}", "timeout_s")
+        return time.monotonic() + timeout_s
 
     # Placement
 
@@ -331,7 +360,10 @@ class Client:
 
     def _wire_keys(self, keys: Iterable[Key]) -> list[bytes]:
         prefix = self._prefix
-        wires = [prefix + (key.encode() if isinstance(key, str) else key) for key in keys]
+        try:
+            wires = [prefix + (key.encode() if isinstance(key, str) else key) for key in keys]
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequest("a key is bytes, or a str that UTF-8 can encode", "key") from None
         for length in set(map(len, wires)):
             if not 0 < length - len(prefix) <= MAX_KEY_BYTES:
                 raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length - len(prefix)}", "key")

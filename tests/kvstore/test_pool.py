@@ -160,6 +160,45 @@ async def test_a_batch_may_name_a_block_twice_and_not_hide_a_wrong_one(keep):
         assert await pool.exists(["too long", "c"]) == [False, True]
 
 
+async def test_what_a_caller_gets_wrong_is_said_at_once(keep):
+    pool = await kvstore.Client.connect(keep().greeting["control"])
+    block, key = data(0), "key"
+    for wrong in (
+        lambda: pool.put(3, block),
+        lambda: pool.get("\ud800"),
+        lambda: pool.exists([key, None]),
+        lambda: pool.put_batch([(key, block), ("other", block)], parents=["parent"]),
+        lambda: pool.put_batch([(key, np.empty(1 << 32, np.uint8))]),
+        lambda: pool.get_range(key, 0, -1),
+        lambda: pool.get_range(key, 0, 1 << 40),
+        lambda: pool.put_batch([(key, block)], timeout_s=float("inf")),
+        lambda: pool.get(key, timeout_s=float("nan")),
+        lambda: pool.remove([key], timeout_s=1e8),
+        lambda: pool.stats(timeout_s=float("-inf")),
+    ):
+        with pytest.raises(InvalidRequest):
+            await wrong()
+    assert await pool.exists([key, "other"]) == [False, False]
+    with pytest.raises(DeadlineExceeded):
+        await pool.put_batch([(key, block)], timeout_s=-1.0)
+    await pool.close()
+    await pool.close()
+    for late in (
+        lambda: pool.put(key, block),
+        lambda: pool.put_batch([]),
+        lambda: pool.get(key),
+        lambda: pool.get_into(key, bytearray(1)),
+        lambda: pool.get_range(key, 0, 1),
+        lambda: pool.exists([key]),
+        lambda: pool.remove([key]),
+        lambda: pool.pin([key]),
+        lambda: pool.unpin([key]),
+        lambda: pool.stats(),
+    ):
+        with pytest.raises(NodeUnavailable, match="closed"):
+            await late()
+
+
 async def test_keys_spread_over_stores_and_replicas_outlive_one(keep):
     stores = [keep(64) for _ in range(3)]
     addresses = [store.greeting["control"] for store in stores]
