@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -47,10 +47,12 @@ from mooncake.types import BlockKey
 MAX_KEY_BYTES = 240
 NAMESPACE_BYTES = 16
 MAX_TIMEOUT_S = 86400.0
+MAX_BATCH = 2048  # blocks in one message to a store: with a thousand checksums each they fit one
 
 OUTAGES = (RetryElsewhere, TryLater, DeadlineExceeded)  # of one store: another may well answer
 
 T = TypeVar("T")
+Place = TypeVar("Place", bound=Hashable)
 Key = str | bytes
 
 
@@ -234,11 +236,9 @@ class Client:
         above = [self._wire_key(parent) if parent else b"" for parent in parents]
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
         first: dict[bytes, int] = {}
-        groups: dict[tuple[str, int], list[int]] = {}
         for index, wire in enumerate(keys):
-            if first.setdefault(wire, index) == index:
-                for address in self._homes(wire):
-                    groups.setdefault((address, views[index].nbytes), []).append(index)
+            first.setdefault(wire, index)
+        groups = _grouped(((home, views[i].nbytes), i) for wire, i in first.items() for home in self._homes(wire))
         left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
@@ -248,10 +248,10 @@ class Client:
                 durable=durable,
                 timeout_s=left,
             )
-            for (address, _), mine in groups.items()
+            for (address, _), mine in groups
         ]
         stored, told, full = [False] * len(listed), _Told(), None
-        for mine, answer in zip(groups.values(), await _all(calls), strict=True):
+        for (_, mine), answer in zip(groups, await _all(calls), strict=True):
             if isinstance(answer, OutOfBlocks):
                 full, answer = answer, [False] * len(mine)
             for index, is_stored in told.of(mine, answer):
@@ -289,17 +289,13 @@ class Client:
         """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
         self._begin(timeout_s)
         wires = self._wire_keys(keys)
-        if len(self._stores) == 1:
+        if len(self._stores) == 1 and len(wires) <= MAX_BATCH:
             [store] = self._stores.values()
             return await store.exists(wires, timeout_s=timeout_s)
-        found = [False] * len(wires)
-        groups: dict[str, list[int]] = {}
-        for index, wire in enumerate(wires):
-            for address in self._homes(wire):
-                groups.setdefault(address, []).append(index)
-        calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups.items()]
-        told = _Told()
-        for mine, answer in zip(groups.values(), await _all(calls), strict=True):
+        groups = _grouped((home, index) for index, wire in enumerate(wires) for home in self._homes(wire))
+        calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups]
+        found, told = [False] * len(wires), _Told()
+        for (_, mine), answer in zip(groups, await _all(calls), strict=True):
             for index, is_here in told.of(mine, answer):
                 found[index] = found[index] or is_here
         told.check()
@@ -311,9 +307,10 @@ class Client:
         Raises NodeUnavailable when a store did not answer: it may have kept its replicas.
         """
         self._begin(timeout_s)
-        wires = [self._wire_key(key) for key in keys]
-        removed = await asyncio.gather(*(s.remove(wires, timeout_s=timeout_s) for s in self._stores.values()))
-        return sum(removed)
+        wires = self._wire_keys(keys)
+        groups = _grouped((address, index) for index in range(len(wires)) for address in self._stores)
+        calls = [self._stores[a].remove([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups]
+        return sum(await asyncio.gather(*calls))
 
     async def pin(
         self, keys: Sequence[Key], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -372,11 +369,9 @@ class Client:
     async def _on_replicas(
         self, keys: Sequence[Key], call: Callable[[StoreClient, list[bytes]], Awaitable[int]]
     ) -> int:
-        groups: dict[str, list[bytes]] = {}
-        for wire in map(self._wire_key, keys):
-            for address in self._homes(wire):
-                groups.setdefault(address, []).append(wire)
-        return sum(await asyncio.gather(*(call(self._stores[address], mine) for address, mine in groups.items())))
+        wires = self._wire_keys(keys)
+        groups = _grouped((home, index) for index, wire in enumerate(wires) for home in self._homes(wire))
+        return sum(await asyncio.gather(*(call(self._stores[a], [wires[i] for i in mine]) for a, mine in groups)))
 
     async def _read_range(self, wire: bytes, offset: int, view: memoryview, deadline: float) -> bool:
         """From the first store that has it. Raises what went wrong when no store could say anything."""
@@ -407,16 +402,13 @@ class Client:
         lengths: list[int | None] = [None] * len(wires)
         told = _Told()
         for turn in range(self._replicas):
-            groups: dict[str, list[int]] = {}
-            for index, length in enumerate(lengths):
-                if length is None:
-                    groups.setdefault(homes[index][turn], []).append(index)
+            groups = _grouped((homes[index][turn], index) for index, length in enumerate(lengths) if length is None)
             left = _share_s(deadline, self._replicas - turn)
             calls = [
                 self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=left)
-                for address, mine in groups.items()
+                for address, mine in groups
             ]
-            for mine, answer in zip(groups.values(), await _all(calls), strict=True):
+            for (_, mine), answer in zip(groups, await _all(calls), strict=True):
                 for index, length in told.of(mine, answer):
                     lengths[index] = length
             if None not in lengths:
@@ -447,6 +439,18 @@ class _Told:
         for number, outage in self._outages.items():
             if number not in self._answered:
                 raise outage
+
+
+def _grouped(placed: Iterable[tuple[Place, int]]) -> list[tuple[Place, list[int]]]:
+    """Numbers by where they are placed, no more of them together than fit a message."""
+    groups: dict[Place, list[int]] = {}
+    for place, number in placed:
+        groups.setdefault(place, []).append(number)
+    return [
+        (place, numbers[at : at + MAX_BATCH])
+        for place, numbers in groups.items()
+        for at in range(0, len(numbers), MAX_BATCH)
+    ]
 
 
 def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> Callable[[int, int], memoryview]:

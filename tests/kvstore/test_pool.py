@@ -199,6 +199,21 @@ async def test_what_a_caller_gets_wrong_is_said_at_once(keep):
             await late()
 
 
+@pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)], ids=["near", "far"])
+async def test_a_batch_may_be_longer_than_a_message(keep, transports):
+    async with await kvstore.Client.connect(keep(16).greeting["control"], transports=transports) as pool:
+        stored = [f"{i}".rjust(240, "_") for i in range(0, 70_000, 10_000)]
+        assert await pool.put_batch([(key, data(i, 500)) for i, key in enumerate(stored)]) == [True] * 7
+        keys = [f"{i}".rjust(240, "_") for i in range(70_000)]
+        here = [i % 10_000 == 0 for i in range(70_000)]
+        assert await pool.exists(keys, timeout_s=60) == here
+        found = await pool.get_batch(keys, timeout_s=60)
+        assert [block is not None for block in found] == here
+        assert [block for block in found if block is not None] == [data(i, 500) for i in range(7)]
+        assert await pool.pin(keys, timeout_s=60) == await pool.unpin(keys, timeout_s=60) == 7
+        assert await pool.remove(keys, timeout_s=60) == 7
+
+
 async def test_keys_spread_over_stores_and_replicas_outlive_one(keep):
     stores = [keep(64) for _ in range(3)]
     addresses = [store.greeting["control"] for store in stores]
