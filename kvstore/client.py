@@ -41,6 +41,7 @@ from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
 from mooncake.types import SegmentAddress
 
+UNHEARD = -1  # where the life of a store is not known yet
 WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
 
 
@@ -79,7 +80,7 @@ class StoreClient:
         self._calls = StoreCalls(address, channels)
         self._far = FarStore(transfer, tenant) if is_keyed else None
         self._near = NearStore(self._calls, self._far, tenant)
-        self._life = 0  # the incarnation that the store had when it was asked for its short ways; 0: never
+        self._life = 0  # the incarnation that the store had when it was asked for its short ways; 0: never asked
         self._is_meeting = False
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
@@ -426,6 +427,7 @@ class StoreClient:
         return (await self._calls.call(self._calls.stub.Pin(request, timeout=timeout_s))).pinned
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
+        self._life = self._life or UNHEARD
         response = await self._calls.call(self._calls.stub.Stats(pb.StatsRequest(), timeout=timeout_s))
         if self._life != response.segment.incarnation:
             self._near.close()  # the board of an earlier life

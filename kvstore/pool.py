@@ -93,7 +93,9 @@ class Client:
         max_mb_per_s: float = 0.0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Client:
-        """A client of the stores at these gRPC addresses, once they have answered.
+        """A client of the stores at these gRPC addresses, once they have answered. Of several ``replicas`` one store
+        needs to answer within ``timeout_s``; the others are used as soon as they do. Which stores hold a block follows
+        from the addresses as they are spelled: whoever is to find it spells them alike, in any order.
 
         ``namespace`` is part of every key. For KV caches it is ``mooncake.hashing.kv_fingerprint(…)``: weights, dtype,
         layout, block size and adapter, so that bytes of another configuration can never be taken for these. ``salt``
@@ -109,7 +111,12 @@ class Client:
             client = cls(stores, namespace, salt, replicas)
             client._owned.push_async_callback(channels.close)
             client._owned.callback(transfer.close)
-            await client.stats(timeout_s=timeout_s)
+            deadline = client._begin(timeout_s)
+            answers = await _all([store.stats(timeout_s=left_s(deadline)) for store in stores.values()])
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            for error in errors:
+                if replicas == 1 or len(errors) == len(stores) or not isinstance(error, OUTAGES):
+                    raise error
             return client
         except BaseException:
             if client is None:

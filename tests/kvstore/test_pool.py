@@ -268,6 +268,26 @@ async def test_a_store_that_hangs_is_outlived_by_its_replicas(keep):
         assert await pool.get_range("nothing", 10, 20, timeout_s=1.0) is None
 
 
+async def test_a_store_that_is_away_at_first_is_used_once_it_is_there(keep):
+    stores = [keep(64) for _ in range(2)]
+    addresses = [store.greeting["control"] for store in stores]
+    stores[0].kill()
+    with pytest.raises(NodeUnavailable):
+        await kvstore.Client.connect(addresses)  # without replicas somebody's blocks would be away
+    async with await kvstore.Client.connect(addresses, replicas=2) as pool:
+        assert await pool.put("k", data(1)) and await pool.get("k") == data(1) and num_boards() == 1
+        stores[0] = keep(64, f"node.port={addresses[0].rpartition(':')[2]}")
+        async with asyncio.timeout(30):
+            while num_boards() < 2:
+                assert await pool.put("k", data(1))
+                await asyncio.sleep(0.05)
+        stores[1].kill()
+        assert await pool.get("k") == data(1)
+    stores[0].kill()
+    with pytest.raises(NodeUnavailable):
+        await kvstore.Client.connect(addresses, replicas=2)
+
+
 async def test_a_call_ends_in_its_time_however_many_replicas_are_asked(keep):
     slow, hanging = keep(), keep()
     addresses = [store.greeting["control"] for store in (slow, hanging)]
