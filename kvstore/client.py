@@ -94,16 +94,19 @@ class StoreClient:
         streams: int = 2,
         max_mb_per_s: float = 0.0,
         tenant: str = "",
+        secret: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> StoreClient:
-        """A client with its own transfer engine, once the store answers. Raises NodeUnavailable when it does not."""
-        transfer = TransferEngine(name, transports, streams, max_mb_per_s)
+        """A client with its own transfer engine, once the store answers. ``secret`` is what the store's
+        ``transfer.secret_file`` holds. Raises NodeUnavailable when it does not answer, and InvalidRequest when it asks
+        for another secret."""
+        transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
         channels = Channels()
         client = cls(address, transfer, channels, tenant, *ways(transports, max_mb_per_s))
         client._owned.push_async_callback(channels.close)
         client._owned.callback(transfer.close)
         try:
-            await client.stats(timeout_s=timeout_s)
+            await client.knock(timeout_s=timeout_s)
         except BaseException:
             await client.close()
             raise
@@ -438,6 +441,13 @@ class StoreClient:
         if self._far is not None and response.HasField("segment"):
             self._far.open(segment_from_wire(response.segment))
         return stats_from_wire(response)
+
+    async def knock(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Learn the short ways. Raises InvalidRequest when the store's data plane does not let us in."""
+        deadline = time.monotonic() + timeout_s
+        await self.stats(timeout_s=timeout_s)
+        if self._far is not None and self._near.board is None:
+            await self._far.knock(deadline)
 
     async def _read(self, segment: SegmentAddress, ranges: Sequence[ReadRange], deadline: float) -> TransferReport:
         if self._is_quick(segment, sum(memoryview(part.into).nbytes for part in ranges)):

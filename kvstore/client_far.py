@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,9 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import MAX_KEYS, KeyedWire, Step, can_put
 from kvstore.transfer.protocol import MAX_NAME_BYTES, ProtocolViolation, Status
 from kvstore.transfer.sockets import PeerClosed
-from kvstore.transfer.transport import PathFailed
+from kvstore.transfer.transport import NotAllowed, PathFailed
 from kvstore.waiting import to_its_end
-from mooncake.errors import DeadlineExceeded, StaleEpoch
+from mooncake.errors import DeadlineExceeded, InvalidRequest, StaleEpoch
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class FarStore:
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="store")  # a turn's own: nobody queues
         self._is_prompt = True
         self._not_before_s = 0.0
+        self._refusal = ""
         self._takes_puts = True
         self._num_refused = 0  # puts for want of a slot, one after the other
         self._no_puts_before_s = 0.0
@@ -60,12 +62,20 @@ class FarStore:
         """The store's. Another incarnation of it has other connections."""
         if segment != self._segment:
             self._close_idle()
-            self._segment, self._takes_puts, self._not_before_s = segment, True, 0.0
+            self._segment, self._takes_puts, self._not_before_s, self._refusal = segment, True, 0.0, ""
 
     def close(self) -> None:
         self._segment = None
         self._close_idle()
         self._threads.shutdown(wait=False)
+
+    async def knock(self, deadline: float) -> None:
+        """Have a connection ready. Raises InvalidRequest when the store does not let us in."""
+        with contextlib.suppress(DeadlineExceeded):
+            async with self._exchange(deadline):
+                pass
+        if self._refusal:
+            raise InvalidRequest(self._refusal, "secret")
 
     @property
     def is_open(self) -> bool:
@@ -177,6 +187,10 @@ class FarStore:
         connecting = loop.run_in_executor(self._threads, self._transfer.connect_keyed, segment, deadline)
         try:
             return await asyncio.shield(connecting)
+        except NotAllowed as error:
+            log.warning("blocks are not asked for by key: %s", error)
+            self._refusal, self._not_before_s = str(error), math.inf
+            return None
         except (PathFailed, StaleEpoch) as error:
             self._forsake(error)
             return None

@@ -87,6 +87,7 @@ class Client:
         salt: str = "",
         tenant: str = "",
         replicas: int = 1,
+        secret: str = "",
         name: str = "client",
         transports: tuple[str, ...] = ("shm", "tcp"),
         streams: int = 2,
@@ -100,9 +101,10 @@ class Client:
         ``namespace`` is part of every key. For KV caches it is ``mooncake.hashing.kv_fingerprint(…)``: weights, dtype,
         layout, block size and adapter, so that bytes of another configuration can never be taken for these. ``salt``
         is part of every key too: nobody without it can ask what this tenant has stored. ``tenant`` is whose quota puts
-        count against. ``replicas`` is how many stores are to hold each block. Raises NodeUnavailable.
+        count against. ``replicas`` is how many stores are to hold each block. ``secret`` is what the stores'
+        ``transfer.secret_file`` holds. Raises NodeUnavailable, and InvalidRequest when a store asks for another secret.
         """
-        transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s), Channels()
+        transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip()), Channels()
         short = ways(transports, max_mb_per_s)
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
         stores = {address: StoreClient(address, transfer, channels, tenant, *short) for address in listed}
@@ -112,7 +114,7 @@ class Client:
             client._owned.push_async_callback(channels.close)
             client._owned.callback(transfer.close)
             deadline = client._begin(timeout_s)
-            answers = await _all([store.stats(timeout_s=left_s(deadline)) for store in stores.values()])
+            answers = await _all([store.knock(timeout_s=left_s(deadline)) for store in stores.values()])
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             for error in errors:
                 if replicas == 1 or len(errors) == len(stores) or not isinstance(error, OUTAGES):

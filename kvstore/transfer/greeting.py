@@ -13,7 +13,7 @@ from kvstore.segment import Segment
 from kvstore.transfer import protocol
 from kvstore.transfer.protocol import ProtocolViolation, Status, Welcome
 from kvstore.transfer.sockets import Wire
-from kvstore.transfer.transport import Caller, PathFailed
+from kvstore.transfer.transport import Caller, NotAllowed, PathFailed
 from mooncake.errors import StaleEpoch
 from mooncake.types import SegmentAddress
 
@@ -33,11 +33,12 @@ def greet(wire: Wire, address: SegmentAddress, caller: Caller, deadline: float) 
 
 
 def check_welcome(welcome: Welcome, address: SegmentAddress) -> None:
-    """Raises PathFailed, StaleEpoch (the address is of an owner that has been replaced) or ProtocolViolation."""
+    """Raises PathFailed, NotAllowed among it, StaleEpoch (the address is of an owner that has been replaced) or
+    ProtocolViolation."""
     if welcome.status is Status.WRONG_SEGMENT:
         raise StaleEpoch(f"{address.node_id} has restarted: its segment {address.incarnation:016x} is gone")
     if welcome.status is Status.FORBIDDEN:
-        raise PathFailed(f"{address.node_id} refused the connection: another user, or another transfer.secret_file")
+        raise NotAllowed(f"{address.node_id} refused the connection: another user, or another transfer.secret_file")
     if welcome.status is not Status.OK:
         raise PathFailed(f"{address.node_id} refused the connection: {welcome.status.name.lower()}")
     if (welcome.block_bytes, welcome.num_blocks) != (address.block_bytes, address.num_blocks):

@@ -22,6 +22,10 @@ class PathFailed(Exception):
     """This path cannot carry (any more); another may."""
 
 
+class NotAllowed(PathFailed):
+    """The owner does not let us in, however often we ask."""
+
+
 class Priority(IntEnum):
     """What overtakes what. Waiting raises a slice by one class at a time, so nothing starves."""
 

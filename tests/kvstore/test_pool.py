@@ -16,6 +16,7 @@ import torch
 
 import kvstore
 from kvstore.checksum import range_checksums
+from kvstore.client import StoreClient
 from mooncake.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfBlocks
 
 BLOCK = 1 << 20
@@ -335,6 +336,23 @@ async def test_pins_and_quotas_through_the_client(keep):
         assert await pool.unpin(["k0", "k9"]) == 1
         assert await pool.put("more", data(9))
         assert await pool.exists(["k0", "k1", "more"]) == [False, True, True]
+
+
+async def test_stores_with_a_secret_take_clients_that_know_it(keep, tmp_path, caplog):
+    (tmp_path / "secret").write_text("open sesame\n")
+    address = keep(8, f'transfer.secret_file="{tmp_path / "secret"}"').greeting["control"]
+    async with await kvstore.Client.connect(address, transports=("tcp",), secret="open sesame") as pool:
+        assert await pool.put("k", data(1)) and await pool.get("k") == data(1)
+    for connect in (kvstore.Client.connect, StoreClient.connect):
+        for wrong in ("", "please"):
+            with pytest.raises(InvalidRequest, match=r"another transfer\.secret_file") as caught:
+                await connect(address, transports=("tcp",), secret=wrong)
+            assert caught.value.param == "secret"
+    caplog.clear()
+    async with await kvstore.Client.connect(address) as near:  # the same user on the same host needs none
+        for number in range(4):
+            assert await near.put(f"{number}", data(number)) and await near.get(f"{number}") == data(number)
+    assert len(caplog.records) <= 1
 
 
 async def test_a_missing_store_is_one_clear_error():
