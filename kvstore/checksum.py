@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import Buffer
 
-from mooncake.errors import ChecksumMismatch, InvalidRequest
+from mooncake.errors import InvalidRequest
 
 Checksums = npt.NDArray[np.uint64]
 
@@ -46,13 +46,6 @@ def first_mismatch(data: Buffer, expected: Checksums) -> int | None:
     """Index of the first of ``len(expected)`` equal ranges whose checksum differs, or None when all agree."""
     differs = range_checksums(data, len(expected)) != expected
     return int(differs.argmax()) if differs.any() else None
-
-
-def verify(data: Buffer, expected: Checksums, what: str) -> None:
-    """Raises ChecksumMismatch, naming ``what`` and the range, unless every range of ``data`` is what was sealed."""
-    bad = first_mismatch(data, expected)
-    if bad is not None:
-        raise ChecksumMismatch(f"{what}: range {bad} of {len(expected)} differs from what was sealed")
 
 
 def checksums_to_wire(checksums: Checksums) -> bytes:

@@ -19,7 +19,7 @@ from typing import cast
 
 from typing_extensions import Buffer
 
-from kvstore.checksum import Checksums, checksums_of, checksums_to_wire, first_mismatch, verify
+from kvstore.checksum import Checksums, checksums_of, checksums_to_wire, first_mismatch
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
 from kvstore.client_far import INLINE_BYTES as FAR_INLINE_BYTES
 from kvstore.client_far import FarStore
@@ -180,7 +180,7 @@ class StoreClient:
         has then been dropped from the store)."""
         data = bytearray()
 
-        def room(length: int) -> memoryview:
+        def room(_: int, length: int) -> memoryview:
             nonlocal data
             data = bytearray(length)
             return memoryview(data)
@@ -193,7 +193,7 @@ class StoreClient:
         Raises InvalidRequest when the block is longer than ``into``. After any error ``into`` holds rubbish.
         """
         view = memoryview(into).cast("B")
-        return await self._get(key, lambda length: room_in(view, length), timeout_s)
+        return await self._get(key, lambda _, length: room_in(view, length), timeout_s)
 
     # Batches, for ``kvstore.pool``
 
@@ -233,7 +233,7 @@ class StoreClient:
         elif self._far is not None and self._far.is_open and 0 < into.nbytes <= FAR_INLINE_BYTES:
             length = await self._far.get(key, into, deadline)
             if length is None:
-                [length] = await self._get_leased([key], room, deadline)
+                [length], _ = await self._get_leased([key], room, deadline)
             return length
         if length is None:
             [length] = await self.get_all([key], room, timeout_s=left_s(deadline))
@@ -258,14 +258,21 @@ class StoreClient:
         missing = [index for index, length in enumerate(lengths) if length is None]
         if missing:
             wanted = [keys[index] for index in missing]
-            asked = await self._get_leased(wanted, lambda index, length: room(missing[index], length), deadline)
+            asked, _ = await self._get_leased(wanted, lambda index, length: room(missing[index], length), deadline)
             for index, length in zip(missing, asked, strict=True):
                 lengths[index] = length
         return lengths
 
+    async def _get(self, key: bytes, room: Callable[[int, int], memoryview], timeout_s: float) -> int | None:
+        [length], corrupt = await self._get_leased([key], room, time.monotonic() + timeout_s)
+        if corrupt:
+            raise ChecksumMismatch(f"block {key.hex()[:16]} of {self.address} differs from what was sealed")
+        return length
+
     async def _get_leased(
         self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
-    ) -> list[int | None]:
+    ) -> tuple[list[int | None], list[bytes]]:
+        """The lengths of what came whole, None for the rest, and the keys of what was corrupt, which is gone now."""
         lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=left_s(deadline))
         lengths: list[int | None] = [None] * len(keys)
         corrupt: list[bytes] = []
@@ -282,7 +289,7 @@ class StoreClient:
                     corrupt.append(keys[index])
         finally:
             await self.finish(lease, corrupt)
-        return lengths
+        return lengths, corrupt
 
     async def finish(self, lease: Lease, corrupt_keys: Sequence[bytes] = ()) -> None:
         """End a lease without waiting for it, unless blocks were corrupt: nobody shall find those after this returns.
@@ -523,23 +530,3 @@ class StoreClient:
         sealings = [(slot, checksums[index]) for index, slot in mine.items()]
         sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)
         return stored, dict(zip(mine, sealed, strict=True))
-
-    async def _get(self, key: bytes, room: Callable[[int], memoryview], timeout_s: float) -> int | None:
-        deadline = time.monotonic() + timeout_s
-        lease = await self.acquire([key], timeout_s=timeout_s)
-        if not lease.blocks:
-            return None
-        block, is_corrupt = lease.blocks[0], False
-        try:
-            into = room(block.length)
-            await self.read_ranges(lease, [ReadRange(block.slot, 0, into)], timeout_s=left_s(deadline))
-            verify(into, block.checksums, f"block {key.hex()[:16]} of {self.address}")
-            return block.length
-        except ChecksumMismatch:
-            is_corrupt = True
-            raise
-        finally:
-            if is_corrupt:  # wait: whoever asks next must not find it
-                await self._calls.report_corrupt([key], [lease.lease_id])
-            else:
-                self._calls.release_later(lease)

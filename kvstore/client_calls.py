@@ -115,10 +115,6 @@ class StoreCalls:
         with contextlib.suppress(MooncakeError):
             await self.release(lease_ids, keys)
 
-    def release_later(self, lease: Lease) -> None:
-        if lease.lease_id:
-            self.later(self.release([lease.lease_id]))
-
     def release_soon(self, lease: Lease) -> None:
         """With the next ``acquire``, or after a moment."""
         self._ended.append(lease.lease_id)

@@ -12,9 +12,8 @@ from kvstore.checksum import (
     checksums_to_wire,
     first_mismatch,
     range_checksums,
-    verify,
 )
-from mooncake.errors import ChecksumMismatch, InvalidRequest
+from mooncake.errors import InvalidRequest
 
 
 def test_each_range_has_its_own() -> None:
@@ -25,14 +24,12 @@ def test_each_range_has_its_own() -> None:
     assert np.array_equal(checksums_from_wire(checksums_to_wire(sums)), sums)
 
 
-def test_a_flipped_bit_is_found_and_named() -> None:
+def test_a_flipped_bit_is_found() -> None:
     data = bytearray(range(240))
     sums = range_checksums(data, 3)
     assert first_mismatch(data, sums) is None
     data[100] ^= 0x10
     assert first_mismatch(data, sums) == 1
-    with pytest.raises(ChecksumMismatch, match="block 7: range 1 of 3"):
-        verify(data, sums, "block 7")
 
 
 @pytest.mark.parametrize(("size", "ranges"), [(10, 3), (10, 0), (0, 1), (2, 4)])
