@@ -345,7 +345,7 @@ class StoreClient:
 
     async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Give reservations up. The writer must have stopped writing into them. When this does not get through, it is
-        said again before the next ``reserve``."""
+        said again until it does."""
         await self._calls.abort(reservations, timeout_s)
 
     # Reading in ranges: acquire, read_ranges as often as needed, then release
@@ -479,7 +479,6 @@ class StoreClient:
         into_dram: bool = False,
     ) -> tuple[list[Reservation | None], list[bool]]:
         """The slots, and whether each block is stored already."""
-        self._calls.repeat_owed()
         request = pb.ReserveRequest(
             writer_id=self.writer_id,
             blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
@@ -489,7 +488,7 @@ class StoreClient:
             wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
             into_dram=into_dram,
         )
-        response = await self._calls.call(self._calls.fast.Reserve(request, timeout=left_s(deadline)))
+        response = await self._calls.reserve(request, left_s(deadline))
         self._met(response.segment.incarnation)
         return reservations_from_wire(response), [slot.stored for slot in response.slots]
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import grpc
 
-from kvstore.client_types import Lease, Reservation, slot_to_wire
+from kvstore.client_types import Lease, Reservation, reservations_from_wire, slot_to_wire
 from kvstore.lane import Lane
 from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.rpc import store_pb2 as pb
@@ -24,6 +24,8 @@ from mooncake.rpc.server import Channels, split_address
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
+REPEAT_OWED_AFTER_S = 1.0
+UNHEARD_S = 60.0  # that gRPC waits for a reservation longer than its caller does
 END_LEASES_AFTER_S = 0.02
 
 T = TypeVar("T")
@@ -39,13 +41,21 @@ class StoreCalls:
         self._ended: list[int] = []  # leases
         self._ending: asyncio.TimerHandle | None = None
         self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
+        self._repeating: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Ends what runs in the background."""
+        self._is_closed = True
         self._end_leases()
+        if self._repeating is not None:
+            self._repeating.cancel()
         if self._background:
-            await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
+            _, late = await asyncio.wait(self._background, timeout=DEFAULT_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self.lane is not None:
             self.lane.close()
 
@@ -78,28 +88,55 @@ class StoreCalls:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    # The ends of reservations
+    # Reservations, and their ends
+
+    async def reserve(self, request: pb.ReserveRequest, timeout_s: float) -> pb.ReserveResponse:
+        """Slots for somebody who waits for them no more are given back when the answer comes: the store cannot know
+        that nobody will write into them, and would hold them until our connections end."""
+        fast = self.fast
+        if isinstance(fast, Lane):
+            return await self.call(fast.Reserve(request, timeout_s, self._give_back))
+        asking = asyncio.ensure_future(self.call(fast.Reserve(request, timeout=timeout_s + UNHEARD_S)))
+        is_heard = False
+        try:
+            await asyncio.wait([asking], timeout=timeout_s)
+            is_heard = asking.done()
+        finally:
+            if not is_heard:
+                self.later(self._give_back_late(asking))
+        if not is_heard:
+            raise DeadlineExceeded(f"store {self.address}: Deadline Exceeded")
+        return asking.result()
+
+    async def _give_back_late(self, asking: Awaitable[pb.ReserveResponse]) -> None:
+        self._give_back(await asking)
+
+    def _give_back(self, response: pb.ReserveResponse) -> None:
+        slots = [slot for slot in reservations_from_wire(response) if slot is not None]
+        if slots and not self._is_closed:
+            self.later(self.abort(slots))
 
     async def abort(self, reservations: Iterable[Reservation], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """When this does not get through, ``repeat_owed`` says it again."""
+        """When this does not get through, it is said again."""
         slots = list(reservations)
         with self.owing(slots):
             await self.call(self.fast.Abort(pb.AbortRequest(slots=map(slot_to_wire, slots)), timeout=timeout_s))
 
     @contextlib.contextmanager
     def owing(self, slots: list[Reservation]) -> Iterator[None]:
-        """Without an answer the store may hold these slots for us until our connections end. Ending a reservation twice
-        is harmless: its epoch is never used again."""
+        """Without an answer the store may hold these slots for us until our connections end: we tell it that we have
+        ended them, until it answers. Ending a reservation twice is harmless: its epoch is never used again."""
         try:
             yield
         except BaseException:
             self._owed = (self._owed + slots)[-MAX_OWED:]
+            if self._repeating is None and not self._is_closed:
+                self._repeating = asyncio.get_running_loop().call_later(REPEAT_OWED_AFTER_S, self._repeat_owed)
             raise
 
-    def repeat_owed(self) -> None:
-        if self._owed:
-            owed, self._owed = self._owed, []
-            self.later(self.abort(owed))
+    def _repeat_owed(self) -> None:
+        owed, self._owed, self._repeating = self._owed, [], None
+        self.later(self.abort(owed))
 
     # The ends of leases
 

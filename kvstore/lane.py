@@ -13,8 +13,8 @@ import logging
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
@@ -178,13 +178,19 @@ class LaneServer:
             caller.abort()
 
 
+class _Asked(NamedTuple):
+    answer: asyncio.Future[Any]
+    response_type: type[Message]
+    unheard: Callable[[Any], object] | None  # takes an answer that came when nobody waited for it any more
+
+
 class Lane(_Frames):
     """The client's end: the same methods as the gRPC stub's, for the calls that it carries."""
 
     def __init__(self, store: str) -> None:
         super().__init__()
         self._store = store
-        self._waiting: dict[int, tuple[asyncio.Future[Any], type[Message]]] = {}
+        self._waiting: dict[int, _Asked] = {}
         self._next = 0
         self.is_open = False
 
@@ -200,8 +206,14 @@ class Lane(_Frames):
         lane.is_open = True
         return lane
 
-    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> Awaitable[pb.ReserveResponse]:  # noqa: N802
-        return self._call("Reserve", request, timeout)
+    def Reserve(  # noqa: N802
+        self,
+        request: pb.ReserveRequest,
+        timeout: float,
+        unheard: Callable[[pb.ReserveResponse], object] | None = None,
+    ) -> Awaitable[pb.ReserveResponse]:
+        """``unheard`` is given the answer when the caller was cancelled or out of time before it came."""
+        return self._call("Reserve", request, timeout, unheard)
 
     def Seal(self, request: pb.SealRequest, timeout: float) -> Awaitable[pb.SealResponse]:  # noqa: N802
         return self._call("Seal", request, timeout)
@@ -225,39 +237,50 @@ class Lane(_Frames):
         self.is_open = False
         self.abort()
 
-    async def _call(self, name: str, request: Message, timeout: float) -> Any:
+    async def _call(
+        self, name: str, request: Message, timeout: float, unheard: Callable[[Any], object] | None = None
+    ) -> Any:
         loop = asyncio.get_running_loop()
         if not self.is_open:
             raise NodeUnavailable(f"store {self._store}: the connection has ended")
         self._next = call = (self._next + 1) & 0xFFFFFFFF
         number = _NUMBERS[name]
         answer: asyncio.Future[Any] = loop.create_future()
-        self._waiting[call] = answer, _METHODS[number][2]
+        self._waiting[call] = _Asked(answer, _METHODS[number][2], unheard)
         self.send(number, call, request.SerializeToString())
-        timer = loop.call_later(timeout, self._late, call)
+        timer = loop.call_later(timeout, self._late, answer)
         try:
             return await answer
+        except asyncio.CancelledError:
+            if unheard is not None and not answer.cancelled() and answer.exception() is None:
+                unheard(answer.result())  # it came in the very moment in which its caller was cancelled
+            raise
         finally:
             timer.cancel()
-            self._waiting.pop(call, None)
+            if unheard is None:
+                self._waiting.pop(call, None)
 
-    def _late(self, call: int) -> None:
-        self._fail(call, DeadlineExceeded(f"store {self._store}: Deadline Exceeded"))
-
-    def _fail(self, call: int, error: MooncakeError) -> None:
-        answer, _ = self._waiting.pop(call, (None, None))
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
+    def _late(self, answer: asyncio.Future[Any]) -> None:
+        _fail(answer, DeadlineExceeded(f"store {self._store}: Deadline Exceeded"))
 
     def frame(self, kind: int, call: int, message: bytes) -> None:
-        if kind == _FAILED:
-            self._fail(call, error_from_parts(message))
+        asked = self._waiting.pop(call, None)
+        if asked is None:  # nobody waits any more
             return
-        answer, response_type = self._waiting.get(call, (None, None))
-        if answer is not None and response_type is not None and not answer.done():  # else nobody waits any more
-            answer.set_result(response_type.FromString(message))
+        if kind == _FAILED:
+            _fail(asked.answer, error_from_parts(message))
+        elif not asked.answer.done():
+            asked.answer.set_result(asked.response_type.FromString(message))
+        elif asked.unheard is not None:
+            asked.unheard(asked.response_type.FromString(message))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        for call in list(self._waiting):
-            self._fail(call, NodeUnavailable(f"store {self._store}: {error or 'the connection has ended'}"))
+        waiting, self._waiting = self._waiting, {}
+        for asked in waiting.values():
+            _fail(asked.answer, NodeUnavailable(f"store {self._store}: {error or 'the connection has ended'}"))
+
+
+def _fail(answer: asyncio.Future[Any], error: MooncakeError) -> None:
+    if not answer.done():
+        answer.set_exception(error)

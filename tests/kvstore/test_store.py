@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import time
@@ -287,6 +288,71 @@ async def test_a_writer_that_could_not_say_so_says_later_that_it_has_stopped(kee
         assert await client.put(name(1), data(1))
         eventually(lambda: store.ask("counts")["free"] == 7)
         assert store.ask("counts")["quarantined"] == 0
+
+
+async def test_a_client_that_was_not_heard_says_it_again_though_it_is_idle(keep):
+    store = keep()
+    async with await join(store, "shm") as client:
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        assert client._calls.lane is not None
+        client._calls.lane.abort()  # as if the network had cut it
+        with pytest.raises(NodeUnavailable):
+            await client.abort([slot])
+        assert store.ask("counts")["reserved"] == 1
+        await all_free(store, 8)
+
+
+WAYS = pytest.mark.parametrize("way", ["lane", "gRPC"])
+
+
+async def join_by(store: Any, way: str) -> StoreClient:
+    """A client that has the segment mapped."""
+    client = await join(store, "shm")
+    assert await client.put(name(0), data(0)) and await client.remove([name(0)]) == 1
+    if way == "gRPC":
+        assert client._calls.lane is not None
+        client._calls.lane.close()
+    return client
+
+
+async def all_free(store: Any, num_blocks: int) -> None:
+    async with asyncio.timeout(10):
+        while store.ask("counts")["free"] < num_blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@WAYS
+async def test_slots_for_somebody_who_waits_for_them_no_more_are_given_back(keep, way):
+    """He was cancelled, or out of time, before he heard of them. They would be held for as long as the client lives."""
+    store = keep("store.reserve_timeout_s=0.4")
+    async with await join_by(store, way) as client:
+        store.ask("hang")
+        cancelled = asyncio.create_task(client.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
+        with pytest.raises(DeadlineExceeded):
+            await client.put(name(3), data(3), timeout_s=0.3)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        store.tell("wake")
+        assert (await client.acquire([name(0)])).blocks == ()  # what came before it has been answered
+        await all_free(store, 8)
+        names = [(name(1), b""), (name(3), b"")]
+        assert await client.put_blocks(names, [data(1)] * 2, [range_checksums(data(1), 1)] * 2) == 2
+
+
+@WAYS
+async def test_a_caller_may_be_cancelled_at_any_moment_of_a_reservation(keep, way):
+    store = keep(num_blocks=64)
+    async with await join_by(store, way) as client:
+        for turn in range(60):
+            reserving = asyncio.create_task(client.reserve([(name(turn), b"")], BLOCK, 1))
+            for _ in range(turn % 4):
+                await asyncio.sleep(0)
+            await asyncio.sleep(turn // 4 * 0.0002)
+            reserving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await client.abort(filter(None, await reserving))
+        await all_free(store, 64)
 
 
 async def test_a_late_message_to_an_earlier_life_touches_nothing(keep):
