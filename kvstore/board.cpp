@@ -148,12 +148,14 @@ void board_close(Book* book) {
     delete book;
 }
 
-// Nothing happens to what is listed already.
-void board_show(Book* book, uint32_t slot, uint64_t epoch, const uint8_t* key, uint32_t key_bytes, uint32_t length,
-                const uint64_t* sums, uint32_t ranges) {
+// Nothing happens to what is listed already. False for what a record cannot hold, or a reader not check in its one pass.
+int board_show(Book* book, uint32_t slot, uint64_t epoch, const uint8_t* key, uint32_t key_bytes, uint32_t length,
+               const uint64_t* sums, uint32_t ranges) {
+    if (key_bytes > kMaxKeyBytes || ranges < 1 || ranges > kMaxRanges || length < xxh3::kMinBytes * ranges) return 0;
     const std::lock_guard<std::mutex> locked(book->lock);
-    if (book->board.records[slot].epoch.load(std::memory_order_relaxed) == epoch) return;
+    if (book->board.records[slot].epoch.load(std::memory_order_relaxed) == epoch) return 1;
     book->show(slot, epoch, key, key_bytes, length, sums, ranges);
+    return 1;
 }
 
 void board_hide(Book* book, uint32_t slot) {

@@ -50,7 +50,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_arrival_size": (_U64, []),
     "board_create": (_ADDRESS, [ctypes.c_int, _U32, _U64, _U64, ctypes.c_int]),
     "board_close": (None, [_ADDRESS]),
-    "board_show": (None, [_ADDRESS, _U32, _U64, ctypes.c_char_p, _U32, _U32, _ADDRESS, _U32]),
+    "board_show": (ctypes.c_int, [_ADDRESS, _U32, _U64, ctypes.c_char_p, _U32, _U32, _ADDRESS, _U32]),
     "board_hide": (None, [_ADDRESS, _U32]),
     "board_mark": (None, [_ADDRESS, ctypes.c_char_p, _U32, ctypes.c_int]),
     "board_hold": (None, [_ADDRESS, ctypes.c_int]),
@@ -109,8 +109,6 @@ class Board:
         """Raises OSError."""
         self._library = library
         self._segment = segment
-        self._max_ranges = int(library.board_max_ranges())
-        self._min_range_bytes = int(library.board_min_range_bytes())
         fd = _sealed_memory("mooncake-board", library.board_size(segment.num_blocks))
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -142,16 +140,14 @@ class Board:
             return None
 
     def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None:
-        """List what has been sealed, unless it is. What a reader could not check in its one pass is left to be asked
-        for."""
-        ranges = len(checksums)
-        if ranges > self._max_ranges or length < self._min_range_bytes * ranges:
+        """List what has been sealed, unless it is. What has too long a key, or what a reader could not check in its one
+        pass, is left to be asked for."""
+        sums = np.ascontiguousarray(checksums, dtype=np.uint64)
+        at = sums.ctypes.data
+        if not self._library.board_show(self._board, slot, epoch, key, len(key), length, at, len(checksums)):
             self._unlisted[slot] = key
             self.mark(key, True)
             self._library.board_count_unlisted(self._board, len(self._unlisted))
-        else:
-            sums = np.ascontiguousarray(checksums, dtype=np.uint64)
-            self._library.board_show(self._board, slot, epoch, key, len(key), length, sums.ctypes.data, ranges)
 
     def hide(self, slot: int) -> None:
         """Before its bytes may change. Harmless for what is not listed."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.client import StoreClient
-from kvstore.client_types import Lease
+from kvstore.client_types import Lease, StoredBlock
 from kvstore.index_types import BlockName
 from kvstore.segment import Segment
+from kvstore.service import checked_key
 from kvstore.store import Sealing, Store
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.config import Config, transfer_secret
-from mooncake.errors import InvalidRequest, MooncakeError, OutOfBlocks
+from mooncake.errors import InvalidRequest, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.rpc import replica_pb2 as pb
 from mooncake.rpc import replica_pb2_grpc
 from mooncake.rpc.server import Channels, remaining_s
@@ -50,7 +52,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:  # noqa: N802
         if not 1 <= len(request.keys) <= MAX_BLOCKS:
             raise InvalidRequest(f"a prefix has 1 to {MAX_BLOCKS} blocks, got {len(request.keys)}", "keys")
-        keys = [BlockKey(key) for key in request.keys]
+        keys = [checked_key(key) for key in request.keys]
         deadline = time.monotonic() + remaining_s(context, DEFAULT_TIMEOUT_S)
         source = StoreClient(request.source, self._transfer, self._channels)
         copied = 0
@@ -79,16 +81,17 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     async def _copy_leased(self, lease: Lease, keys: list[BlockKey], parent: bytes, deadline: float) -> int:
         if not lease.blocks:
             return 0
+        _check_alike(lease.blocks, len(keys))
         parents = [parent, *keys]
         names = [BlockName(key, parents[at]) for at, key in enumerate(keys[: len(lease.blocks)])]
-        block = lease.blocks[0]  # one model's blocks are alike
+        block = lease.blocks[0]
         try:
             offers = await self._store.reserve(names, self._transfer.writer_id, block.length, len(block.checksums))
         except OutOfBlocks:
             return 0
         wanted = [(leased, offer.grant) for leased, offer in zip(lease.blocks, offers, strict=True) if offer.grant]
         ranges = [
-            ReadRange(leased.slot, 0, self._segment.range(grant.slot, 0, leased.length)) for leased, grant in wanted
+            ReadRange(leased.slot, 0, self._segment.range(grant.slot, 0, block.length)) for leased, grant in wanted
         ]
         try:
             await self._transfer.read_async(lease.segment, ranges, deadline, Priority.BACKGROUND)
@@ -99,3 +102,10 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             sealed = await self._store.seal([Sealing(grant, leased.checksums) for leased, grant in wanted])
             return sum(one.is_sealed for one in sealed)
         return 0
+
+
+def _check_alike(blocks: Sequence[StoredBlock], num_keys: int) -> None:
+    """Raises KVLoadFailed unless a source answers as it should: no more than it was asked for, and blocks of one model,
+    which are of one length and have as many checksums. It may be anybody."""
+    if len(blocks) > num_keys or len({(block.length, len(block.checksums)) for block in blocks}) > 1:
+        raise KVLoadFailed("the store to copy from answers with blocks that are not what was asked for")

@@ -75,12 +75,14 @@ async def test_blocks_of_any_length_come_back_checked_range_by_range(desk):
         assert desk.get(key) is None and desk.reader.exists([key]) == [False]
 
 
-async def test_what_one_pass_cannot_check_is_not_listed(desk):
+async def test_what_no_record_holds_and_what_one_pass_cannot_check_is_not_listed(desk):
+    desk.put(2, 3, long := b"k" * 257, b"x" * 256)
+    assert not desk.reader.lists_all
     desk.put(0, 1, b"short", b"x" * 240)
     desk.put(1, 2, b"many ranges", b"x" * 256 * 100, ranges=100)
-    assert desk.reader.exists([b"short", b"many ranges"]) == [False, False] and not desk.reader.lists_all
-    desk.board.hide(0)
-    desk.board.hide(1)
+    assert desk.reader.exists([b"short", b"many ranges", long]) == [False] * 3 and not desk.reader.lists_all
+    for slot in range(3):
+        desk.board.hide(slot)
     assert desk.reader.lists_all
     desk.board.hide(0)  # never shown: harmless
 
