@@ -11,6 +11,7 @@ nor who reads.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -23,6 +24,8 @@ from kvstore.transfer.native import Landed
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest
 from mooncake.types import BlockKey
+
+log = logging.getLogger(__name__)
 
 WIRE = "\0wire"  # the lane of blocks that arrive over the data plane
 NEAR_AHEAD = 8  # slots of each client of this host: kGifts of board.h
@@ -88,6 +91,8 @@ class SlotsAhead:
         if give is None or wanted <= 0:
             return
         for grant in self._index.reserve_ahead(wanted, lane, self._block_bytes, time.monotonic()):
+            if self._board is not None:
+                self._board.expect(grant.slot, grant.epoch)
             self._server.grant([grant.slot], grant.epoch)
             if not give(grant.slot, grant.epoch):
                 self.take_back(grant)
@@ -114,14 +119,14 @@ class SlotsAhead:
 
     def catch_up(self) -> None:
         """Take what the data plane has listed since into the index."""
-        arrived = self._board.take_arrived() if self._board is not None else []
-        if not arrived:
+        board = self._board
+        arrived = board.take_arrived() if board is not None else []
+        if board is None or not arrived:
             return
         now = time.monotonic()
-        for block in arrived:
-            self._adopt(block, now)
-        self.num_adopted += len(arrived)
-        self._server.revoke([block.slot for block in arrived])
+        adopted = [block.slot for block in arrived if self._adopt(board, block, now)]
+        self.num_adopted += len(adopted)
+        self._server.revoke(adopted)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -133,10 +138,10 @@ class SlotsAhead:
             self.catch_up()
             yield
 
-    def lane_of(self, grant: Grant) -> str:
-        """Whose slot this is; WIRE when it is nobody's."""
+    def lane_of(self, grant: Grant) -> str | None:
+        """Whose slot this is; None when it was not given ahead, or that is over."""
         writer = self._index.writer_of(grant)
-        return writer if writer in self._lanes else WIRE
+        return writer if writer in self._lanes else None
 
     def be_patient(self, is_patient: bool) -> None:
         """Have the loop woken when half of the slots of a lane may have been used, or for any block that comes."""
@@ -166,9 +171,15 @@ class SlotsAhead:
         self._on_stored(name, is_new)
         return Committed.STORED if is_stored or is_new else Committed.BUSY if is_busy else Committed.OVER
 
-    def _adopt(self, block: Landed, now: float) -> None:
+    def _adopt(self, board: Board, block: Landed, now: float) -> bool:
         grant, name = Grant(block.slot, block.epoch), BlockName(BlockKey(block.key), block.parent)
         self._short.add(self._index.writer_of(grant))
-        is_ours = self._index.adopt(grant, name, block.length, block.checksums, now, block.tenant, is_listed=True)
-        assert is_ours, f"{name} was listed in a slot that was not free for it"
-        self._on_stored(name, True)
+        if self._index.adopt(grant, name, block.length, block.checksums, now, block.tenant, is_listed=True):
+            self._on_stored(name, True)
+            return True
+        # A bug of ours, and not the fault of those that came with it.
+        log.error("a block was listed in slot %d, which was not free for it, or is stored elsewhere", block.slot)
+        self._index.counters["refused_listings"] += 1
+        board.hide(block.slot)
+        self.take_back(grant)
+        return False

@@ -11,6 +11,7 @@
 #include "board.h"
 
 #include <cerrno>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <sys/mman.h>
@@ -50,11 +51,13 @@ constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of: more 
 constexpr uint32_t kMarks = 1 << 20;
 
 struct Book {
-    Book(void* memory, int wake_fd) : board(memory), wake_fd(wake_fd) {}
+    Book(void* memory, int wake_fd)
+        : board(memory), wake_fd(wake_fd), expected(new(std::nothrow) uint64_t[board.head->num_slots]()) {}
 
     Board board;
     int wake_fd;      // an eventfd
     std::mutex lock;  // of the board's changes and of all that follows
+    std::unique_ptr<uint64_t[]> expected;    // the epoch under which each slot was last given for a block without a name
     bool is_held = false;
     bool is_woken = false;                   // since the loop has last looked
     uint32_t patience = 1;                   // how many may come before it has to be woken
@@ -139,7 +142,11 @@ Book* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t in
     head->block_bytes = block_bytes;
     head->num_slots = num_slots;
     head->num_cells = cells_for(num_slots);
-    return new (std::nothrow) Book(memory, wake_fd);
+    auto* book = new (std::nothrow) Book(memory, wake_fd);
+    if (book && book->expected) return book;
+    delete book;
+    munmap(memory, bytes);
+    return nullptr;
 }
 
 void board_close(Book* book) {
@@ -190,6 +197,12 @@ void board_hold(Book* book, int is_held) {
     book->is_held = is_held;
 }
 
+// A block that nobody has named yet may come into this slot, under this epoch, which is granted next.
+void board_expect(Book* book, uint32_t slot, uint64_t epoch) {
+    const std::lock_guard<std::mutex> locked(book->lock);
+    book->expected[slot] = epoch;
+}
+
 // So many blocks are stored, and not listed.
 void board_count_unlisted(Book* book, uint32_t count) { book->board.head->num_unlisted.store(count); }
 
@@ -210,13 +223,15 @@ uint32_t board_take_arrived(Book* book, Arrival* arrived) {
     return count;
 }
 
-// From any thread: list a block that lies in the slot granted to its epoch. It is readable then, and nobody may write there.
+// From any thread: list a block that lies in a slot given ahead and granted to its epoch still; anybody may name any slot.
+// It is readable then, and nobody may write there.
 int board_list(void* opaque, std::atomic<uint64_t>* grant, const Arrival* arrival) {
     auto* book = static_cast<Book*>(opaque);
     const std::lock_guard<std::mutex> locked(book->lock);
     const uint8_t* key = arrival->key();
     uint64_t epoch;
     if (arrival->epoch == 0 || grant->load() != arrival->epoch) return kUnsure;
+    if (book->expected[arrival->slot] != arrival->epoch) return kUnsure;
     if (book->board.find(key, arrival->key_bytes(), &epoch) >= 0) return kKnown;
     if (book->is_held || book->num_arrived == kMaxArrived || book->mark(key, arrival->key_bytes())) return kUnsure;
     grant->store(0);

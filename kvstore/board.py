@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_hide": (None, [_ADDRESS, _U32]),
     "board_mark": (None, [_ADDRESS, ctypes.c_char_p, _U32, ctypes.c_int]),
     "board_hold": (None, [_ADDRESS, ctypes.c_int]),
+    "board_expect": (None, [_ADDRESS, _U32, _U64]),
     "board_count_unlisted": (None, [_ADDRESS, _U32]),
     "board_lists_all": (ctypes.c_int, [_ADDRESS]),
     "board_be_patient": (None, [_ADDRESS, _U32]),
@@ -168,6 +169,10 @@ class Board:
             yield
         finally:
             self._library.board_hold(self._board, False)
+
+    def expect(self, slot: int, epoch: int) -> None:
+        """Others may list a block in this slot, once it is granted to this epoch. In no other."""
+        self._library.board_expect(self._board, slot, epoch)
 
     def be_patient(self, num_blocks: int) -> None:
         """Wake nobody before so many have come: they will be looked for soon."""

@@ -159,7 +159,8 @@ class Store:
             verdicts = self._verify(jobs)
         else:
             verdicts = await asyncio.to_thread(self._verify, jobs)
-        sealed = [self._finish(sealing, verdict) for sealing, verdict in zip(sealings, verdicts, strict=True)]
+        with self.ahead.alone():  # what is made anew has a name only now
+            sealed = [self._finish(sealing, verdict) for sealing, verdict in zip(sealings, verdicts, strict=True)]
         saves = [self._saving.write_through(name, durable) if name else None for name in sealed]
         self._make_room()
         if not durable:

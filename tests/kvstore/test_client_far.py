@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +17,21 @@ import pytest
 import kvstore
 from kvstore.ahead import WIRE
 from kvstore.board import Board
+from kvstore.checksum import range_checksums
 from kvstore.client_far import MAX_CONNECTIONS, FarStore
-from kvstore.index_types import Grant
+from kvstore.index_types import BlockName, Grant
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
+from kvstore.store import Sealed, Sealing, Store
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.keyed import KeyedWire
+from kvstore.transfer.keyed import Commit, KeyedWire, Put
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc import store_pb2 as pb
+from mooncake.types import BlockKey
 
 SLOT_BYTES = 1 << 20
 TCP = ("tcp",)
@@ -311,6 +316,7 @@ def test_a_block_that_finds_no_slot_tells_the_store(owner):
     put.send(soon())
     assert put.status() is Status.NO_SLOT
     assert os.eventfd_read(owner.board.wake_fd) == 1 and owner.board.take_arrived() == []
+    owner.board.expect(1, 5)
     owner.server.grant([1], 5)
     assert owner.server.give_ahead(1, 5)
     put = wire.put(b"late", b"", "", memoryview(block), 4)
@@ -319,6 +325,101 @@ def test_a_block_that_finds_no_slot_tells_the_store(owner):
     [came] = owner.board.take_arrived()
     assert (came.key, came.slot, came.epoch) == (b"late", 1, 5) and owner.segment.block(1) == block
     wire.close()
+
+
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[tuple[StoreNode, KeyedWire]]:
+    """A store with an SSD, which hears of nothing by itself, and a connection to it."""
+    size = f"store.dram_gb={64 * SLOT_BYTES / 1e9 + 1e-6}"
+    ssd = [f"store.ssd_path={tmp_path}", "store.ssd_gb=0.5"]
+    node = StoreNode(load_config(None, [size, "store.eviction=lru", *ssd]), SLOT_BYTES, join_cluster=False)
+    await node.start()
+    [sweeping] = [task for task in asyncio.all_tasks() if task.get_name() == "sweep"]
+    sweeping.cancel()
+    assert node._puts is not None
+    asyncio.get_running_loop().remove_reader(node._puts._wake_fd)
+    node.store.give_ahead(WIRE, 4)
+    engine = TransferEngine("client", TCP)
+    wire = await asyncio.to_thread(engine.connect_keyed, node.segment_address, soon())
+    yield node, wire
+    wire.close()
+    engine.close()
+    await node.stop()
+
+
+def send(message: Put | Commit) -> Status:
+    """While the store's event loop stands still."""
+    sending = threading.Thread(target=message.send, args=(soon(),))
+    sending.start()
+    sending.join()
+    return message.status()
+
+
+async def reserve(store: Store, key: BlockKey, block: bytes, into_dram: bool = False) -> Grant:
+    [offer] = await store.reserve([BlockName(key, b"")], "writer", len(block), 1, into_dram=into_dram)
+    assert offer.grant is not None
+    return offer.grant
+
+
+async def test_nobody_names_a_block_in_a_slot_that_is_being_written_under_another_name(alone):
+    node, wire = alone
+    store, block = node.store, data(1)
+    mine, theirs, honest = BlockKey(b"mine"), BlockKey(b"theirs"), BlockKey(b"honest")
+    grant = await reserve(store, mine, block)
+    node.segment.block(grant.slot)[:] = block
+    sums = range_checksums(block, 1)
+    naming = wire.commit(theirs, b"", "", grant.slot, grant.epoch, SLOT_BYTES, sums)
+    await asyncio.to_thread(naming.send, soon())  # the store decides, and refuses
+    assert naming.status() is Status.NO_SLOT and store.exists([theirs, mine]) == [False, False]
+    nameless = wire.commit(b"k" * 300, b"", "", grant.slot, grant.epoch, SLOT_BYTES, sums)
+    await asyncio.to_thread(nameless.send, soon())  # which ends nobody's reservation
+    assert nameless.status() is Status.NO_SLOT and store.counts.reserved == 5
+    assert send(wire.put(honest, b"", "", memoryview(block), 1)) is Status.OK
+    assert await store.seal([Sealing(grant, sums)]) == [Sealed(True)]
+    assert store.exists([mine, honest, theirs]) == [True, True, False]
+    store.check()
+
+
+async def test_one_block_that_is_listed_wrongly_costs_the_others_nothing(alone, caplog):
+    node, wire = alone
+    store, block = node.store, data(1)
+    one, two = BlockKey(b"one"), BlockKey(b"two")
+    for key in (one, two):
+        assert send(wire.put(key, b"", "", memoryview(block), 1)) is Status.OK
+    [grant] = store._index.reserve_ahead(1, "writer", SLOT_BYTES, 0.0)  # a bug: without a look at what has come
+    assert store._index.adopt(grant, BlockName(one, b""), SLOT_BYTES, range_checksums(block, 1), 0.0)
+    assert store.exists([one, two]) == [True, True] and "listed in slot" in caplog.text
+    assert store.counters["refused_listings"] == 1 and (store.counts.sealed, store.counts.reserved) == (2, 2)
+    store.check()
+    assert await store.remove([one, two]) == 2
+    fetch = wire.fetch([one, two])
+    await asyncio.to_thread(fetch.ask, soon())
+    assert fetch.found() == [(0, 0), (0, 0)]
+
+
+async def test_a_block_that_is_put_while_it_is_being_made_anew_is_there_once(alone):
+    """The SSD gives it up meanwhile, so that whoever puts it does not have to ask."""
+    node, wire = alone
+    store, block, key = node.store, data(1), BlockKey(b"key")
+    sums = range_checksums(block, 1)
+    grant = await reserve(store, key, block)
+    node.segment.block(grant.slot)[:] = block
+    assert await store.seal([Sealing(grant, sums)], durable=True) == [Sealed(True, True)]
+    store._index.remove([key], 0.0)  # from DRAM
+    grant = await reserve(store, key, block, into_dram=True)
+    node.segment.block(grant.slot)[:] = block
+    assert store.ssd is not None and store.ssd.drop([key]) == 1
+    checking, checker = threading.Event(), ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(checker)
+    checker.submit(checking.wait)
+    sealing = asyncio.create_task(store.seal([Sealing(grant, sums)]))
+    await asyncio.sleep(0)
+    assert send(wire.put(key, b"", "", memoryview(block), 1)) is Status.OK
+    checking.set()
+    assert await sealing == [Sealed(True)]
+    assert store.exists([key]) == [True] and store.counts.sealed == 1
+    assert "refused_listings" not in store.counters
+    store.check()
 
 
 async def test_slots_ahead_are_refilled_at_once_after_a_block_found_none():
