@@ -50,11 +50,15 @@ struct Lane {
     std::atomic<uint64_t> given, received;  // gifts, since ever; the store writes one, the client the other
     uint64_t gifts[kGifts][2];              // slots to fill, each with its epoch
 
-    // Dropped when the store is behind: eviction then knows a little less.
+    // From any thread. Dropped when the store is behind: eviction then knows a little less. A place is taken only while it is
+    // known to be free: over a note that has not been taken, another would leave a gap, and the store waits at gaps.
     void note(uint64_t slot, uint64_t epoch) {
-        const uint64_t at = written.load(std::memory_order_relaxed);
-        if (at - taken.load(std::memory_order_relaxed) >= kNotes) return;
-        const uint64_t place = written.fetch_add(1, std::memory_order_relaxed);
+        uint64_t place;
+        do {
+            const uint64_t free_until = taken.load(std::memory_order_acquire) + kNotes;
+            place = written.load(std::memory_order_relaxed);
+            if (place >= free_until) return;
+        } while (!written.compare_exchange_weak(place, place + 1, std::memory_order_relaxed));
         notes[place % kNotes].store(epoch << 32 | (slot + 1), std::memory_order_release);
     }
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import random
 import resource
@@ -23,6 +24,7 @@ from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from mooncake.errors import NodeUnavailable
+from mooncake.native import load_native
 
 SLOTS, SLOT_BYTES = 8, 64 << 10
 ROOT = Path(__file__).parents[2]
@@ -152,6 +154,23 @@ async def test_a_flipped_bit_is_found_and_what_was_read_is_noted(desk):
     for _ in range(5000):  # more than the lane holds: the rest is not noted
         desk.reader.read(b"new", into)
     assert 0 < len(desk.board.take_notes()) < 5000
+
+
+async def test_readers_that_note_at_once_leave_no_gap_at_which_the_store_would_wait_for_ever(desk):
+    headers = [ROOT / "kvstore" / name for name in ("board.h", "xxh3.h")]
+    library = load_native("note_reads", Path(__file__).with_name("note_reads.cpp"), headers)
+    [lane] = desk.board._lanes.values()
+    desk.put(0, 1, b"key", bytes(SLOT_BYTES))
+    noting = threading.Thread(target=library.note_reads, args=(ctypes.c_void_p(lane), 0, 1, 4, 400))
+    noting.start()
+    heard = 0
+    while noting.is_alive():
+        heard += len(desk.board.take_notes())
+        await asyncio.sleep(0.0001)
+    while more := len(desk.board.take_notes()):
+        heard += more
+    library.note_reads(ctypes.c_void_p(lane), 0, 1, 1, 0)
+    assert desk.board.take_notes() == [0], f"of {heard} notes the last ones, and of none since"
 
 
 async def test_a_reader_maps_the_segment_ahead_of_its_use(desk):
