@@ -7,9 +7,10 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
-from kvstore.board import Board
+from kvstore.board import MAX_INLINE_NOTES, Board
 from kvstore.board_door import BoardDoor
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.lane import LaneServer
@@ -22,7 +23,7 @@ from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put
-from kvstore.wire_puts import WirePuts
+from kvstore.wire_puts import LOOK_S, WirePuts
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError
 from mooncake.events import CacheEventsServicer, EventLog
@@ -35,6 +36,7 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
+HEAR_SHARE = 0.1  # of a processor, for what readers note
 LANE_SHARE, MANY_SLOTS = 1 / 16, 64  # of the slots writers may have so many in advance; twice as many of many
 MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
@@ -82,8 +84,8 @@ class StoreNode:
         events = EventLog(self._segment.incarnation)
         await self._start_store(board, events)
         await self._serve(board, events)
-        sweeping = asyncio.create_task(self._sweep(), name="sweep")
-        self._cleanup.push_async_callback(_end, sweeping)
+        for work, name in ((self._sweep(), "sweep"), (self._hear_readers(), "hear readers")):
+            self._cleanup.push_async_callback(_end, asyncio.create_task(work, name=name))
         log.info("%s: %d blocks of %d bytes", self.node_id, self._segment.num_blocks, self._block_bytes)
         if self._join_cluster:
             await self._join()
@@ -228,6 +230,19 @@ class StoreNode:
             except Exception:
                 log.exception("sweeping the store failed")  # a bug there must not stop the next sweep
 
+    async def _hear_readers(self) -> None:
+        """They can note only so much before somebody looks."""
+        store, pause_s = self._store, SWEEP_INTERVAL_S
+        while True:
+            before = store.num_heard
+            await asyncio.sleep(pause_s)
+            started_s = time.thread_time()
+            try:
+                store.hear_readers()
+            except Exception:
+                log.exception("hearing what has been read failed")
+            pause_s = hear_again_s(pause_s, store.num_heard - before, time.thread_time() - started_s)
+
     def _came(self, put: Put) -> None:
         if self._puts is not None:
             self._puts.came(put)
@@ -250,6 +265,13 @@ class StoreNode:
             },
         )
         return cluster_pb2.HeartbeatRequest(load=load)
+
+
+def hear_again_s(pause_s: float, num_heard: int, took_s: float) -> float:
+    """When to look again at what readers note, if that many notes came in ``pause_s`` and hearing them took so long: as
+    soon as half of the room of one of them may be used, but not so often that the store does little else."""
+    half_s = pause_s * (MAX_INLINE_NOTES // 2) / max(num_heard, 1)
+    return max(min(half_s, SWEEP_INTERVAL_S), LOOK_S, took_s / HEAR_SHARE)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

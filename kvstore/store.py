@@ -78,6 +78,7 @@ class Store:
         self._ssd = ssd
         self._worth = Worth(ssd, rules, segment.num_blocks)
         self._promotions: dict[BlockKey, asyncio.Future[bool]] = {}
+        self.num_heard = 0  # times that somebody of the board has read, ever
         self._room = asyncio.Event()  # set whenever a slot may have come free
         self._index = StoreIndex(
             segment.num_blocks,
@@ -181,6 +182,11 @@ class Store:
         self.ahead.fill_short()
         self._saving.save_leaving()
         self._make_room()
+
+    def hear_readers(self) -> None:
+        """Learn of what has been read since."""
+        self.ahead.catch_up()
+        self._hear_readers()
 
     def lane_gone(self, lane: str) -> None:
         self.ahead.close(lane)
@@ -412,6 +418,7 @@ class Store:
     def _hear_readers(self) -> None:
         """Of the board: what they have read has been used, for eviction and for the SSD."""
         if self._board is not None and (slots := self._board.take_notes()):
+            self.num_heard += len(slots)
             keys = self._index.was_read(slots, time.monotonic())
             if self._ssd is not None:
                 self._saving.count_sights(keys)

@@ -20,7 +20,7 @@ from kvstore.board import Board
 from kvstore.checksum import range_checksums
 from kvstore.client_far import MAX_CONNECTIONS, FarStore
 from kvstore.index_types import BlockName, Grant
-from kvstore.node import StoreNode
+from kvstore.node import StoreNode, hear_again_s
 from kvstore.segment import Segment
 from kvstore.store import Sealed, Sealing, Store
 from kvstore.transfer import protocol
@@ -334,8 +334,9 @@ async def alone(tmp_path: Path) -> AsyncIterator[tuple[StoreNode, KeyedWire]]:
     ssd = [f"store.ssd_path={tmp_path}", "store.ssd_gb=0.5"]
     node = StoreNode(load_config(None, [size, "store.eviction=lru", *ssd]), SLOT_BYTES, join_cluster=False)
     await node.start()
-    [sweeping] = [task for task in asyncio.all_tasks() if task.get_name() == "sweep"]
-    sweeping.cancel()
+    for task in asyncio.all_tasks():
+        if task.get_name() in ("sweep", "hear readers"):
+            task.cancel()
     assert node._puts is not None
     asyncio.get_running_loop().remove_reader(node._puts._wake_fd)
     node.store.give_ahead(WIRE, 4)
@@ -420,6 +421,52 @@ async def test_a_block_that_is_put_while_it_is_being_made_anew_is_there_once(alo
     assert store.exists([key]) == [True] and store.counts.sealed == 1
     assert "refused_listings" not in store.counters
     store.check()
+
+
+async def test_nearly_all_is_heard_of_that_is_read_in_a_store_that_is_asked_nothing_else():
+    """Three times as much as readers can note between two sweeps."""
+    num_keys, size = 128, 512
+    config = load_config(None, [f"store.dram_gb={4 * num_keys * size / 1e9}", "store.eviction=lru"])
+    node = StoreNode(config, size, join_cluster=False)
+    await node.start()
+    keys = [BlockKey(b"%d" % number) for number in range(num_keys)]
+    for key in keys:
+        grant = await reserve(node.store, key, block := data(1, size))
+        node.segment.block(grant.slot)[:] = block
+        await node.store.seal([Sealing(grant, range_checksums(block, 1))])
+    counted: list[int] = []
+
+    def read() -> None:
+        engine = TransferEngine("client", TCP)
+        wire, into = engine.connect_keyed(node.segment_address, soon()), memoryview(bytearray(size))
+        for _ in range(100):
+            fetch = wire.fetch(keys)
+            fetch.ask(soon())
+            fetch.receive([(into, ranges) for _, ranges in fetch.found()])(soon())
+            counted.append(node.store.counters.get("hits", 0))
+            time.sleep(0.01)
+        wire.close()
+        engine.close()
+
+    await asyncio.to_thread(read)
+    assert counted[-1] - counted[40] > 0.7 * 59 * num_keys
+    await node.stop()
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "num_heard", "took_s", "again_s"),
+    [
+        pytest.param(0.1, 0, 0.0, 0.25, id="nobody reads"),
+        pytest.param(0.25, 100, 0.0, 0.25, id="few read"),
+        pytest.param(0.25, 1024, 0.0, 0.125, id="all room was used, and perhaps not enough"),
+        pytest.param(0.125, 640, 0.0, 0.1, id="half of it would be used in a while"),
+        pytest.param(0.05, 256, 0.0, 0.1, id="it is getting less"),
+        pytest.param(0.02, 100_000, 0.001, 0.02, id="no more often than an event may wait"),
+        pytest.param(0.02, 100_000, 0.03, 0.3, id="many readers are not all that a store lives for"),
+    ],
+)
+def test_the_more_is_read_the_sooner_somebody_looks_again(pause_s, num_heard, took_s, again_s):
+    assert hear_again_s(pause_s, num_heard, took_s) == pytest.approx(again_s)
 
 
 async def test_slots_ahead_are_refilled_at_once_after_a_block_found_none():
