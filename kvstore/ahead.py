@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from kvstore.board import Board
+from kvstore.board import MAX_GIFTS, Board
 from kvstore.checksum import Checksums
 from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant
@@ -28,7 +28,7 @@ from mooncake.types import BlockKey
 log = logging.getLogger(__name__)
 
 WIRE = "\0wire"  # the lane of blocks that arrive over the data plane
-NEAR_AHEAD = 8  # slots of each client of this host: kGifts of board.h
+NEAR_AHEAD = MAX_GIFTS  # slots of each client of this host
 
 Give = Callable[[int, int], bool]
 """Lets somebody fill a slot under an epoch, unless there are enough already."""

@@ -47,7 +47,7 @@ struct Reader {
 };
 
 constexpr int kPopulateWrite = 23;      // MADV_POPULATE_WRITE of <linux/mman.h>, Linux 5.14
-constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of: more slots than that are never given
+constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of; what comes beyond them it is asked about
 constexpr uint32_t kMarks = 1 << 20;
 
 struct Book {
@@ -127,6 +127,9 @@ extern "C" {
 uint64_t board_size(uint32_t num_slots) { return board_bytes(num_slots); }
 uint64_t board_lane_size() { return sizeof(Lane); }
 uint64_t board_arrival_size() { return sizeof(Arrival); }
+uint64_t board_max_arrived() { return kMaxArrived; }
+uint64_t board_max_notes() { return kNotes; }
+uint64_t board_max_gifts() { return kGifts; }
 uint64_t board_max_ranges() { return kMaxRanges; }
 uint64_t board_min_range_bytes() { return xxh3::kMinBytes; }
 

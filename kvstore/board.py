@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvstore.checksum import Checksums
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, is_sealed_size
-from kvstore.transfer.native import Arrival, Landed
+from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES, Arrival, Landed
 from mooncake.errors import NodeUnavailable
 from mooncake.native import BuildFailed, load_native
 
@@ -37,9 +37,10 @@ FILES = 3  # that a client gets: the board, its lane, the segment
 GREETING = b"board 1\n"
 LANE_NAME_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
-MAX_INLINE_NOTES = 1024  # taken from a lane at a time
 POPULATE_STEP_BYTES = 16 << 20
-MAX_ARRIVED = 64  # kMaxArrived of board.cpp
+MAX_ARRIVED = 64  # blocks that have been listed by others, taken at a time
+MAX_NOTES = 1024  # of what a client has read
+MAX_GIFTS = 8  # slots for a client to fill
 
 _ADDRESS, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -48,6 +49,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_max_ranges": (_U64, []),
     "board_min_range_bytes": (_U64, []),
     "board_arrival_size": (_U64, []),
+    "board_max_arrived": (_U64, []),
+    "board_max_notes": (_U64, []),
+    "board_max_gifts": (_U64, []),
     "board_create": (_ADDRESS, [ctypes.c_int, _U32, _U64, _U64, ctypes.c_int]),
     "board_close": (None, [_ADDRESS]),
     "board_show": (ctypes.c_int, [_ADDRESS, _U32, _U64, ctypes.c_char_p, _U32, _U32, _ADDRESS, _U32]),
@@ -74,6 +78,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_write": (None, [_ADDRESS, _U32, _ADDRESS, _U64, _U32, _ADDRESS]),
     "board_read": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
 }
+_SAME: dict[str, int] = {  # in board.cpp
+    "board_arrival_size": ctypes.sizeof(Arrival),
+    "board_max_ranges": MAX_SUMS,
+    "board_min_range_bytes": MIN_SUM_BYTES,
+    "board_max_arrived": MAX_ARRIVED,
+    "board_max_notes": MAX_NOTES,
+    "board_max_gifts": MAX_GIFTS,
+}
 
 
 class Outcome(IntEnum):
@@ -99,6 +111,8 @@ def _library() -> ctypes.CDLL | None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    for name, ours in _SAME.items():
+        assert getattr(library, name)() == ours, f"board.cpp has another {name} than board.py"
     return library
 
 
@@ -126,7 +140,7 @@ class Board:
         self._arrived = (Arrival * MAX_ARRIVED)()
         self._unlisted: dict[int, bytes] = {}  # keys of blocks that are stored all the same
         self._lanes: dict[int, int] = {}  # address of each by the number of its file
-        self._notes: npt.NDArray[np.uint32] = np.empty(MAX_INLINE_NOTES, dtype=np.uint32)
+        self._notes: npt.NDArray[np.uint32] = np.empty(MAX_NOTES, dtype=np.uint32)
         self._notes_at = self._notes.ctypes.data
 
     @classmethod
@@ -217,7 +231,7 @@ class Board:
         """Slots that clients have read since the last call, in each one's order; only as many as they could note."""
         slots: list[int] = []
         for lane in self._lanes.values():
-            count = self._library.board_take_notes(self._board, lane, self._notes_at, MAX_INLINE_NOTES)
+            count = self._library.board_take_notes(self._board, lane, self._notes_at, MAX_NOTES)
             if count:
                 slots += self._notes[:count].tolist()
         return slots
@@ -236,8 +250,6 @@ class BoardReader:
 
     def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int, lane: str) -> None:
         self.lane = lane  # its name
-        self._max_ranges = int(library.board_max_ranges())
-        self._min_range_bytes = int(library.board_min_range_bytes())
         self._block_bytes = int(library.board_block_bytes(reader))
         self._library = library
         self._sock = sock  # as long as it is open, the store is there
@@ -350,8 +362,8 @@ class BoardReader:
 
     def takes(self, nbytes: int, ranges: int) -> bool:
         """Whether a block like this can be written and then listed."""
-        is_right = 1 <= ranges <= self._max_ranges and nbytes <= self._block_bytes and not nbytes % ranges
-        return is_right and nbytes >= self._min_range_bytes * ranges
+        is_right = 1 <= ranges <= MAX_SUMS and nbytes <= self._block_bytes and not nbytes % ranges
+        return is_right and nbytes >= MIN_SUM_BYTES * ranges
 
     def write(self, slot: int, data: memoryview, ranges: int) -> Checksums:
         """Copy into a slot that is ours to write, and make the checksums of what is copied, in one pass. Raises

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from kvstore.board import MAX_INLINE_NOTES, Board
+from kvstore.board import MAX_NOTES, Board
 from kvstore.board_door import BoardDoor
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.lane import LaneServer
@@ -270,7 +270,7 @@ class StoreNode:
 def hear_again_s(pause_s: float, num_heard: int, took_s: float) -> float:
     """When to look again at what readers note, if that many notes came in ``pause_s`` and hearing them took so long: as
     soon as half of the room of one of them may be used, but not so often that the store does little else."""
-    half_s = pause_s * (MAX_INLINE_NOTES // 2) / max(num_heard, 1)
+    half_s = pause_s * (MAX_NOTES // 2) / max(num_heard, 1)
     return max(min(half_s, SWEEP_INTERVAL_S), LOOK_S, took_s / HEAR_SHARE)
 
 

@@ -39,7 +39,7 @@ HEADERS = [
     *(SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h")),
 ]
 WORTH_BYTES = 16 << 10  # pieces smaller than this go out sooner from Python
-MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which wire.cpp does not know
+MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which our C++ does not know
 HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
 MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
 MAX_AHEAD = 64
@@ -68,6 +68,9 @@ def load() -> ctypes.CDLL | None:
     library.serve.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     library.give_ahead.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
     library.take_ahead.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    for described in (_Sliced, _Keyed, _Owner, _Connection):
+        name = f"{described.__name__[1:].lower()}_size"
+        assert getattr(library, name)() == ctypes.sizeof(described), f"wire.cpp has another {name} than native.py"
     return library
 
 

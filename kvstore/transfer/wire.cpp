@@ -479,5 +479,11 @@ int serve(Owner *owner, Connection *connection) {
 int give_ahead(Owner *owner, uint64_t block, uint64_t epoch) { return give_slot(*owner, {block, epoch}); }
 int take_ahead(Owner *owner, uint64_t *slot_and_epoch) { return take_slot(*owner, *reinterpret_cast<Slot *>(slot_and_epoch)); }
 
+// Of the memory that native.py describes, too.
+uint64_t sliced_size() { return sizeof(Sliced); }
+uint64_t keyed_size() { return sizeof(Keyed); }
+uint64_t owner_size() { return sizeof(Owner); }
+uint64_t connection_size() { return sizeof(Connection); }
+
 void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 }

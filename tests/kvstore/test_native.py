@@ -1,0 +1,37 @@
+"""What Python and C++ say of the same memory: they say the same, or nothing is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOAD_BOTH = "from kvstore.transfer.native import load; from kvstore.board import _library; assert load() and _library()"
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "changed"),
+    [
+        ("board.h", "kGifts = 8;", "kGifts = 16;"),
+        ("board.h", "uint16_t ranges, name_bytes;", "uint32_t ranges, name_bytes;"),
+        ("transfer/wire.cpp", "kMaxAhead = 64;", "kMaxAhead = 65;"),
+    ],
+)
+def test_memory_that_the_two_see_differently_is_never_used(
+    source: str, line: str, changed: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore", ignore=shutil.ignore_patterns("__pycache__"))
+    place = tmp_path / "kvstore" / source
+    text = place.read_text()
+    assert text.count(line) == 1
+    place.write_text(text.replace(line, changed))
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path)}
+    loading = subprocess.run(
+        [sys.executable, "-c", LOAD_BOTH], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert loading.returncode == 1 and "AssertionError" in loading.stderr and " than " in loading.stderr
