@@ -55,7 +55,7 @@ struct Owner {
 class Locked {
   public:
     explicit Locked(Owner &owner) : flag(owner.is_locked) {
-        while (flag.exchange(1, std::memory_order_acquire)) __builtin_ia32_pause();
+        while (flag.exchange(1, std::memory_order_acquire)) sched_yield();
     }
     ~Locked() { flag.store(0, std::memory_order_release); }
 
