@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import re
+import resource
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -39,9 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 << 20
 MAX_HEADER_BYTES = 64 << 10
-HEADERS_TIMEOUT_S = 30.0  # for the head of a request to arrive
 BODY_TIMEOUT_S = 30.0
-IDLE_TIMEOUT_S = 30.0  # of a connection between requests
 KEEP_ALIVE_S = 5.0  # silence on an event stream after which a comment is sent
 UNREAD_TIMEOUT_S = 60.0  # for a client to take what was sent
 LINGER_S = 0.5
@@ -318,17 +320,42 @@ def _client_request_id(scope: Scope) -> bytes | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Of one listening socket. Every connection costs a file descriptor, with or without a key."""
+
+    head_s: float = 30.0  # for the head of a request to arrive
+    idle_s: float = 30.0  # of a connection between requests
+    max_open: int = 4096  # connections at once; a quarter of the process's file descriptors, if that is less
+
+    @property
+    def num_open(self) -> int:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.max_open if most == resource.RLIM_INFINITY else min(self.max_open, most // 4)
+
+
 class _BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the size of a request's head and on the time it may take."""
+    """uvicorn's protocol with bounds: on connections, on the size of a request's head and on the time it may take.
+
+    At any time a request is answered, or a timer runs that will close the connection.
+    """
 
     _head_bytes = 0
     _is_in_head = True
     _is_refused = False
     _timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, limits: ConnectionLimits, **settings: Any) -> None:
+        """``settings`` are uvicorn's."""
+        super().__init__(**settings)
+        self._limits = limits
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_head()
+        if len(self.connections) > self._limits.num_open:
+            self.connections.discard(self)  # it is on its way out, and keeps nobody else out
+            self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -353,17 +380,21 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         super().data_received(data)
-        if not self._is_in_head or self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEADER_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large")
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEADER_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large")
+        elif self.cycle.response_complete and self._timer is None:
+            # No request: an empty line, or more of a body that nobody reads. uvicorn has stopped its timer for it.
+            self._timer = self.loop.call_later(self._limits.idle_s, self.transport.close)
 
     def _start_head(self) -> None:
         self._stop_timer()
         self._head_bytes = 0
         self._is_in_head = True
-        self._timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._refuse, b"408 Request Timeout")
+        self._timer = self.loop.call_later(self._limits.head_s, self._refuse, b"408 Request Timeout")
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -397,12 +428,15 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One listening socket and its uvicorn server."""
 
-    def __init__(self, app: ASGIApp, tls: ConductorSection | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, tls: ConductorSection | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
         """``tls`` names the files of HTTPS, if it names any; ``check_tls`` has read them."""
         tls = tls or ConductorSection()
+        limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             app,
-            http=_BoundedProtocol,
+            http=functools.partial(_BoundedProtocol, limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -410,7 +444,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=int(IDLE_TIMEOUT_S),
+            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_GRACE_S,
             ssl_certfile=tls.ssl_certfile or None,
             ssl_keyfile=tls.ssl_keyfile or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from conductor.ingress.http import ConnectionLimits, HttpServer
 from mooncake.errors import NodeUnavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -211,6 +213,62 @@ async def test_the_head_of_a_request_has_a_bound(front, head):
     writer.close()
 
     assert b"431" in status
+
+
+async def answer_ok(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextlib.asynccontextmanager
+async def listening(limits):
+    server = HttpServer(answer_ok, limits=limits)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield port
+    finally:
+        await server.stop()
+
+
+ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+HALF_A_BODY = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc"
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(b"", b""), (b"", b"\r\n"), (b"", b"GE"), (ASKED, b""), (ASKED, b"\r\n"), (ASKED, b"GE"), (HALF_A_BODY, b"d")],
+)
+async def test_a_connection_that_asks_for_nothing_is_closed(first, then):
+    async with listening(ConnectionLimits(head_s=0.2, idle_s=0.2)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(first)
+        if first:
+            await reader.readuntil(b"\r\n\r\nok")
+        writer.write(then)
+
+        await asyncio.wait_for(reader.read(), 5)
+
+        writer.close()
+
+
+async def test_connections_have_a_bound_and_those_beyond_are_told_so():
+    async def status():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASKED)
+        answer = await asyncio.wait_for(reader.read(100), 5)
+        writer.close()
+        return answer.partition(b"\r\n")[0], b"retry-after: 1" in answer
+
+    async with listening(ConnectionLimits(max_open=2)) as port:
+        writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(2)]
+
+        assert await status() == (b"HTTP/1.1 503 Service Unavailable", True)
+
+        writers[0].close()
+        async with asyncio.timeout(5):
+            while await status() != (b"HTTP/1.1 200 OK", False):
+                pass  # the end of a connection takes a moment
+        writers[1].close()
 
 
 async def test_texts_become_tokens_and_back(front):
