@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ class Pipeline:
                 raise InvalidRequest(
                     f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
                 )
-        text = "".join(message.content for message in messages)
+        text = "".join(message.content for message in messages) + _as_told(variables)
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a conversation of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(
@@ -402,6 +403,14 @@ class Pipeline:
     def _too_long(self, what: str, param: str) -> ContextTooLong:
         limit = self.model.max_model_len
         return ContextTooLong(f"{what} leaves no room for an answer: the context is {limit} tokens", param)
+
+
+def _as_told(variables: Mapping[str, object] | None) -> str:
+    """About what a chat template makes of them: tools and documents are as much to render and tokenize as messages."""
+    try:
+        return json.dumps(variables, ensure_ascii=False) if variables else ""
+    except (RecursionError, TypeError, ValueError):  # the template refuses them for the same reason
+        return ""
 
 
 class UnknownModel(NotFound):

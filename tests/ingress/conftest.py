@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -34,6 +35,9 @@ class ByteTokenizer:
     special_ids = (EOS,)
     takes_tools = False
 
+    def __init__(self):
+        self.chats_in = []  # threads
+
     def encode(self, text, add_special=True):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
@@ -44,6 +48,7 @@ class ByteTokenizer:
         return f"<{token_id}>"
 
     def encode_chat(self, messages, variables=None, continue_final=False):
+        self.chats_in.append(threading.current_thread().name)
         told = "".join(f"[{name}={value}]" for name, value in (variables or {}).items())
         turns = "".join(f"<{message.role}>{message.content}" for message in messages)
         return self.encode(f"{told}{turns}{'' if continue_final else '<assistant>'}")
@@ -192,6 +197,7 @@ class Front:
     """What a test talks to, and the script behind it."""
 
     script: Script
+    tokenizer: ByteTokenizer
     ingress: Ingress
     status: cluster_pb2.StatusResponse
     http_port: int
@@ -222,7 +228,7 @@ async def running_front(script=None, **limits):
     http_port = await ingress.start_http()
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=10, trust_env=False) as http:
-            yield Front(script, ingress, status, http_port, f"127.0.0.1:{grpc_port}", http)
+            yield Front(script, tokenizer, ingress, status, http_port, f"127.0.0.1:{grpc_port}", http)
     finally:
         await ingress.stop()
         await server.stop(0.2)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -288,6 +289,22 @@ async def test_a_huge_text_is_refused_without_tokenizing_it_all(front):
 
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+async def test_what_a_template_reads_beside_the_messages_counts_as_text(open_front, path):
+    """The event loop must not stall while it is rendered and tokenized, and a huge one is refused before that."""
+    async with open_front(takes_tools=True) as front:
+        answers = [
+            await front.http.post(path, json=CHAT | {"chat_template_kwargs": {"document": "x" * size, "id": 1 << 70}})
+            for size in (10, 100_000, 500_000)
+        ]
+
+        assert [answer.status_code for answer in answers] == [200, 400, 400]
+        assert [answer.json()["error"]["code"] for answer in answers[1:]] == ["context_length_exceeded"] * 2
+        loop, beside = front.tokenizer.chats_in
+        assert loop == threading.current_thread().name
+        assert beside != loop
 
 
 async def test_health_says_what_the_cluster_waits_for(front):
