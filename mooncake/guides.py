@@ -10,12 +10,14 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from mooncake.errors import InvalidRequest
+from mooncake.guide_limits import check_grammar, check_schema
 from mooncake.tokenizer import Tokenizer
 from mooncake.types import Guide, GuideKind, TokenIds
 
@@ -23,41 +25,60 @@ MAX_COMPILED = 64  # guides kept ready
 
 
 class Guides:
-    """Compiles guides for one vocabulary and keeps the last ones. Thread-safe; the tokenizer is read at first use."""
+    """Compiles guides for one vocabulary and keeps the last ones. Thread-safe; the tokenizer is read at first use.
+
+    Each guide is compiled once, by who asks first; others who want it wait for that, and nobody waits for another one.
+    """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
         """``vocab_size`` is the model's: it may have more rows than the tokenizer has tokens."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held for long
+        self._reading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()  # and being compiled
 
     def compile(self, guide: Guide) -> None:
         """Have it ready: the first use of a vocabulary takes some tenths of a second, a complex schema as well.
 
-        Raises InvalidRequest when the guide makes no sense.
+        Raises InvalidRequest when the guide makes no sense, or would take too long.
         """
-        with self._lock:
-            self._matcher(guide)
+        self._matcher(guide)
 
     def state(self, guide: Guide) -> GuideState:
         """At the beginning of an answer. Raises InvalidRequest."""
+        matcher = self._matcher(guide)
         with self._lock:
-            return GuideState(self._matcher(guide).deep_copy(), self._vocab_size)
+            return GuideState(matcher.deep_copy(), self._vocab_size)
 
     def _matcher(self, guide: Guide) -> LLMatcher:
-        matcher = self._compiled.get(guide)
-        if matcher is None:
+        with self._lock:
+            compiled = self._compiled.get(guide)
+            is_first = compiled is None
+            if compiled is None:
+                compiled = self._compiled[guide] = Future()
+            self._compiled.move_to_end(guide)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        if is_first:
+            try:
+                compiled.set_result(self._compile(guide))
+            except BaseException as error:
+                with self._lock:
+                    if self._compiled.get(guide) is compiled:
+                        del self._compiled[guide]
+                compiled.set_exception(error)
+        return compiled.result()
+
+    def _compile(self, guide: Guide) -> LLMatcher:
+        grammar = _grammar(guide)
+        with self._reading:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer(self._load_tokenizer(), self._vocab_size)
-            matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
-            if matcher.is_error():
-                raise InvalidRequest(f"the {guide.kind} guide is not valid: {matcher.get_error()[:500]}", "guide")
-            self._compiled[guide] = matcher
-        self._compiled.move_to_end(guide)
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"the {guide.kind} guide is not valid: {matcher.get_error()[:500]}", "guide")
         return matcher
 
 
@@ -103,6 +124,7 @@ def _grammar(guide: Guide) -> str:
             case GuideKind.REGEX:
                 return grammar_from("regex", guide.text)
             case GuideKind.GRAMMAR:
+                check_grammar(guide.text)
                 return grammar_from("grammar", guide.text)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"the {guide.kind} guide is not valid: {error}", "guide") from None
@@ -110,6 +132,7 @@ def _grammar(guide: Guide) -> str:
 
 def _json_grammar(schema: str) -> str:
     """Spaced as json.dumps does: where white space is allowed anywhere, a small model can write it for ever."""
+    check_schema(json.loads(schema))
     return LLMatcher.grammar_from_json_schema(
         schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     )

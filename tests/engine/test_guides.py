@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -117,6 +120,30 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
         hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT)))
     with pytest.raises(InvalidRequest, match="is not valid"):
         llm.generate(PROMPT, guided(GuideKind.CHOICE, "[" * 5000))
+
+
+def test_nobody_waits_for_the_compilation_of_another_guide(llm: LLM) -> None:
+    guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+    ready = Guide(GuideKind.REGEX, "ab*c")
+    guides.compile(ready)
+    words = {"enum": [f"v{7919 * number}" for number in range(40_000)]}
+    slow = Guide(GuideKind.JSON_SCHEMA, json.dumps({"allOf": [words, {"type": "string", "pattern": "[13579]$"}]}))
+
+    def compile_slowly() -> None:
+        with contextlib.suppress(InvalidRequest):
+            guides.compile(slow)
+
+    threads = [threading.Thread(target=compile_slowly) for _ in range(2)]  # the second waits for the first
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        guides.state(ready)
+        time.sleep(0.01)
+
+    assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join()
 
 
 def test_a_model_whose_answers_have_no_end_token_cannot_be_guided() -> None:

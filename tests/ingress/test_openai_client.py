@@ -289,6 +289,7 @@ async def test_token_ids_come_back_when_asked_for(client):
         ({"guided_regex": "(["}, "guide"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guide"),
         ({"guided_json": {"type": 3}}, "guide"),
+        ({"guided_json": {"allOf": [{"pattern": f"[a-z]{{3,}}{number}"} for number in range(37)]}}, "guide"),
         ({"guided_json": [1]}, "guided_json"),
         ({"guided_grammar": "root ::= ::"}, "guide"),
         ({"use_beam_search": True, "presence_penalty": 1.0}, "n"),
