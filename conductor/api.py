@@ -66,5 +66,6 @@ class Generator(Protocol):
         ...
 
     def end_choice(self, request_id: str, choice: int) -> None:
-        """Nobody needs more of one of several answers; no delta of it follows. Idempotent."""
+        """Nobody needs more of one of the answers: it is complete, and no delta of it follows. Who says so of the last
+        one closes the generator. Idempotent."""
         ...

@@ -162,7 +162,7 @@ class Dispatcher:
         journey.ended.add(choice)
         if choice in journey.parts:
             journey.parts[choice].cancel()
-        elif journey.attempt is not None:
+        elif journey.attempt is not None and not journey.is_whole:  # the end of the last ends the attempt
             journey.attempt.end_choice(choice)
 
     async def _deltas(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
@@ -186,7 +186,7 @@ class Dispatcher:
                         yield delta
                 return
             if not journey.is_search and (reason := self._ended_by(journey)):
-                journey.lifecycle.move(RequestState.FINISHED)
+                journey.ended.add(0)
                 yield Delta((), reason, journey.summary)
                 return
 
@@ -224,7 +224,6 @@ class Dispatcher:
                 if delta.finish_reason is not None:
                     journey.ended.add(delta.choice)
                 yield delta
-            journey.lifecycle.move(RequestState.FINISHED)
         finally:
             for task in journey.parts.values():
                 task.cancel()
@@ -414,8 +413,6 @@ class Dispatcher:
             self.stats.output_tokens += len(delta.tokens)
         if delta.finish_reason is not None:
             journey.ended.add(delta.choice)
-            if journey.is_whole:
-                journey.lifecycle.move(RequestState.FINISHED)
         report = attempt.merger.report
         is_news = report is not None and not journey.has_report
         if is_news and report is not None:
@@ -492,14 +489,13 @@ class Dispatcher:
 
     def _end(self, journey: _Journey) -> None:
         self.stats.running -= 1
-        if not journey.lifecycle.has_ended:  # the generator was closed from outside
-            journey.lifecycle.move(RequestState.CANCELLED)
-            self.stats.cancelled += 1
-        if journey.lifecycle.state in (RequestState.FINISHED, RequestState.CANCELLED):
-            self.stats.recent_durations_s.append(self._clock() - journey.started_at)
-            self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
-        if journey.lifecycle.state is RequestState.FINISHED:
-            self.stats.finished += 1
+        if journey.lifecycle.has_ended:  # it failed
+            return
+        journey.lifecycle.move(RequestState.FINISHED if journey.is_whole else RequestState.CANCELLED)
+        self.stats.finished += journey.is_whole
+        self.stats.cancelled += not journey.is_whole
+        self.stats.recent_durations_s.append(self._clock() - journey.started_at)
+        self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
 
 
 def _policy(name: str) -> Policy:

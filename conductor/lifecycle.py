@@ -27,7 +27,7 @@ class RequestState(StrEnum):
     STREAMING = "streaming"  # tokens reach the client
     FINISHED = "finished"
     FAILED = "failed"
-    CANCELLED = "cancelled"  # the client went away, or had all it wanted
+    CANCELLED = "cancelled"  # the client went away
     EXPIRED = "expired"
 
 

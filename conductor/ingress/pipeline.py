@@ -275,7 +275,7 @@ class Pipeline:
                     piece = answers[delta.choice].take(delta, self._clock())
                     if piece.outcome is not None:
                         unfinished.discard(delta.choice)
-                        if delta.finish_reason is None and unfinished:  # a stop string: only here it is known
+                        if delta.finish_reason is None:  # a stop string: only here it is known
                             self._generator.end_choice(request.request_id, delta.choice)
                     yield piece
 

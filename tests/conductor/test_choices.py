@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from conductor.api import Delta, InferenceRequest
+from conductor.lengths import Kind
 from mooncake.errors import NodeUnavailable
 from mooncake.types import FinishReason
 
@@ -78,4 +80,39 @@ async def test_an_answer_that_nobody_needs_ends_on_its_node_and_the_others_go_on
     others = [token.token_id for delta in deltas if delta.choice == 1 for token in delta.tokens]
     assert others == cluster.answer(PROMPT, 20)
     assert len([token for delta in deltas if delta.choice == 0 for token in delta.tokens]) < 20
+    await cluster.is_quiet()
+
+
+async def test_an_answer_that_was_ended_from_outside_is_a_finished_one(start_cluster: Any) -> None:
+    """Whoever knows text ends it, at a stop string; its length is as good to learn from as any other."""
+    cluster = await start_cluster(1, 1, tbt_limit_ms=1e6)
+    dispatcher = cluster.core.dispatcher
+    deltas = dispatcher.generate(cluster.request(PROMPT, 50))
+    async with contextlib.aclosing(deltas):
+        while (await anext(deltas)).tokens[-1].index < 4:
+            pass
+        dispatcher.end_choice("r", 0)
+    stats = dispatcher.stats
+    assert (stats.finished, stats.cancelled) == (1, 0)
+    assert 4 <= dispatcher.door.admission.lengths.mean(Kind(b"", len(PROMPT)), limit=50) <= 6
+    assert not cluster.decode[0].ended_choices, "the end of the attempt tells the node"
+    await cluster.is_quiet()
+
+
+async def test_several_answers_that_went_on_alone_are_a_finished_request_once_all_have_ended(
+    start_cluster: Any,
+) -> None:
+    """As ingress takes them: it closes the generator at the last delta."""
+    cluster = await start_cluster(2, 2, retries=5)
+    for decode in cluster.decode:
+        decode.script.error, decode.script.tokens_first, decode.script.times = NodeUnavailable("out"), 2, 1
+    open_answers = {0, 1, 2}
+    async with contextlib.aclosing(cluster.core.dispatcher.generate(cluster.request(PROMPT, 12, n=3))) as deltas:
+        while open_answers:
+            delta = await anext(deltas)
+            if delta.finish_reason is not None:
+                open_answers.discard(delta.choice)
+    stats = cluster.core.dispatcher.stats
+    assert stats.retries
+    assert (stats.finished, stats.cancelled) == (1, 0)
     await cluster.is_quiet()

@@ -78,13 +78,13 @@ async def test_three_choices_are_one_request(front, client):
 
 
 async def test_a_choice_that_meets_a_stop_string_ends_alone(front, client):
-    """All say the same here, so the last one to meet it ends the request as a whole."""
+    """All say the same here, so the last one to meet it ends the request as a whole; the core is told of it, too."""
     front.script.ends = False
     answer = await client.completions.create(model="bytes", prompt="x", n=3, stop="w", max_tokens=999)
 
     assert [choice.text for choice in answer.choices] == ["Hello, "] * 3
     [asked] = front.script.asked
-    assert front.script.ended_choices == [(asked.request_id, 0), (asked.request_id, 1)]
+    assert front.script.ended_choices == [(asked.request_id, choice) for choice in range(3)]
     await front.script.until_closed()
 
 
