@@ -147,7 +147,7 @@ class OpenAIApi:
         asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         keep = self.pipeline.num_to_keep(body.truncate_prompt_tokens, asked)
         prompts = await self._prompts(body.prompt, keep, body.add_special_tokens is not False)
-        n = _num_choices(body, len(prompts))
+        n = _num_choices(body, len(prompts), body.best_of or 0)
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self.extras(body, logprobs=body.logprobs is not None)
@@ -403,12 +403,14 @@ def check_chat(body: ChatRequest) -> None:
         raise InvalidRequest(what, "max_completion_tokens")
 
 
-def _num_choices(fields: GenerationFields, num_prompts: int) -> int:
+def _num_choices(fields: GenerationFields, num_prompts: int, best_of: int = 0) -> int:
+    """Of each prompt. Raises InvalidRequest also for more answers than may be made to choose from."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
-    if n * num_prompts > MAX_CHOICES:
-        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts are allowed", "n")
+    if max(n, best_of) * num_prompts > MAX_CHOICES:
+        name = "n" if best_of <= n else "best_of"
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts are allowed", name)
     return n
 
 

@@ -37,7 +37,7 @@ from mooncake.text import bad_word_tokens, check_stop
 from mooncake.tokenizer import ChatMessage, Tokenizer
 from mooncake.types import Guide, SamplingParams, TokenIds
 
-MAX_CHOICES = 128  # sequences of one request: prompts times n
+MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
 MAX_MESSAGES = 4096
 MAX_PRIORITY = (1 << 31) - 1
 COMPLETION_MAX_TOKENS = 16  # of an answer to text or token ids, as OpenAI has it; a chat may take what is left

@@ -314,6 +314,21 @@ async def test_a_wrong_value_is_named(front, client, body, param):
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_and_one_that_fits_is_clamped(front, client):
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [({"n": 65}, "n"), ({"best_of": 65}, "best_of"), ({"n": 2, "best_of": 128}, "best_of"), ({"n": 128}, "n")],
+)
+async def test_the_answers_to_all_prompts_have_a_bound_those_that_are_only_compared_included(
+    front, client, wish, param
+):
+    with pytest.raises(openai.BadRequestError, match="at most 128 choices") as caught:
+        await client.completions.create(model="bytes", prompt=["a", "b"], max_tokens=1, **wish)
+
+    assert caught.value.param == param
+    assert front.script.asked == []
+    await client.completions.create(model="bytes", prompt=["a", "b"], max_tokens=1, best_of=64)
+
+
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model="bytes", prompt="x" * 4096)
     assert caught.value.code == "context_length_exceeded"
