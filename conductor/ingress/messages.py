@@ -39,7 +39,7 @@ def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
 
 def _chat_message(message: Message, where: str) -> ChatMessage:
     where_content = f"{where}.content"
-    if message.tool_calls:
+    if message.tool_calls or (message.tool_calls is not None and message.role == "assistant"):  # as clients echo it
         content = "" if message.content is None else content_text(message.content, where_content)
         return ChatMessage(message.role, said_calls(content, message.tool_calls, where))
     if message.role == "tool":
