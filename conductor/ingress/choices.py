@@ -71,7 +71,8 @@ class ChoiceWriter(ABC):
     def take(self, piece: Piece) -> None:
         self._text += piece.text
         self._tokens.extend(piece.tokens)
-        self._prompt_scores = piece.prompt_logprobs or self._prompt_scores
+        if piece.prompt_logprobs is not None:  # of a prompt of one token they are none
+            self._prompt_scores = piece.prompt_logprobs
         self.num_tokens += len(piece.tokens)
         self.outcome = piece.outcome or self.outcome
 

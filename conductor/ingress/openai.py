@@ -398,6 +398,8 @@ def check_chat(body: ChatRequest) -> None:
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
         what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.top_logprobs}"
         raise InvalidRequest(what, "top_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("the prompt_logprobs of a chat cannot be streamed", "prompt_logprobs")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         what = f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}"
         raise InvalidRequest(what, "max_completion_tokens")

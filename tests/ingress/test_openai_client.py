@@ -293,6 +293,7 @@ async def test_token_ids_come_back_when_asked_for(client):
         ({"guided_json": [1]}, "guided_json"),
         ({"guided_grammar": "root ::= ::"}, "guide"),
         ({"use_beam_search": True, "presence_penalty": 1.0}, "n"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -313,7 +314,6 @@ async def test_a_wrong_value_is_named(front, client, body, param):
     assert front.script.asked == []
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_and_one_that_fits_is_clamped(front, client):
 @pytest.mark.parametrize(
     ("wish", "param"),
     [({"n": 65}, "n"), ({"best_of": 65}, "best_of"), ({"n": 2, "best_of": 128}, "best_of"), ({"n": 128}, "n")],
@@ -329,6 +329,7 @@ async def test_the_answers_to_all_prompts_have_a_bound_those_that_are_only_compa
     await client.completions.create(model="bytes", prompt=["a", "b"], max_tokens=1, best_of=64)
 
 
+async def test_a_prompt_that_does_not_fit_is_refused_and_one_that_fits_is_clamped(front, client):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model="bytes", prompt="x" * 4096)
     assert caught.value.code == "context_length_exceeded"
@@ -581,3 +582,9 @@ async def test_prompt_logprobs_have_vllms_form(front, client):
     assert not hasattr(chat.choices[0], "prompt_logprobs")
     plain = await client.completions.create(model="bytes", prompt="Hi", max_tokens=1)
     assert not hasattr(plain.choices[0], "prompt_logprobs")
+    short = await client.completions.create(model="bytes", prompt="H", max_tokens=1, extra_body=extra)
+    assert short.choices[0].prompt_logprobs == [None]
+    async for chunk in await client.completions.create(
+        model="bytes", prompt="Hi", max_tokens=1, stream=True, extra_body=extra
+    ):
+        assert chunk.choices[0].prompt_logprobs == wanted
