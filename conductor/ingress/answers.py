@@ -67,7 +67,7 @@ class Observer(Protocol):
     def token_gap(self, gap_s: float) -> None: ...
 
     def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
-        """An answer is complete. A prompt counts with the first of its answers."""
+        """An answer is complete. A prompt, and what was done for it, counts with the first of its answers."""
 
     def failed(self, code: str) -> None: ...
 

@@ -93,19 +93,19 @@ class Metrics:
         self._finished.labels(self._model, _ENGINE, str(outcome.finish_reason)).inc()
         self._total.observe(latency.total_ms / 1e3)
         self._decode.observe((latency.total_ms - latency.ttft_ms) / 1e3)
-        self._queue.observe(timings.queue_ms / 1e3)
-        self._prefill.observe(timings.prefill_ms / 1e3)
-        self._handoff.observe(timings.handoff_ms / 1e3)
         if usage.completion_tokens > 1:
             self._mean_gap.observe(latency.mean_tbt_ms / 1e3)
             self._tail_gap.observe(latency.tail_tbt_ms / 1e3)
         self._answer_size.observe(usage.completion_tokens)
         if prompt_counts:
+            self._queue.observe(timings.queue_ms / 1e3)
+            self._prefill.observe(timings.prefill_ms / 1e3)
+            self._handoff.observe(timings.handoff_ms / 1e3)
+            self._retried.inc(outcome.summary.retries)
             self._prompt_size.observe(usage.prompt_tokens)
             self._prompt_tokens.inc(usage.prompt_tokens)
             self._queries.inc(usage.prompt_tokens)
             self._hits.inc(usage.cached_tokens)
-        self._retried.inc(outcome.summary.retries)
 
     def failed(self, code: str) -> None:
         self._failed.labels(code).inc()

@@ -331,35 +331,50 @@ async def test_the_page_shows_the_status_and_needs_nothing_from_outside(front):
     assert (await front.http.get("/version")).json()["version"]
 
 
+async def metrics(front):
+    """A function from a sample's name and labels to its value."""
+    samples = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families((await front.http.get("/metrics")).text)
+        for sample in family.samples
+    }
+    return lambda name, **labels: samples[(name, *sorted(labels.items()))]
+
+
+VLLM = {"model_name": "bytes", "engine": "0"}
+
+
+async def test_what_is_done_once_for_several_answers_counts_once(open_front):
+    async with open_front() as front:
+        await front.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, "n": 3})
+        of = await metrics(front)
+
+    for name in ("request_queue_time_seconds", "request_prefill_time_seconds", "request_prompt_tokens"):
+        assert of(f"vllm:{name}_count", **VLLM) == 1
+    assert of("mooncake_handoff_seconds_count") == 1
+    assert of("vllm:e2e_request_latency_seconds_count", **VLLM) == 3
+    assert of("vllm:generation_tokens_total", **VLLM) == 12
+
+
 async def test_metrics_count_what_happened(open_front):
     async with open_front() as front:
         front.script.cached_tokens = 2
         await front.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
         front.script.error = NodeUnavailable("gone")
         await front.http.post("/v1/completions", json={"prompt": "abc"})
-        page = (await front.http.get("/metrics")).text
+        of = await metrics(front)
 
-    samples = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
-
-    def of(name, **labels):
-        return samples[(name, *sorted(labels.items()))]
-
-    vllm = {"model_name": "bytes", "engine": "0"}
-    assert of("vllm:time_to_first_token_seconds_count", **vllm) == 1
-    assert of("vllm:inter_token_latency_seconds_count", **vllm) == 3
-    assert of("vllm:e2e_request_latency_seconds_count", **vllm) == 1
-    assert of("vllm:request_queue_time_seconds_sum", **vllm) == pytest.approx(0.001)
-    assert of("vllm:prompt_tokens_total", **vllm) == 3
-    assert of("vllm:generation_tokens_total", **vllm) == 4
-    assert of("vllm:prefix_cache_queries_total", **vllm) == 3
-    assert of("vllm:prefix_cache_hits_total", **vllm) == 2
-    assert of("vllm:request_success_total", finished_reason="length", **vllm) == 1
-    assert of("vllm:num_requests_running", **vllm) == 2
-    assert of("vllm:kv_cache_usage_perc", **vllm) == pytest.approx(0.2)
+    assert of("vllm:time_to_first_token_seconds_count", **VLLM) == 1
+    assert of("vllm:inter_token_latency_seconds_count", **VLLM) == 3
+    assert of("vllm:e2e_request_latency_seconds_count", **VLLM) == 1
+    assert of("vllm:request_queue_time_seconds_sum", **VLLM) == pytest.approx(0.001)
+    assert of("vllm:prompt_tokens_total", **VLLM) == 3
+    assert of("vllm:generation_tokens_total", **VLLM) == 4
+    assert of("vllm:prefix_cache_queries_total", **VLLM) == 3
+    assert of("vllm:prefix_cache_hits_total", **VLLM) == 2
+    assert of("vllm:request_success_total", finished_reason="length", **VLLM) == 1
+    assert of("vllm:num_requests_running", **VLLM) == 2
+    assert of("vllm:kv_cache_usage_perc", **VLLM) == pytest.approx(0.2)
     assert of("mooncake_node_blocks", node="decode-0", role="decode", state="cached") == 3
     assert of("mooncake_node_events_total", node="decode-0", role="decode", event="handoffs_taken") == 7
     assert of("mooncake_node_level", node="decode-0", role="decode", level="handoffs_open") == 1
