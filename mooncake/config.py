@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from mooncake.adapters import parse_adapters
 from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
-from mooncake.precision import Precision, resolve_precision
+from mooncake.precision import KV_FORMATS, Precision, resolve_precision
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -294,19 +294,22 @@ def _check_names(tree: dict[str, object], struct: type[msgspec.Struct], prefix: 
             _check_names(value, inner, f"{name}.")
 
 
-_POSITIVE = (
+# Every number has a bound here; a NaN keeps none of them.
+_AT_LEAST_10_MS = (  # so often something is done
     "conductor.heartbeat_interval_s",
+    "health.probe_interval_s",
+    "health.probe_timeout_s",
+    "directory.ttl_s",
+)
+_POSITIVE = (
     "conductor.node_timeout_s",
     "conductor.request_timeout_s",
     "conductor.balance_smoothing_s",
     "conductor.replica_ttl_s",
     "conductor.ssd_mb_per_s",
-    "health.probe_interval_s",
-    "health.probe_timeout_s",
     "health.confirm_s",
     "health.clear_s",
     "health.probation_s",
-    "directory.ttl_s",
     "directory.timeout_s",
     "store.dram_gb",
     "store.lease_s",
@@ -319,6 +322,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "model.max_model_len",
     "cluster.coupled",
+    "conductor.node_wait_s",
     "conductor.retries",
     "conductor.ttft_limit_ms",
     "conductor.tbt_limit_ms",
@@ -338,6 +342,7 @@ _NOT_NEGATIVE = (
     "transfer.max_mb_per_s",
     "pool_layout.tensor_parallel",
     "pool_layout.block_tokens",
+    "store.block_bytes",
     "store.write_through_sights",
     "store.demote_sights",
     "store.tenant_dram_gb",
@@ -365,12 +370,22 @@ _BETWEEN = {
 }
 
 
+MISSED_HEARTBEATS = 3  # before a node is taken as gone: one or two may be late
+
+
 def _check_values(config: Config) -> None:
+    _require(config, _AT_LEAST_10_MS, "must be at least 0.01", lambda value: 0.01 <= value < math.inf)
     _require(config, _POSITIVE, "must be positive", lambda value: 0 < value < math.inf)
     _require(config, _NOT_NEGATIVE, "must not be negative", lambda value: 0 <= value < math.inf)
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
+    interval_s, timeout_s = config.conductor.heartbeat_interval_s, config.conductor.node_timeout_s
+    if timeout_s < MISSED_HEARTBEATS * interval_s * (1 - 1e-9):
+        what = f"at least {MISSED_HEARTBEATS} times conductor.heartbeat_interval_s ({interval_s:g})"
+        raise ConfigError(f"conductor.node_timeout_s must be {what}, got {timeout_s:g}")
+    if config.pool_layout.dtype not in ("", *KV_FORMATS):
+        raise ConfigError(f"pool_layout.dtype must be one of {', '.join(KV_FORMATS)}, got {config.pool_layout.dtype!r}")
     if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in config.conductor.api_keys):
         raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
     for origin in config.conductor.allowed_origins:

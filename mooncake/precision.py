@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from mooncake.key_scales import KeyScales
 
 DTYPES = ("auto", "float32", "bfloat16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_FORMATS = ("float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", *KV_FORMATS)
 WEIGHTS = ("auto", "int8", "w8a8")
 
 Coding = Literal["", "int8", "w8a8"]

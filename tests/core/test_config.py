@@ -75,7 +75,17 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("transfer.handoff_timeout_s=-3", "transfer.handoff_timeout_s must be positive"),
         ("transfer.max_mb_per_s=-1", "transfer.max_mb_per_s must not be negative"),
         ("conductor.node_timeout_s=0", "conductor.node_timeout_s must be positive"),
-        ("conductor.heartbeat_interval_s=0", "conductor.heartbeat_interval_s must be positive"),
+        ("conductor.heartbeat_interval_s=0", "conductor.heartbeat_interval_s must be at least 0.01"),
+        ("conductor.heartbeat_interval_s=1e-9", "conductor.heartbeat_interval_s must be at least 0.01"),
+        (
+            "conductor.heartbeat_interval_s=2",
+            "conductor.node_timeout_s must be at least 3 times conductor.heartbeat_interval_s (2), got 5",
+        ),
+        ("conductor.node_wait_s=nan", "conductor.node_wait_s must not be negative"),
+        ("conductor.node_wait_s=-1", "conductor.node_wait_s must not be negative"),
+        ("health.probe_interval_s=1e-9", "health.probe_interval_s must be at least 0.01"),
+        ("store.block_bytes=-5", "store.block_bytes must not be negative"),
+        ("pool_layout.dtype=x", "pool_layout.dtype must be one of float32, bfloat16, int8, got 'x'"),
         ("conductor.request_timeout_s=nan", "conductor.request_timeout_s must be positive"),
         ("conductor.max_requests=0", "conductor.max_requests must be at least 1"),
         ("conductor.retries=-1", "conductor.retries must not be negative"),
@@ -100,6 +110,24 @@ def test_lists_are_given_as_toml_has_them() -> None:
 )
 def test_what_is_wrong_is_said_with_its_name(override: str, sentence: str) -> None:
     assert sentence in problem(override)
+
+
+NUMBERS = [
+    f"{section}.{key}"
+    for section, values in msgspec.to_builtins(Config()).items()
+    for key, value in values.items()
+    if type(value) in (int, float)
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_without_a_bound(name: str) -> None:
+    for value in ("-1", "nan"):
+        assert name in problem(f"{name}={value}")
+
+
+def test_a_node_may_miss_two_heartbeats() -> None:
+    load_config(None, ["conductor.heartbeat_interval_s=0.1", "conductor.node_timeout_s=0.3"])
 
 
 def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
