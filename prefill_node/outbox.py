@@ -57,6 +57,7 @@ class Sink:
         self.name = name
         self.deadline = deadline  # monotonic s
         self.done: Future[None] = Future()  # all that was pushed before ``end`` is written, or the error
+        self.done.set_running_or_notify_cancel()  # who no longer waits for it cannot cancel it: it is ours to settle
         self.sent_bytes = 0
         self.transport = ""  # that carried the last bytes
         self.checksums: dict[int, npt.NDArray[np.uint64]] = {}  # block index -> one a layer
@@ -212,14 +213,22 @@ class Outbox:
                 continue
             if moved is not None:
                 self._busy.discard(peer)
-                elapsed_ms = sink.ended(moved)
-                if moved.error is None:
-                    self._on_sent(sink, moved.moved_bytes, elapsed_ms)
+                self._note(sink, moved)
             line = self._lines.setdefault(peer, deque())
             if sink not in line:
                 line.append(sink)
             if peer not in self._busy:
                 self._next(peer, line)
+
+    def _note(self, sink: Sink, moved: Transfer) -> None:
+        """A turn has ended."""
+        try:
+            elapsed_ms = sink.ended(moved)
+            if moved.error is None:
+                self._on_sent(sink, moved.moved_bytes, elapsed_ms)
+        except Exception as error:  # a bug must cost this sink, not the others
+            log.exception("%s", sink.name)
+            sink.fail(InternalError(f"{sink.name}: {error!r}"))
 
     def _next(self, peer: SegmentAddress, line: deque[Sink]) -> None:
         """Give whoever is first in line a turn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvstore.transfer.engine import TransferEngine
-from mooncake.errors import HandoffFailed
+from mooncake.errors import HandoffFailed, InternalError
 from mooncake.types import KVLayout, SegmentAddress
-from prefill_node.outbox import Destination, LayerRun, Outbox, Sink
+from prefill_node.outbox import LAYERS_PER_TURN, Destination, LayerRun, Outbox, Sink
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=64, block_tokens=64, dtype="float32")
@@ -55,6 +56,16 @@ def own() -> Iterator[Callable[[], Owner]]:
         process.communicate()
 
 
+def a_sink(name: str, address: SegmentAddress) -> Sink:
+    """Everything for every block, and no more."""
+    sink = Sink(name, LAYOUT, time.monotonic() + 300)
+    sink.open(Destination(address, {block: (block, EPOCH) for block in range(NUM_BLOCKS)}))
+    for layer in range(LAYOUT.num_layers):
+        sink.push(LayerRun(layer, 0, tuple(range(NUM_BLOCKS))))
+    sink.end()
+    return sink
+
+
 @pytest.mark.timeout(120)
 def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Owner]) -> None:
     frozen, there = own()
@@ -64,11 +75,7 @@ def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Ow
     outbox = Outbox("hand-offs", transfer, memory, lambda sink, nbytes, _: sent.append((sink.name, nbytes)))
 
     def sink_to(name: str, address: SegmentAddress) -> Sink:
-        sink = Sink(name, LAYOUT, time.monotonic() + 300)
-        sink.open(Destination(address, {block: (block, EPOCH) for block in range(NUM_BLOCKS)}))
-        for layer in range(LAYOUT.num_layers):
-            sink.push(LayerRun(layer, 0, tuple(range(NUM_BLOCKS))))
-        sink.end()
+        sink = a_sink(name, address)
         outbox.kick(sink)
         return sink
 
@@ -89,6 +96,50 @@ def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Ow
         frozen.send_signal(signal.SIGCONT)
         sink_to("again", there).done.result(60)
         assert {name for name, _ in sent} == {"right-0", "right-1", "right-2", "again"}
+    finally:
+        outbox.stop()
+        transfer.close()
+
+
+@pytest.mark.timeout(120)
+async def test_whoever_no_longer_waits_cannot_take_the_end_from_the_outbox(own: Callable[[], Owner]) -> None:
+    _, address = own()
+    memory = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+    transfer = TransferEngine("prefill-t", ("tcp",), streams=1)
+    outbox = Outbox("hand-offs", transfer, memory, lambda sink, nbytes, ms: None)
+    try:
+        given_up = a_sink("given up", address)
+        waiting = asyncio.wrap_future(given_up.done)
+        waiting.cancel()
+        await asyncio.sleep(0)  # it tells the future that it waited for, at no particular moment
+        assert not given_up.done.cancelled()
+        outbox.kick(given_up)
+        await asyncio.wait_for(asyncio.wrap_future(given_up.done), 60)
+        assert given_up.sent_bytes == memory.nbytes
+    finally:
+        outbox.stop()
+        transfer.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_bug_at_the_end_of_a_turn_costs_one_sink(own: Callable[[], Owner]) -> None:
+    _, address = own()
+    memory = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+    transfer = TransferEngine("prefill-t", ("tcp",), streams=1)
+
+    def on_sent(sink: Sink, num_bytes: int, elapsed_ms: float) -> None:
+        if sink.name == "bad":
+            raise ZeroDivisionError
+
+    outbox = Outbox("hand-offs", transfer, memory, on_sent)
+    try:
+        bad, good = a_sink("bad", address), a_sink("good", address)
+        for _ in range(2 * LAYERS_PER_TURN):  # so that it needs more than the turn that goes wrong
+            bad.push(LayerRun(0, 0, (0,)))
+        outbox.kick(bad)
+        outbox.kick(good)
+        good.done.result(60)
+        assert isinstance(bad.done.exception(60), InternalError)
     finally:
         outbox.stop()
         transfer.close()
