@@ -83,8 +83,8 @@ class WriteBack:
                     block.done()
 
     async def _store(self, address: str, blocks: list[FilledBlock]) -> None:
-        checksums = await asyncio.to_thread(self._bring_out, [block.block_id for block in blocks])
         try:
+            checksums = await asyncio.to_thread(self._bring_out, [block.block_id for block in blocks])
             self.stored += await self._clients(address).put_blocks(
                 [(block.key, block.parent) for block in blocks],
                 [self._mirror.memory[block.block_id] for block in blocks],
@@ -94,6 +94,9 @@ class WriteBack:
         except MooncakeError as error:
             self.skipped += len(blocks)
             log.info("%d blocks were not written back: %s", len(blocks), error.message)
+        except Exception:  # a bug must cost these blocks, not all that come after them
+            self.skipped += len(blocks)
+            log.exception("%d blocks were not written back", len(blocks))
 
     def _bring_out(self, block_ids: list[int]) -> list[Checksums]:
         """On a thread: have the blocks in host memory; their checksums."""
