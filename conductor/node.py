@@ -5,6 +5,7 @@ It reads no weights beyond their digest and never imports torch.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
 from mooncake.directory import Directory
+from mooncake.errors import MooncakeError
 from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer, join_address
@@ -74,6 +76,11 @@ class ConductorNode:
             config.conductor.http_scheme.upper(),
             join_address(config.conductor.host, self.http_port),
         )
+
+    async def wait_fatal(self) -> MooncakeError:
+        """It goes on whatever happens."""
+        never: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def stop(self) -> None:
         """Tell health checks, let requests under way end for up to ``DRAIN_S``, then close."""

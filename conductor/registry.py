@@ -18,6 +18,7 @@ from mooncake.types import Role, SegmentAddress
 
 MAX_NODES = 4096
 REPLACED_KEPT = 64  # incarnations remembered as replaced, a node id
+GONE_KEPT = 4096  # node ids of which the last incarnation is remembered after it fell silent
 MISSED_HEARTBEATS = 3  # after so many, a node is suspect
 
 
@@ -128,6 +129,7 @@ class Registry:
         self._suspect_s = 2 * interval_s
         self._nodes: dict[str, Node] = {}
         self._replaced: dict[str, deque[int]] = {}
+        self._gone: dict[str, int] = {}  # incarnations that fell silent, by node id: they may only be asleep
         self.version = 0  # changes whenever the set of nodes or a state does
 
     def register(self, info: NodeInfo, now: float) -> NodeInfo | None:
@@ -144,8 +146,9 @@ class Registry:
             old.info, old.heard_at, old.suspect_until = info, now, 0.0
             self._move(old, NodeEvent.REGISTERED)
             return None
-        if old is not None:
-            self._replaced.setdefault(info.node_id, deque(maxlen=REPLACED_KEPT)).append(old.info.incarnation)
+        before = self._gone.pop(info.node_id, None) if old is None else old.info.incarnation
+        if before not in (None, info.incarnation):
+            self._replaced.setdefault(info.node_id, deque(maxlen=REPLACED_KEPT)).append(before)
         self._nodes[info.node_id] = Node(info, NodeState.LIVE, now)
         self.version += 1
         return old.info if old else None
@@ -194,6 +197,9 @@ class Registry:
                 self._move(node, NodeEvent.LATE)
         for info in gone:
             del self._nodes[info.node_id]
+            self._gone[info.node_id] = info.incarnation
+        while len(self._gone) > GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
         return gone
 
     def get(self, node_id: str) -> Node | None:

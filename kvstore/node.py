@@ -25,7 +25,7 @@ from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put
 from kvstore.wire_puts import LOOK_S, WirePuts
 from mooncake.config import Config, transfer_secret
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, common_pb2_grpc, replica_pb2_grpc, store_pb2_grpc
@@ -54,6 +54,7 @@ class StoreNode:
         self._block_bytes = block_bytes
         self._join_cluster = join_cluster
         self._puts: WirePuts | None = None  # where there is a board
+        self._membership: Membership | None = None
         self._cleanup = contextlib.AsyncExitStack()
 
     @property
@@ -171,9 +172,16 @@ class StoreNode:
             segment=segment_to_wire(self._segment_server.address),
             block_tokens=self.config.block.tokens,
         )
-        membership = Membership(self.config, info, self._report)
-        self._cleanup.push_async_callback(membership.stop)
-        await membership.start()
+        self._membership = Membership(self.config, info, self._report)
+        self._cleanup.push_async_callback(self._membership.stop)
+        await self._membership.start()
+
+    async def wait_fatal(self) -> MooncakeError:
+        """Return the error once another process has taken this node's place in the cluster."""
+        if self._membership is None:
+            never: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
+            return await never
+        return await self._membership.wait_replaced()
 
     async def stop(self) -> None:
         await self._cleanup.aclose()

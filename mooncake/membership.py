@@ -60,6 +60,7 @@ class Membership:
         self._recent = RecentSamples()
         self._conductor = 0  # incarnation of the conductor that knows us; 0: none does
         self._registered = asyncio.Event()
+        self._replaced: asyncio.Future[StaleEpoch] = asyncio.get_running_loop().create_future()
         self._said_waiting = False
         self._task: asyncio.Task[None] | None = None
 
@@ -79,6 +80,10 @@ class Membership:
     async def wait_registered(self) -> None:
         """Return once a conductor knows this node."""
         await self._registered.wait()
+
+    async def wait_replaced(self) -> StaleEpoch:
+        """Return the error once another process has taken this node's id: the cluster will not have this one back."""
+        return await asyncio.shield(self._replaced)
 
     async def stop(self) -> None:
         """Say that this node drains (best effort, within a second), and be silent from then on."""
@@ -113,6 +118,7 @@ class Membership:
             except StaleEpoch as error:
                 log.error("%s leaves the cluster: %s", self._info.node_id, error)
                 self._registered.clear()
+                self._replaced.set_result(error)
                 return
             except (ConfigError, Unauthenticated) as error:
                 if error.message != said:

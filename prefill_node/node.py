@@ -9,6 +9,7 @@ from kvstore.transfer.report import add_transports
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, transfer_secret
 from mooncake.engine.host import EngineHost, plan_cache
+from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
@@ -58,6 +59,10 @@ class PrefillNode:
         )
         self._membership = Membership(config, info, self._report)
         await self._membership.start()
+
+    async def wait_fatal(self) -> MooncakeError:
+        """Return the error once another process has taken this node's place."""
+        return await self._membership.wait_replaced()
 
     async def stop(self) -> None:
         await self._membership.stop()

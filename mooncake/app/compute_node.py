@@ -110,6 +110,10 @@ class ComputeNode:
         self._membership = Membership(config, self._info(), self._report, self._on_wanted_role)
         await self._membership.start()
 
+    async def wait_fatal(self) -> MooncakeError:
+        """Return the error once another process has taken this node's place."""
+        return await self._membership.wait_replaced()
+
     async def stop(self) -> None:
         if self._switching is not None:
             self._switching.cancel()

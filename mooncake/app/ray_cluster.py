@@ -90,6 +90,8 @@ class RayNode:
             self._node: Node = self._run(_started(role, config))
         except MooncakeError as error:  # told by `failure`: Ray would bury it in a traceback
             self._failure = error.message
+        else:
+            self._ending = asyncio.run_coroutine_threadsafe(_end_when_fatal(self._node), self._loop)
 
     def failure(self) -> str:
         """Why the node did not start; "" when it did."""
@@ -115,6 +117,11 @@ async def _started(role: str, config: Config) -> Node:
     node = cast(Node, getattr(importlib.import_module(module), name)(config))
     await node.start()
     return node
+
+
+async def _end_when_fatal(node: Node) -> None:
+    log.error("%s", await node.wait_fatal())
+    os._exit(1)
 
 
 class RayCluster:

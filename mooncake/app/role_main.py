@@ -36,6 +36,10 @@ class Node(Protocol):
 
     async def start(self) -> None: ...
 
+    async def wait_fatal(self) -> MooncakeError:
+        """Return the error once the node, which has started, cannot go on."""
+        ...
+
     async def stop(self) -> None: ...
 
     @property
@@ -44,7 +48,7 @@ class Node(Protocol):
 
 def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
     """Run one node until SIGTERM or SIGINT, then leave with exit code 0; 2 for a ConfigError or ModelError, which no
-    restart mends, 1 for any other MooncakeError.
+    restart mends, 1 for any other MooncakeError, also one that ends it later.
 
     A second signal, or ``STOP_GRACE_S`` without an end, stops the process at once.
     """
@@ -105,19 +109,24 @@ async def _serve(name: str, node: Node) -> None:
     with stop_signals() as asked_to_stop:
         starting = asyncio.create_task(node.start(), name=f"start {name}")
         stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
+        tasks: list[asyncio.Task[None] | asyncio.Task[bool] | asyncio.Task[MooncakeError]] = [starting, stopping]
         try:
-            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
                 log.info("%s serves on %s", name, node.control_address)
-                await stopping
+                failing = asyncio.create_task(node.wait_fatal(), name="wait for an error")
+                tasks.append(failing)
+                await asyncio.wait((failing, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if failing.done():
+                    raise failing.result()
             log.info("%s stops", name)
         finally:
             complete = starting.done() and not starting.cancelled() and starting.exception() is None
-            starting.cancel()
-            stopping.cancel()
+            for task in tasks:
+                task.cancel()
             with _hard_end_after(STOP_GRACE_S):
-                await asyncio.gather(starting, stopping, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await _stop(node, complete)
 
 

@@ -16,7 +16,7 @@ ROLE = textwrap.dedent(
     """
     import asyncio, sys, threading
     from mooncake.app.role_main import run_role
-    from mooncake.errors import ModelError, NodeUnavailable
+    from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
 
     class Lamp:
         control_address = "nowhere:0"
@@ -33,6 +33,11 @@ ROLE = textwrap.dedent(
                 print("starting", flush=True)
                 await asyncio.sleep(600)
             print("on", flush=True)
+
+        async def wait_fatal(self):
+            if self.mode != "replaced":
+                await asyncio.Event().wait()
+            return StaleEpoch("there is another lamp")
 
         async def stop(self):
             if self.mode == "stuck":
@@ -85,6 +90,12 @@ def test_a_signal_while_starting_stops_what_was_started() -> None:
         process.terminate()
         assert process.communicate(timeout=20)[0] == "off\n"
         assert process.returncode == 0
+
+
+def test_a_node_that_cannot_go_on_stops_and_ends_with_an_error() -> None:
+    with lamp("--set", "model.name=replaced", "--log-level", "WARNING") as process:
+        assert process.communicate(timeout=20) == ("on\noff\n", "lamp: there is another lamp\n")
+        assert process.returncode == 1
 
 
 def test_a_second_signal_does_not_wait() -> None:

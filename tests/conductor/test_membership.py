@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -94,7 +95,9 @@ async def test_a_replaced_process_leaves_and_stays_away(start_cluster: Any) -> N
     old, new = member(cluster.address, info(incarnation=1)), member(cluster.address, info(incarnation=2))
     await old.start()
     await new.start()
-    await cluster.eventually(lambda: not old.is_registered)
+    error = await asyncio.wait_for(old.wait_replaced(), 5)
+    assert "another process has registered as 'p9'" in error.message
+    assert not old.is_registered
     for _ in range(3):
         await asyncio.sleep(0.1)
         node = cluster.core.registry.get("p9")
@@ -102,6 +105,43 @@ async def test_a_replaced_process_leaves_and_stays_away(start_cluster: Any) -> N
     await old.stop()
     assert cluster.core.registry.get("p9").state == "live", "its good-bye says nothing of its successor"
     await new.stop()
+
+
+ACTOR = """
+import sys, time, msgspec
+from mooncake.app.ray_cluster import RayNode
+from mooncake.config import load_config
+actor = RayNode("store", msgspec.json.encode(load_config(None, sys.argv[2::2])), "WARNING")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [["-m", "kvstore"], ["-c", ACTOR]], ids=["role", "actor"])
+async def test_a_process_that_was_replaced_ends_with_an_error(start_cluster: Any, how: list[str]) -> None:
+    cluster = await start_cluster(0, 0)
+    settings = (f"node.conductor={cluster.address}", "node.id=s9", "store.dram_gb=0.001", "store.block_bytes=4096")
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+
+    def incarnation() -> int:
+        node = cluster.core.registry.get("s9")
+        return node.info.incarnation if node is not None else 0
+
+    pipe = asyncio.subprocess.PIPE
+    old = await asyncio.create_subprocess_exec(sys.executable, *how, *arguments, stderr=pipe)
+    await cluster.eventually(incarnation, within_s=30)
+    first = incarnation()
+    new = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvstore", *arguments, stderr=pipe)
+    try:
+        await cluster.eventually(lambda: incarnation() != first, within_s=30)
+        _, said = await asyncio.wait_for(old.communicate(), 20)
+        assert old.returncode == 1
+        assert "another process has registered as 's9'" in said.decode()
+        assert new.returncode is None
+    finally:
+        for process in (old, new):
+            if process.returncode is None:
+                process.kill()
+                await process.communicate()
 
 
 async def test_a_silent_node_is_gone_and_comes_back_by_itself(start_cluster: Any) -> None:

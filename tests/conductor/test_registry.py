@@ -110,6 +110,19 @@ def test_a_new_incarnation_replaces_the_old_one_for_ever() -> None:
     assert beat(nodes, now=1.3, incarnation=2)
 
 
+def test_a_process_that_slept_does_not_take_its_place_back_from_its_successor() -> None:
+    nodes = registry()
+    nodes.register(prefill(incarnation=1), now=0.0)
+    assert nodes.tick(now=5.1)
+    nodes.register(prefill(incarnation=2), now=6.0)
+    for now in (7.0, 100.0):
+        with pytest.raises(StaleEpoch):
+            beat(nodes, now, incarnation=1)
+        with pytest.raises(StaleEpoch):
+            nodes.register(prefill(incarnation=1), now)
+        assert beat(nodes, now, incarnation=2)
+
+
 def test_draining_gets_no_work_and_a_restart_ends_it() -> None:
     nodes = registry()
     nodes.register(prefill(), now=0.0)
