@@ -101,7 +101,7 @@ class Core:
             self.num_switches += 1
             self.switched_last = info.node_id
         if replaced is not None:
-            self._drop(replaced, "was started anew", keep_address=replaced.control_address == info.control_address)
+            self._drop(replaced, "was started anew")
         if self.roles is not None:
             self.roles.registered(info, self.clock())
         if is_new:
@@ -177,7 +177,7 @@ class Core:
     def _has_live(self, role: Role) -> bool:
         return any(node.info.role is role and node.state is NodeState.LIVE for node in self.registry.nodes())
 
-    def _drop(self, info: NodeInfo, why: str, keep_address: bool = False) -> None:
+    def _drop(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)
         self._unwant(info.node_id)  # it was wanted of this life: a later one would switch out of the blue
         self.subscriber.forget(info.node_id)
@@ -188,7 +188,7 @@ class Core:
             self.copier.gone(info.node_id)
         self.dispatcher.node_gone(info, why)
         self.fleet.forget(info.node_id)
-        if not keep_address:
+        if not any(node.info.control_address == info.control_address for node in self.registry.nodes()):
             task = asyncio.create_task(self.channels.drop(info.control_address))
             self._dropping.add(task)
             task.add_done_callback(self._dropping.discard)

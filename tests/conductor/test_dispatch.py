@@ -1,6 +1,7 @@
 """One request's journey against nodes that work, fail, hang, die and come late."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,21 @@ async def test_a_node_that_restarts_under_its_id_gets_its_own_requests_again(sta
     tokens, deltas = await answer
     assert tokens == cluster.answer(PROMPT, 8)
     assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d0", 1)
+    await cluster.is_quiet()
+
+
+async def test_a_dead_node_takes_nothing_from_another_that_has_its_address(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, node_timeout_s=0.5)
+    node = cluster.decode[0]
+    node.script.token_s = 0.02
+    here = cluster.core.registry.get("d0").info
+    cluster.core.register(replace(here, node_id="decode-123", incarnation=99))  # is not heard of again
+    cluster.core.registry.call_failed(replace(here, node_id="decode-123", incarnation=99), cluster.core.clock())
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 60)))
+    await cluster.eventually(lambda: cluster.core.registry.get("decode-123") is None)
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 60)
+    assert deltas[-1].summary.retries == 0
     await cluster.is_quiet()
 
 
