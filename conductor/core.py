@@ -153,10 +153,10 @@ class Core:
         self.ward.joined(info)
         log.info("%s node %s is known with %d blocks", info.role, info.node_id, len(known.table))
 
-    def waiting_for(self) -> list[str]:
+    def waiting_for(self) -> list[Role]:
         """Roles without a live node that serving needs."""
         needed = (Role.PREFILL,) if self._is_coupled else (Role.PREFILL, Role.DECODE)
-        return [role for role in needed if not self._has_live(role)]
+        return [role for role in needed if not self._has(NodeState.LIVE, role)]
 
     def tick(self) -> None:
         now = self.clock()
@@ -166,7 +166,9 @@ class Core:
                 self.roles.gone(info.node_id, now)
         if self.registry.version != self._seen_version:
             self._seen_version = self.registry.version
-            self.dispatcher.absence.changed(bool(self.waiting_for()))
+            without_live = self.waiting_for()
+            are_gone = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
+            self.dispatcher.absence.changed(bool(are_gone), is_anyone_leaving=bool(without_live))
         if self._watches_health:
             self.ward.tick(now)
         if self.roles is not None:
@@ -174,8 +176,8 @@ class Core:
         if self.copier is not None:
             self.copier.tick(now)
 
-    def _has_live(self, role: Role) -> bool:
-        return any(node.info.role is role and node.state is NodeState.LIVE for node in self.registry.nodes())
+    def _has(self, state: NodeState, role: Role) -> bool:
+        return any(node.info.role is role and node.state is state for node in self.registry.nodes())
 
     def _drop(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)

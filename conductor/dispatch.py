@@ -78,6 +78,7 @@ class _Journey:
     retries: int = 0
     dead: frozenset[int] = frozenset()  # incarnations that could not be reached, and have not been heard since
     unreached: frozenset[int] = frozenset()  # these, and those that were heard again
+    left: frozenset[int] = frozenset()  # incarnations that were draining when an attempt on them failed
     avoid: frozenset[int] = frozenset()  # incarnations of failed attempts: only when there is no other
 
     @property
@@ -247,6 +248,7 @@ class Dispatcher:
             retries=journey.retries,
             dead=journey.dead,
             unreached=journey.unreached,
+            left=journey.left,
             avoid=journey.avoid,
         )
 
@@ -285,14 +287,12 @@ class Dispatcher:
 
     async def _placed(self, journey: _Journey) -> Attempt:
         """Start on a pair, or wait for a node that is on its way back. Raises as ``_let_in`` and ``_start``."""
-        until: float | None = None
         while True:
             try:
                 await self._let_in(journey)
                 return self._start(journey)
             except NodeUnavailable as error:
-                until = min(self.absence.until(), journey.request.deadline) if until is None else until
-                if not await self.absence.change(until):
+                if not await self.absence.change(min(self.absence.until(), journey.request.deadline)):
                     raise journey.error or error from None  # why the last attempt failed tells more
                 journey.dead -= self._fleet.registry.live()  # only the connection was lost
 
@@ -461,6 +461,10 @@ class Dispatcher:
         # Free: the failure before was this loss, as the other node had seen it; or the node was gone already. But one
         # that goes on beating where nobody can reach it would be tried until the deadline.
         is_free = bool(lost & journey.avoid) or (attempt.met_nobody and not lost & journey.unreached)
+        # Nor is a node's leaving anybody's failure, whichever end of the hand-off tells of it first; but once each.
+        leaving = frozenset(info.incarnation for info in attempt.nodes if self._fleet.registry.is_draining(info))
+        is_free = is_free or not leaving <= journey.left
+        journey.left |= leaving
         journey.unreached |= lost
         journey.dead |= lost
         journey.avoid = journey.avoid - lost if lost else journey.avoid | {info.incarnation for info in attempt.nodes}

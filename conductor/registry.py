@@ -180,6 +180,11 @@ class Registry:
             node.health, node.why = health, why if health is not Health.HEALTHY else ""
             self.version += 1
 
+    def is_draining(self, info: NodeInfo) -> bool:
+        """Whether the node has said that it is about to leave."""
+        node = self._nodes.get(info.node_id)
+        return node is not None and node.info.incarnation == info.incarnation and node.state is NodeState.DRAINING
+
     def excuse(self, pause_s: float) -> None:
         """The conductor itself was not listening for so long: nobody's silence counts."""
         for node in self._nodes.values():

@@ -67,6 +67,8 @@ class DecodeNode:
         return await self._membership.wait_replaced()
 
     async def stop(self) -> None:
+        """What it was given ends first, within ``node.drain_s``."""
+        await self._membership.drain(lambda: not self._role.is_answering, self.config.node.drain_s)
         await self._membership.stop()
         await self._server.stop()
         await self._role.drain()

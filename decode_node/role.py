@@ -66,6 +66,11 @@ class DecodeRole:
     def is_idle(self) -> bool:
         return self.receiver.num_open == 0
 
+    @property
+    def is_answering(self) -> bool:
+        """Somebody waits for what it does."""
+        return self._servicer.num_running > 0
+
     def report(self, load: cluster_pb2.Load) -> None:
         """Add what this role counts."""
         load.counters["handoffs_taken"] = self.receiver.committed

@@ -35,6 +35,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._receiver = receiver
         self._generated = generated
         self._address = address
+        self.num_running = 0
         self._cleanups: set[asyncio.Task[None]] = set()
         self._request_timeout_s = host.config.conductor.request_timeout_s
 
@@ -63,6 +64,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._generated.watch(sequence, [pool.control_address for pool in request.pools])
         num_open = sequence.sampling.num_answers
         started_s = 0.0
+        self.num_running += 1
         try:
             while num_open:
                 first = await self._next_output(outputs, deadline)
@@ -75,6 +77,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         response.preemptions = sequence.num_preemptions
                     yield response
         finally:
+            self.num_running -= 1
             self._later(self._end(handoff, time.monotonic() >= deadline))
 
     async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802

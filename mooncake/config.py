@@ -172,6 +172,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"  # to listen on, and to be reached at
     port: int = 0  # gRPC; 0: any free one
     conductor: str = ""  # its gRPC address; "": from [conductor]
+    drain_s: float = 25.0  # that requests on a prefill or decode node have to end when it is asked to stop
     cores: tuple[int, ...] = ()  # that the process may run on; (): all
 
 
@@ -340,6 +341,7 @@ _NOT_NEGATIVE = (
     "prefill.speculative_tokens",
     "decode.speculative_tokens",
     "transfer.max_mb_per_s",
+    "node.drain_s",
     "pool_layout.tensor_parallel",
     "pool_layout.block_tokens",
     "store.block_bytes",

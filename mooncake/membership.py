@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 MAX_BACKOFF_S = 1.0
 SAMPLES_KEPT = 256  # of each kind: told again to a conductor that starts anew
 RPC_TIMEOUT_S = 2.0
+_IDLE_POLL_S = 0.02
 
 
 class Membership:
@@ -84,6 +86,21 @@ class Membership:
     async def wait_replaced(self) -> StaleEpoch:
         """Return the error once another process has taken this node's id: the cluster will not have this one back."""
         return await asyncio.shield(self._replaced)
+
+    async def drain(self, is_idle: Callable[[], bool], patience_s: float) -> bool:
+        """Take nothing new, heartbeat on, and return once ``is_idle``; False when it is not within ``patience_s``, or
+        when no conductor knows this node, so that nobody would spare it."""
+        self.draining = True
+        if not self.is_registered:
+            return is_idle()
+        with contextlib.suppress(MooncakeError):
+            await self.announce()
+        drained_by = time.monotonic() + patience_s
+        while not is_idle():
+            if time.monotonic() >= drained_by:
+                return False
+            await asyncio.sleep(_IDLE_POLL_S)
+        return True
 
     async def stop(self) -> None:
         """Say that this node drains (best effort, within a second), and be silent from then on."""

@@ -55,6 +55,11 @@ class PrefillRole:
     def is_idle(self) -> bool:
         return not self.hook.streams
 
+    @property
+    def is_answering(self) -> bool:
+        """Somebody waits for what it does."""
+        return self._servicer.num_running > 0
+
     async def drain(self) -> None:
         """Return once nothing of ended requests is held any more."""
         await self._servicer.drain()

@@ -16,15 +16,18 @@ from prefill_node.job import PrefillJob, Workshop
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, shop: Workshop) -> None:
         self._shop = shop
+        self.num_running = 0
         self._clean_ups: set[asyncio.Task[None]] = set()
 
     async def Run(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:  # noqa: N802
         timeout_s = self._shop.host.config.conductor.request_timeout_s
         job = PrefillJob(self._shop, request, time.monotonic() + remaining_s(context, timeout_s))
+        self.num_running += 1
         try:
             async for response in job.responses():
                 yield response
         finally:
+            self.num_running -= 1
             # Outside of the call, which may be cancelled at any await.
             task = asyncio.ensure_future(job.clean_up())
             self._clean_ups.add(task)

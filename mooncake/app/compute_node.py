@@ -37,7 +37,6 @@ from prefill_node.role import PrefillRole
 log = logging.getLogger(__name__)
 
 DRAIN_S = 120.0  # a drain that takes longer is given up: the node keeps its role
-_IDLE_POLL_S = 0.02
 
 
 class BothHooks:
@@ -83,6 +82,7 @@ class ComputeNode:
         self.control_address = ""
         self.last_switch_ms = 0.0  # of control work, once it was drained
         self._switching: asyncio.Task[None] | None = None
+        self._is_stopping = False
 
     async def start(self) -> None:
         config, transfer = self.config, self.config.transfer
@@ -115,9 +115,12 @@ class ComputeNode:
         return await self._membership.wait_replaced()
 
     async def stop(self) -> None:
+        """What it was given ends first, within ``node.drain_s``."""
+        self._is_stopping = True
         if self._switching is not None:
             self._switching.cancel()
             await asyncio.gather(self._switching, return_exceptions=True)
+        await self._membership.drain(lambda: not self._is_answering, self.config.node.drain_s)
         await self._membership.stop()
         await self._server.stop()
         await self._prefill.drain()
@@ -133,15 +136,10 @@ class ComputeNode:
         """Drain and register in ``role``; False when it did not get empty within ``DRAIN_S`` and stays what it was."""
         if role is self.role:
             return True
-        self._membership.draining = True
-        await self._membership.announce()
-        drained_by = time.monotonic() + DRAIN_S
-        while not self._is_idle():
-            if time.monotonic() > drained_by:
-                log.warning("%s did not get empty within %.0f s and stays %s", self.node_id, DRAIN_S, self.role)
-                self._membership.draining = False
-                return False
-            await asyncio.sleep(_IDLE_POLL_S)
+        if not await self._membership.drain(self._is_idle, DRAIN_S):
+            log.warning("%s did not get empty within %.0f s and stays %s", self.node_id, DRAIN_S, self.role)
+            self._membership.draining = False
+            return False
         started = time.monotonic()
         self.role = role
         self.host.incarnation = secrets.randbits(63) | 1
@@ -151,12 +149,16 @@ class ComputeNode:
         log.info("%s is a %s node now; the switch took %.1f ms", self.node_id, role, self.last_switch_ms)
         return True
 
+    @property
+    def _is_answering(self) -> bool:
+        return self._prefill.is_answering or self._decode.is_answering
+
     def _is_idle(self) -> bool:
         load = self.host.engine.load()
         return not load.running and not load.waiting and self._prefill.is_idle and self._decode.is_idle
 
     def _on_wanted_role(self, role: str) -> None:
-        if self._switching is None or self._switching.done():
+        if not self._is_stopping and (self._switching is None or self._switching.done()):
             self._switching = asyncio.create_task(self._switch(Role(role)), name=f"become {role}")
 
     async def _switch(self, role: Role) -> None:

@@ -23,7 +23,7 @@ from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, N
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 15.0  # a node that has not stopped by then is ended the hard way
+STOP_GRACE_S = 15.0  # a node that has not stopped so long after its drain is ended the hard way
 PARENT_ENV = "MOONCAKE_PARENT_PID"  # set by a launcher whose death must end its nodes
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -50,7 +50,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
     """Run one node until SIGTERM or SIGINT, then leave with exit code 0; 2 for a ConfigError or ModelError, which no
     restart mends, 1 for any other MooncakeError, also one that ends it later.
 
-    A second signal, or ``STOP_GRACE_S`` without an end, stops the process at once.
+    A second signal, or ``STOP_GRACE_S`` beyond ``node.drain_s`` without an end, stops the process at once.
     """
     arguments = _parse(name, argv)
     try:
@@ -58,7 +58,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
         die_with_parent()
         pin_to(config.node.cores)
-        run_async(_serve(name, build(config)))
+        run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
     except (ConfigError, ModelError) as error:
         _leave(name, error, 2)
     except MooncakeError as error:
@@ -105,7 +105,7 @@ def _program(name: str) -> str:
     return name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-async def _serve(name: str, node: Node) -> None:
+async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
     with stop_signals() as asked_to_stop:
         starting = asyncio.create_task(node.start(), name=f"start {name}")
         stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
@@ -125,7 +125,7 @@ async def _serve(name: str, node: Node) -> None:
             complete = starting.done() and not starting.cancelled() and starting.exception() is None
             for task in tasks:
                 task.cancel()
-            with _hard_end_after(STOP_GRACE_S):
+            with _hard_end_after(stop_grace_s):
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await _stop(node, complete)
 

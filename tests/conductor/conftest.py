@@ -126,6 +126,13 @@ class FakeNode:
         task.cancel()
         await self.relay.kill()
 
+    async def leave(self) -> None:
+        """Say so, cut what runs, and be gone."""
+        assert self.relay is not None and self.membership is not None
+        await self.membership.stop()
+        await self.server.stop(0.05)
+        await self.relay.kill()
+
     async def stop(self) -> None:
         if self.membership is not None:
             await self.membership.stop()

@@ -1,6 +1,7 @@
 """How long requests wait for a role that has lost its last node."""
 
 import asyncio
+import math
 
 from conductor.absence import Absence
 
@@ -26,6 +27,18 @@ async def test_the_wait_counts_from_the_loss_not_from_the_request() -> None:
     assert not await absence.change(absence.until()), "later requests are refused at once"
     absence.changed(is_anyone_missing=False)
     assert absence.until() == 220.0
+
+
+async def test_a_node_that_is_leaving_is_not_missed_yet() -> None:
+    clock = Clock()
+    absence = Absence(30.0, clock)
+    absence.changed(is_anyone_missing=False, is_anyone_leaving=True)
+    assert absence.until() == math.inf
+    clock.now = 150.0
+    absence.changed(is_anyone_missing=True, is_anyone_leaving=True)
+    assert absence.until() == 180.0, "another one is"
+    absence.changed(is_anyone_missing=False)
+    assert absence.until() == 180.0
 
 
 async def test_nodes_are_waited_for_when_a_conductor_starts() -> None:

@@ -253,6 +253,60 @@ async def test_a_dead_node_takes_nothing_from_another_that_has_its_address(start
     await cluster.is_quiet()
 
 
+async def test_nodes_that_leave_one_after_the_other_cost_no_try(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 3, retries=0)
+    for node in cluster.decode:
+        node.script.token_s = 0.01
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 60)))
+    for number in range(3):
+        told = cluster.core.dispatcher.stats.output_tokens
+        await cluster.eventually(lambda told=told: cluster.core.dispatcher.stats.output_tokens > told + 3)
+        await cluster.decode[number].leave()
+        await cluster.restart_decode(number)
+        cluster.decode[number].script.token_s = 0.01
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 60)
+    assert deltas[-1].summary.retries == 0
+    assert cluster.core.dispatcher.stats.failed_attempts.total() >= 2
+    await cluster.is_quiet()
+
+
+async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 2, retries=0)
+    cluster.prefill[0].script.gate = gate = asyncio.Event()
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await cluster.eventually(lambda: cluster.prefill[0].running == 1 and any(node.running for node in cluster.decode))
+    leaving = next(node for node in cluster.decode if node.running)
+    leaving.membership.draining = True
+    await leaving.membership.announce()
+    leaving.script.error = HandoffFailed("it stops")
+    leaving.script.tokens_first = 1
+    gate.set()
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.retries == 0
+    await cluster.is_quiet()
+
+
+async def test_the_wait_for_a_node_begins_when_the_last_one_has_gone_not_when_it_drains(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, node_wait_s=0.4, retries=0)
+    last = cluster.decode[0]
+    last.membership.draining = True
+    await last.membership.announce()
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await asyncio.sleep(0.8)
+    assert not answer.done()
+    await last.leave()
+    await cluster.restart_decode(0)
+    assert (await answer)[0] == cluster.answer(PROMPT, 8)
+
+    await cluster.decode[0].leave()
+    with pytest.raises(NodeUnavailable, match="no decode node"):
+        await cluster.generate(cluster.request(PROMPT, 8))
+    assert last.calls == 0
+    await cluster.is_quiet()
+
+
 async def test_an_answer_goes_on_when_its_only_node_comes_back(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     victim = cluster.decode[0]
