@@ -17,6 +17,7 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.config import Config, transfer_secret
 from mooncake.engine.host import CachePlan, EngineHost
+from mooncake.recent import Recent
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from mooncake.types import SegmentAddress
@@ -29,10 +30,9 @@ class DecodeRole:
         self, node_id: str, config: Config, plan: CachePlan, transfer: TransferEngine, channels: Channels
     ) -> None:
         self._node_id, self._config, self._plan = node_id, config, plan
-        self._transfer, self._channels = transfer, channels
         self._segment = Segment.create(node_id, plan.layout.block_bytes, plan.num_blocks)
-        self._stores: dict[str, StoreClient] = {}
-        self._writeback = WriteBack(self._store, plan.layout)
+        stores = Recent(lambda address: StoreClient(address, transfer, channels))
+        self._writeback = WriteBack(stores.get, plan.layout)
         self.hook = GeneratedBlocks(self._writeback, config.block.tokens)
         self._loop = asyncio.get_running_loop()
 
@@ -95,8 +95,3 @@ class DecodeRole:
     def _on_peer_gone(self, writer_id: str) -> None:
         """On a thread of the segment server."""
         self._loop.call_soon_threadsafe(self.receiver.peer_gone, writer_id)
-
-    def _store(self, address: str) -> StoreClient:
-        if address not in self._stores:
-            self._stores[address] = StoreClient(address, self._transfer, self._channels)
-        return self._stores[address]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -64,14 +64,8 @@ class Workshop:
     loader: Loader
     handoffs: Outbox  # urgent: someone waits for these bytes
     stores: Outbox  # in the background
-    stores_by_address: dict[str, StoreClient]
+    store_at: Callable[[str], StoreClient]  # by its control address
     foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
-
-    def store(self, address: str) -> StoreClient:
-        if address not in self.stores_by_address:
-            client = StoreClient(address, self.transfer, self.channels)
-            self.stores_by_address[address] = client
-        return self.stores_by_address[address]
 
 
 class PrefillJob:
@@ -90,7 +84,7 @@ class PrefillJob:
         self._id = request.handoff_id or request.request_id
         seed = host.chain_seed(request.cache_salt, request.adapter)
         self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
-        self._store = shop.store(request.pools[0].control_address) if request.pools else None
+        self._store = shop.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._has_started = asyncio.Event()
         self._foreign: ForeignPrefix | None = None  # what is loaded comes from there

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from kvstore.client import StoreClient
 from kvstore.transfer.engine import Priority, TransferEngine
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost
+from mooncake.recent import Recent
 from mooncake.rpc import prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.foreign import ForeignLayout
@@ -45,7 +47,7 @@ class PrefillRole:
             self._loader,
             self._handoffs,
             self._stores,
-            {},
+            Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
             ForeignLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
         )
         self._servicer = PrefillServicer(shop)

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
+from mooncake.recent import KEEP_S, Recent
 from mooncake.rpc.errors import status_of, trailing_metadata
 
 log = logging.getLogger(__name__)
@@ -142,24 +143,34 @@ class RpcServer:
 
 
 class Channels:
-    """Channels by address, opened once and kept. One owner, one event loop."""
+    """Channels by address, opened once and kept while they are in use. One owner, one event loop."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, keep_s: float = KEEP_S) -> None:
+        """One without a call for ``keep_s`` disconnects, and seeks a peer that has gone no more; it is forgotten when
+        nobody has asked for it either."""
+        options = (*_CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", int(keep_s * 1e3)))
+        self._channels = Recent(
+            lambda address: grpc.aio.insecure_channel(address, options=options), keep_s, may_go=_is_idle
+        )
+
+    def __len__(self) -> int:
+        return len(self._channels)
 
     def get(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        return self._channels[address]
+        return self._channels.get(address)
 
     async def drop(self, address: str) -> None:
         """Close one channel: its peer is gone for good."""
-        if channel := self._channels.pop(address, None):
+        if channel := self._channels.pop(address):
             await channel.close()
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*(channel.close() for channel in channels))
+        await asyncio.gather(*(channel.close() for channel in self._channels.pop_all()))
+
+
+def _is_idle(channel: grpc.aio.Channel) -> bool:
+    """It has no call."""
+    return channel.get_state() is grpc.ChannelConnectivity.IDLE
 
 
 def remaining_s(context: Any, default_s: float) -> float:

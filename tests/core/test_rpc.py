@@ -262,6 +262,42 @@ async def test_a_channel_that_was_dropped_is_opened_anew(live: Live) -> None:
     await channels.close()
 
 
+async def test_a_peer_that_has_gone_is_sought_for_a_while_and_then_forgotten(live: Live) -> None:
+    channels, attempts = Channels(keep_s=1.0), 0
+    server = RpcServer()
+    port = await server.start("127.0.0.1", 0)
+
+    async def check(address: str) -> None:
+        stub = health_pb2_grpc.HealthStub(channels.get(address))
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+        writer.close()
+
+    here, gone = f"127.0.0.1:{live.port}", f"127.0.0.1:{port}"
+    call = inference_pb2_grpc.InferenceStub(channels.get(here)).Detokenize(pb.DetokenizeRequest(), timeout=60)
+    await check(gone)
+    await server.stop(0)
+    async with await asyncio.start_server(refuse, "127.0.0.1", port):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await check(gone)
+        channel = channels.get(gone)
+        async with asyncio.timeout(20):
+            while channel.get_state() is not grpc.ChannelConnectivity.IDLE:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        before = attempts
+        await asyncio.sleep(1.5)
+        assert attempts == before > 0
+    assert len(channels) == 2
+    channels.get("127.0.0.1:9")
+    assert len(channels) == 2, "the one with a call stays, however long ago it was asked for"
+    assert not call.done()
+    call.cancel()
+    await channels.close()
+
+
 @pytest.mark.parametrize(
     ("host", "port", "address"), [("127.0.0.1", 80, "127.0.0.1:80"), ("::1", 80, "[::1]:80"), ("node-1", 0, "node-1:0")]
 )
