@@ -207,18 +207,18 @@ class Dispatcher:
         wanted = [choice for choice in range(len(journey.emitted)) if choice not in journey.ended]
         journey.parts = {choice: asyncio.create_task(go_on(choice)) for choice in wanted}
         tasks = set(journey.parts.values())
+        getting = asyncio.create_task(deltas.get())
         try:
             while not journey.is_whole:
-                getting = asyncio.ensure_future(deltas.get())
                 await asyncio.wait({getting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in tasks if task.done()]:
                     tasks.discard(task)
                     if not task.cancelled():  # nobody wanted it any more
                         task.result()
                 if not getting.done():
-                    getting.cancel()
                     continue
                 delta = getting.result()
+                getting = asyncio.create_task(deltas.get())
                 if delta.choice in journey.ended:
                     continue
                 journey.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
@@ -226,9 +226,10 @@ class Dispatcher:
                     journey.ended.add(delta.choice)
                 yield delta
         finally:
+            getting.cancel()
             for task in journey.parts.values():
                 task.cancel()
-            await asyncio.gather(*journey.parts.values(), return_exceptions=True)
+            await asyncio.gather(getting, *journey.parts.values(), return_exceptions=True)
 
     def _part(self, journey: _Journey, choice: int) -> _Journey:
         """One answer of several as a request of its own. Its prompt was counted and reported already."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
+import pytest
+
 from conductor.api import Delta, InferenceRequest
 from conductor.lengths import Kind
-from mooncake.errors import NodeUnavailable
+from mooncake.errors import HandoffFailed, KVLoadFailed, NodeUnavailable
 from mooncake.types import FinishReason
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -55,6 +58,19 @@ async def test_answers_that_have_begun_go_on_alone_after_a_failure(start_cluster
     seeds = sorted(node.last_request.sampling.seed for node in cluster.decode if node.last_request.sampling.n == 1)
     assert seeds and set(seeds) <= {7, 8, 9}, "an answer keeps its own seed"
     assert cluster.core.dispatcher.stats.finished == 1
+    await cluster.is_quiet()
+
+
+async def test_answers_that_go_on_alone_and_fail_leave_no_task_behind(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, retries=1)
+    cluster.decode[0].script.error, cluster.decode[0].script.tokens_first = HandoffFailed("out"), 2
+    told = 0
+    with pytest.raises(KVLoadFailed):
+        async for delta in cluster.core.dispatcher.generate(cluster.request(PROMPT, 12, n=3, seed=7)):
+            told += len(delta.tokens)
+            cluster.prefill[0].script.error = KVLoadFailed("out")  # for whoever goes on alone
+    assert told == 9
+    assert not [task for task in asyncio.all_tasks() if "Queue.get" in repr(task.get_coro())]
     await cluster.is_quiet()
 
 
