@@ -158,7 +158,8 @@ _DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.Deco
 class Attempt:
     """Both calls are made when it is built. ``next`` until a finish reason or an error; ``close`` in any case.
 
-    ``on_lost`` is told at once of a node that cannot be reached, also when this attempt no longer needs it.
+    ``on_prefilled`` is told once, when the prompt is computed, though a beam search says nothing then; ``on_lost`` at
+    once of a node that cannot be reached, also when this attempt no longer needs it.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Attempt:
         deadline: float,
         handoff_timeout_s: float,
         clock: Callable[[], float],
+        on_prefilled: Callable[[], None],
         on_lost: Callable[[NodeInfo], None],
     ) -> None:
         self.placement = placement
@@ -179,6 +181,7 @@ class Attempt:
         self._deadline = deadline
         self._handoff_timeout_s = handoff_timeout_s
         self._clock = clock
+        self._on_prefilled = on_prefilled
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._inbox = _Inbox(INBOX_LIMIT)
@@ -218,7 +221,10 @@ class Attempt:
         """The next delta (its summary is not filled in). Raises AttemptFailed, or DeadlineExceeded."""
         while True:
             role, said = await self._inbox.get()
+            was_prefilled = self.merger.is_prefilled
             delta = self._take(role, said)
+            if self.merger.is_prefilled and not was_prefilled:
+                self._on_prefilled()
             self._arm_timers()
             if delta is not None:
                 return delta

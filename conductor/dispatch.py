@@ -22,7 +22,7 @@ from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
 from conductor.door import Door
 from conductor.fairness import band_of
-from conductor.fleet import Fleet
+from conductor.fleet import Fleet, Ticket
 from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
 from conductor.merge import Merger
 from conductor.policies import POLICIES, Policy
@@ -267,6 +267,10 @@ class Dispatcher:
         """Nothing that was placed from here runs on the node."""
         return info.incarnation not in self._attempts
 
+    def _prefilled(self, ticket: Ticket) -> None:
+        self._scheduler.prefill_done(ticket, self._clock())
+        self.door.joined(ticket)
+
     def _lost(self, info: NodeInfo) -> None:
         self._fleet.registry.call_failed(info, self._clock())
 
@@ -354,6 +358,7 @@ class Dispatcher:
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,
             clock=self._clock,
+            on_prefilled=lambda: self._prefilled(ticket),
             on_lost=self._lost,
         )
         for choice in journey.ended:
@@ -403,9 +408,8 @@ class Dispatcher:
         """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
         now = self._clock()
         if delta.tokens:
-            if attempt.ticket.open_prefill:
-                self._scheduler.prefill_done(attempt.ticket, now)
-                self._joined(journey, attempt, now)
+            if self.door.looks_late and not (journey.retries or journey.num_emitted):
+                self.door.look_late(attempt.ticket, self._facts(journey, journey.tokens, now))
             if not journey.num_emitted and attempt.placement.is_known and not journey.retries:
                 self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
             if journey.lifecycle.state is RequestState.PLACED:
@@ -419,12 +423,6 @@ class Dispatcher:
         if is_news and report is not None:
             self._note_report(journey, report)
         return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
-
-    def _joined(self, journey: _Journey, attempt: Attempt, now: float) -> None:
-        """Raises Overloaded when admission looks late. Who has cost more than a prefill already goes on."""
-        is_new = not (journey.retries or journey.num_emitted)
-        looks = self.door.admission.looks_late and is_new and not self.door.is_open
-        self.door.joined(attempt.ticket, self._facts(journey, journey.tokens, now) if looks else None)
 
     def _note_report(self, journey: _Journey, report: PrefillReport) -> None:
         """The first report counts: a retry also finds what the request itself has stored."""

@@ -73,15 +73,20 @@ class Door:
             self.admission.admitted(ticket, facts, max_tokens, placement, self._clock())
             self._look()
 
-    def joined(self, ticket: Ticket, facts: RequestFacts | None = None) -> None:
-        """Its first token is there. With ``facts``, where admission ``looks_late``, it is looked at once more: raises
-        Overloaded when decoding has no room for it after all."""
-        if self.is_open:
-            return
+    def joined(self, ticket: Ticket) -> None:
+        """Its prompt is computed."""
+        if not self.is_open:
+            self.admission.prefill_ended(ticket, None, self._clock())
+            self._look()
+
+    @property
+    def looks_late(self) -> bool:
+        return self.admission.looks_late and not self.is_open
+
+    def look_late(self, ticket: Ticket, facts: RequestFacts) -> None:
+        """Its first token is there. Raises Overloaded when decoding has no room for it after all."""
         now, admission = self._clock(), self.admission
-        question = self._scheduler.ask(facts, now) if facts else None
-        keeps = admission.prefill_ended(ticket, question, now)
-        self._look()
+        keeps = admission.prefill_ended(ticket, self._scheduler.ask(facts, now), now)
         if not keeps and admission.mode is Mode.HARD:
             raise Overloaded("the time between tokens is past its limit", admission.decode_s)
 

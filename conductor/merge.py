@@ -34,6 +34,7 @@ class Merger:
         self._unwanted: set[int] = set()
         self._withheld: Delta | None = None  # the last word, while the report is awaited
         self._prefill_is_over = False
+        self.is_prefilled = False  # the prompt is computed: somebody has a token of it
         self.handoff = handoff
         self.report: PrefillReport | None = None
 
@@ -63,6 +64,7 @@ class Merger:
             return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
         if not message.HasField("first_token"):
             return None
+        self.is_prefilled = True
         tokens = [sampled_from_wire(message.first_token)]
         if self.handoff is None:
             return self._said(message.choice, tokens, message.finish_reason)
@@ -98,6 +100,7 @@ class Merger:
         return self._say_withheld()
 
     def _committed(self) -> None:
+        self.is_prefilled = True
         if self.handoff is not None and not self.handoff.has_ended:
             self.handoff.move(HandoffState.COMMITTED)
 

@@ -228,6 +228,8 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
             if script.error is not None and not script.tokens_first:
                 raise script.error
             first = await self.commit_of(request.handoff_id)
+            if script.gate is not None:
+                await script.gate.wait()
             tokens = [*tokens_from_wire(request.tokens).tolist(), first.token_id]
             index = first.index
             wanted = range(request.sampling.n or 1)

@@ -11,7 +11,7 @@ import pytest
 from conductor.api import Delta, InferenceRequest
 from conductor.lengths import Kind
 from mooncake.errors import HandoffFailed, KVLoadFailed, NodeUnavailable
-from mooncake.types import FinishReason
+from mooncake.types import BeamSearch, FinishReason
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -58,6 +58,22 @@ async def test_answers_that_have_begun_go_on_alone_after_a_failure(start_cluster
     seeds = sorted(node.last_request.sampling.seed for node in cluster.decode if node.last_request.sampling.n == 1)
     assert seeds and set(seeds) <= {7, 8, 9}, "an answer keeps its own seed"
     assert cluster.core.dispatcher.stats.finished == 1
+    await cluster.is_quiet()
+
+
+async def test_a_beam_search_holds_its_prefill_node_no_longer_than_other_requests(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, ttft_limit_ms=60_000)
+    cluster.prefill[0].script.gate, cluster.decode[0].script.gate = computed, decoded = asyncio.Event(), asyncio.Event()
+    request = cluster.request(PROMPT, 6, n=2, temperature=0.0, beam_search=BeamSearch())
+    searching = asyncio.create_task(answers(cluster, request))
+    await cluster.eventually(lambda: cluster.core.fleet.account("p0").prefills)
+    computed.set()
+    await cluster.eventually(lambda: not cluster.core.fleet.account("p0").prefills)
+    assert cluster.core.fleet.account("d0").decodes == 1
+    assert cluster.core.dispatcher.door.admission.flights.is_decoding.sum() == 1
+    assert not searching.done()
+    decoded.set()
+    assert await searching == dict.fromkeys(range(2), cluster.answer(PROMPT, 6))
     await cluster.is_quiet()
 
 
