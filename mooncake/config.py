@@ -52,7 +52,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # without a heartbeat, a node is taken as gone
     node_wait_s: float = 30.0  # after a role lost its last node, requests wait so long for another; 0: refused at once
-    request_timeout_s: float = 300.0  # for requests that carry no deadline
+    request_timeout_s: float = 300.0  # most that a request may take, whatever deadline it carries
     max_requests: int = 256  # running at once; more are refused with a retry time
     retries: int = 1  # how often a failed attempt is tried on another pair
     policy: str = "milliseconds"  # how nodes are chosen: a name of conductor/policies

@@ -169,7 +169,12 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = None,
     stop: Stop = None,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the whole answer.")] = 600.0,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="Seconds to wait for the whole answer.", show_default="what the cluster gives a request"
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask once and stream the answer. Then come its TTFT, speed and reused tokens."""

@@ -22,7 +22,7 @@ class TalkOptions:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     system: str = ""
-    timeout_s: float = 600.0
+    timeout_s: float | None = None  # None: as long as the cluster lets a request take
 
 
 def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> None:

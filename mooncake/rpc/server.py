@@ -173,10 +173,10 @@ def _is_idle(channel: grpc.aio.Channel) -> bool:
     return channel.get_state() is grpc.ChannelConnectivity.IDLE
 
 
-def remaining_s(context: Any, default_s: float) -> float:
-    """Seconds until the caller's deadline, or ``default_s`` when it set none."""
+def remaining_s(context: Any, most_s: float) -> float:
+    """Seconds until the caller's deadline, if it set one, and ``most_s`` at most."""
     left = context.time_remaining()
-    return default_s if left is None else max(0.0, min(left, default_s))
+    return most_s if left is None else max(0.0, min(left, most_s))
 
 
 def join_address(host: str, port: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -10,13 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mooncake.app.local import LocalCluster
 from mooncake.client import Client
+from mooncake.rpc import inference_pb2, inference_pb2_grpc
+from mooncake.rpc.server import RpcServer
 from mooncake.types import SamplingParams
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -90,6 +94,28 @@ def test_a_taken_port_is_refused_within_seconds() -> None:
     assert done.returncode == 2
     assert f"port {port} is taken by process " in done.stderr
     assert "--http-port" in done.stderr
+
+
+@pytest.mark.parametrize(("flags", "most_s"), [([], None), (["--timeout-s", "50"], 50)])
+async def test_an_answer_may_take_as_long_as_the_cluster_lets_it_unless_one_says_less(
+    flags: list[str], most_s: float | None
+) -> None:
+    left: list[float | None] = []
+
+    class Servicer(inference_pb2_grpc.InferenceServicer):
+        async def Generate(  # noqa: N802
+            self, request: inference_pb2.GenerateRequest, context: Any
+        ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+            left.append(context.time_remaining())
+            yield inference_pb2.GenerateResponse(text="Hello", finish_reason="stop")
+
+    server = RpcServer()
+    server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Servicer(), "mooncake.v1.Inference")
+    port = await server.start("127.0.0.1", 0)
+    done = await asyncio.to_thread(run, "generate", "Hi", "--address", f"127.0.0.1:{port}", *flags)
+    assert done.stdout == "Hello\n"
+    assert left == [most_s and pytest.approx(most_s, abs=10)]
+    await server.stop(0)
 
 
 def test_help_loads_nothing_that_takes_long() -> None:

@@ -171,6 +171,8 @@ async def test_callers_deadlines_pass_through_and_end_the_work(live: Live) -> No
     assert 40 < live.servicer.remaining_s <= 50.1, "on the wire, 50 s less a moment are 50.0 s in tenths, rounded up"
     await live.stub.Tokenize(pb.TokenizeRequest(text="a"))
     assert live.servicer.remaining_s == 300
+    await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=5000)
+    assert live.servicer.remaining_s == 300, "no more than a server gives anybody"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await live.stub.Detokenize(pb.DetokenizeRequest(), timeout=0.2)
     assert isinstance(error_from_rpc(caught.value), errors.DeadlineExceeded)
