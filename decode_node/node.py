@@ -16,7 +16,7 @@ from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.rpc.server import Channels, RpcServer
+from mooncake.rpc.server import Channels, RpcServer, join_address
 from mooncake.types import Role
 
 
@@ -47,7 +47,7 @@ class DecodeNode:
             "mooncake.v1.CacheEvents",
         )
         port = await self._server.start(config.node.host, config.node.port)
-        self.control_address = f"{config.node.host}:{port}"
+        self.control_address = join_address(config.node.reached_at, port)
         info = cluster_pb2.NodeInfo(
             node_id=self.node_id,
             role=Role.DECODE,

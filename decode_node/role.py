@@ -55,6 +55,7 @@ class DecodeRole:
             self._config.node.host,
             on_peer_gone=self._on_peer_gone,
             secret=transfer_secret(self._config),
+            advertise=self._config.node.advertise,
         )
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
         self._segment_server.start()

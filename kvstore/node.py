@@ -30,7 +30,7 @@ from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, common_pb2_grpc, replica_pb2_grpc, store_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.rpc.server import RpcServer
+from mooncake.rpc.server import RpcServer, join_address
 from mooncake.types import Role, SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ class StoreNode:
             on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
             secret=transfer_secret(config),
             listing=board,
+            advertise=config.node.advertise,
             on_put=(lambda put: loop.call_soon_threadsafe(self._came, put)) if lane_slots else None,
         )
         cleanup.callback(self._segment_server.stop)
@@ -160,8 +161,7 @@ class StoreNode:
         lane = LaneServer(servicer)
         cleanup.push_async_callback(lane.stop)
         servicer.lane_port = await lane.start(config.node.host)
-        host = config.node.host
-        self.control_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.control_address = join_address(config.node.reached_at, port)
 
     async def _join(self) -> None:
         info = cluster_pb2.NodeInfo(

@@ -12,6 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import get_type_hints
 
@@ -169,11 +170,16 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: str = ""  # "": role and process id
     role: str = "prefill"  # that a switchable node begins with: "prefill" or "decode"
-    host: str = "127.0.0.1"  # to listen on, and to be reached at
+    host: str = "127.0.0.1"  # to listen on
+    advertise: str = ""  # host name or IP address that other nodes reach this one at; "": host
     port: int = 0  # gRPC; 0: any free one
     conductor: str = ""  # its gRPC address; "": from [conductor]
     drain_s: float = 25.0  # that requests on a prefill or decode node have to end when it is asked to stop
     cores: tuple[int, ...] = ()  # that the process may run on; (): all
+
+    @property
+    def reached_at(self) -> str:
+        return self.advertise or self.host
 
 
 class PoolLayoutSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -412,8 +418,20 @@ def _check_values(config: Config) -> None:
             raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {device!r}')
     if config.cluster.switchable and config.prefill.device != config.decode.device:
         raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
+    if _is_wildcard(config.node.reached_at):
+        raise ConfigError(
+            f"node.host: {config.node.reached_at!r} stands for all addresses of this machine, and others reach a node "
+            "at one of them: name it as node.advertise"
+        )
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return not host or ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def transfer_secret(config: Config) -> str:

@@ -13,7 +13,7 @@ from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
-from mooncake.rpc.server import Channels, RpcServer
+from mooncake.rpc.server import Channels, RpcServer, join_address
 from mooncake.types import Role
 from prefill_node.role import PrefillRole
 from prefill_node.streamer import LayerStreamer
@@ -46,7 +46,7 @@ class PrefillNode:
             "mooncake.v1.CacheEvents",
         )
         port = await self._server.start(config.node.host, config.node.port)
-        self.control_address = f"{config.node.host}:{port}"
+        self.control_address = join_address(config.node.reached_at, port)
         info = cluster_pb2.NodeInfo(
             node_id=self.node_id,
             role=Role.PREFILL,

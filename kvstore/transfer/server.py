@@ -63,12 +63,13 @@ class SegmentServer:
         is_native: bool = True,
         listing: Listing | None = None,
         on_put: Callable[[Put], object] | None = None,
+        advertise: str = "",
     ) -> None:
         """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides. Without
         ``is_native``, or a compiler, Python answers them. Blocks of the ``listing`` can be fetched by key. With
         ``on_put`` whole blocks can be put, into the slots of ``give_ahead``, and committed, and are listed there: it is
         told of those that may have to be refused, and has to answer. Called from threads of the server; it must not
-        block."""
+        block. ``advertise`` is the name or address of ``host`` that peers are told, where they know another one."""
         self.on_peer_gone = on_peer_gone
         self._on_put = on_put
         self._credit_bytes = credit_bytes
@@ -78,6 +79,7 @@ class SegmentServer:
         self._door = Door(segment, node_id, secret.encode())
         self._transports = transports
         self._host = host
+        self._advertise = advertise
         self._grants = Grants(segment.num_blocks)
         library = load() if is_native and "tcp" in transports else None
         self._native = (
@@ -105,7 +107,7 @@ class SegmentServer:
         if {"tcp", "rdma"} & set(self._transports):  # RDMA begins over TCP
             listener = _tcp_listener(self._host)
             host, port = listener.getsockname()[:2]
-            self._tcp_address = join_address(host, port)
+            self._tcp_address = join_address(self._advertise or host, port)
             self._exporters = self._make_exporters()
             self._listen(listener, is_local=False)
 

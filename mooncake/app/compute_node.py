@@ -30,7 +30,7 @@ from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.rpc.server import Channels, RpcServer
+from mooncake.rpc.server import Channels, RpcServer, join_address
 from mooncake.types import BlockKey, Role
 from prefill_node.role import PrefillRole
 
@@ -106,7 +106,7 @@ class ComputeNode:
             "mooncake.v1.CacheEvents",
         )
         port = await self._server.start(config.node.host, config.node.port)
-        self.control_address = f"{config.node.host}:{port}"
+        self.control_address = join_address(config.node.reached_at, port)
         self._membership = Membership(config, self._info(), self._report, self._on_wanted_role)
         await self._membership.start()
 

@@ -81,7 +81,7 @@ class RayNode:
             import ray
 
             host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-            config = replace(config, node=replace(config.node, host=host))
+            config = replace(config, node=replace(config.node, host=host, advertise=""))
         set_up_logging(config.node.id, log_level)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="node", daemon=True).start()

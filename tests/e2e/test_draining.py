@@ -8,67 +8,27 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
-from drive import ask, status, wait_idle
+from drive import ask, wait_idle
+from in_process import InProcessCluster
 from tiny_model import write_tiny_model
 
-from conductor.node import ConductorNode
 from decode_node.node import DecodeNode
 from mooncake.app.compute_node import ComputeNode
-from mooncake.app.directory import open_directory
-from mooncake.config import load_config
 from prefill_node.node import PrefillNode
 
 PROMPT = [7 * i % 101 + 1 for i in range(100)]
 PAUSE_S = 1.5  # more than the server gives a stream once it stops, and than a conductor waits for a silent node
 
 
-class Cluster:
-    """Real nodes in one process, so that the engines can be held up."""
-
-    def __init__(self, model: Path) -> None:
-        self._settings = [
-            f"model.path={model}",
-            "conductor.grpc_port=0",
-            "conductor.http_port=0",
-            "conductor.retries=0",
-            "conductor.heartbeat_interval_s=0.1",
-            "conductor.node_timeout_s=1",
-            "conductor.max_tail_tokens=0",
-            "cluster.switchable=true",
-            "prefill.kv_gb=0.01",
-            "decode.kv_gb=0.01",
-        ]
-        self.stack = contextlib.AsyncExitStack()
-
-    async def start(self) -> None:
-        conductor = ConductorNode(load_config(None, self._settings), open_directory)
-        await conductor.start()
-        self.stack.push_async_callback(conductor.stop)
-        self._settings.append(f"node.conductor={conductor.control_address}")
-        self.channel = await self.stack.enter_async_context(grpc.aio.insecure_channel(conductor.control_address))
-
-    async def join(
-        self, kind: type[PrefillNode] | type[DecodeNode] | type[ComputeNode], name: str, drain_s: float = 60
-    ) -> PrefillNode | DecodeNode | ComputeNode:
-        role = name.partition("-")[0]
-        settings = [f"node.id={name}", f"node.role={role}", f"node.drain_s={drain_s}"]
-        node = kind(load_config(None, [*self._settings, *settings]))
-        await node.start()
-        return node
-
-    async def states(self) -> dict[str, str]:
-        return {node.info.node_id: node.state for node in (await status(self.channel)).nodes}
-
-
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcessCluster]:
     write_tiny_model(tmp_path / "model", max_position_embeddings=1024)
-    cluster = Cluster(tmp_path / "model")
+    settings = ("conductor.retries=0", "conductor.node_timeout_s=1", "cluster.switchable=true", "node.drain_s=60")
+    cluster = InProcessCluster(tmp_path / "model", *settings)
     await cluster.start()
     yield cluster
-    await cluster.stack.aclose()
+    await cluster.stop()
 
 
 @contextlib.contextmanager
@@ -90,7 +50,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", [DecodeNode, ComputeNode])
-async def test_a_decode_node_finishes_what_it_has(cluster: Cluster, kind: type[DecodeNode] | type[ComputeNode]) -> None:
+async def test_a_decode_node_finishes_what_it_has(
+    cluster: InProcessCluster, kind: type[DecodeNode] | type[ComputeNode]
+) -> None:
     prefill = await cluster.join(PrefillNode, "prefill-0")
     leaving = await cluster.join(kind, "decode-0")
     asking = asyncio.create_task(ask(cluster.channel, PROMPT, 300))
@@ -111,10 +73,9 @@ async def test_a_decode_node_finishes_what_it_has(cluster: Cluster, kind: type[D
 
 
 @pytest.mark.timeout(120)
-async def test_a_prefill_node_finishes_what_it_has(cluster: Cluster) -> None:
+async def test_a_prefill_node_finishes_what_it_has(cluster: InProcessCluster) -> None:
     decode = await cluster.join(DecodeNode, "decode-0")
     leaving = await cluster.join(PrefillNode, "prefill-0")
-    assert isinstance(leaving, PrefillNode)
     with held(leaving):
         asking = asyncio.create_task(ask(cluster.channel, PROMPT, 30))
         await until(lambda: leaving.streamer.streams)
@@ -128,9 +89,9 @@ async def test_a_prefill_node_finishes_what_it_has(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_what_does_not_end_in_time_goes_on_elsewhere_and_costs_no_try(cluster: Cluster) -> None:
+async def test_what_does_not_end_in_time_goes_on_elsewhere_and_costs_no_try(cluster: InProcessCluster) -> None:
     prefill = await cluster.join(PrefillNode, "prefill-0")
-    leaving = await cluster.join(DecodeNode, "decode-0", drain_s=0.2)
+    leaving = await cluster.join(DecodeNode, "decode-0", "node.drain_s=0.2")
     expected = await ask(cluster.channel, PROMPT, 300, salt="another")
     asking = asyncio.create_task(ask(cluster.channel, PROMPT, 300))
     await until(lambda: leaving.host.engine.has_work)
