@@ -74,13 +74,13 @@ def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: in
     precision = resolve_precision(dtype, devices=(device,))
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     num_blocks = size.num_blocks + -(-max_tokens // layout.block_tokens)
-    max_model_len = size.max_model_len + max_tokens
+    max_model_len = min(size.max_model_len, checkpoint.config.max_model_len)
     its_size = replace(size, layout=layout, num_blocks=num_blocks, max_model_len=max_model_len, num_places=0)
     if device == "cpu":
         backend = on_cpu(checkpoint, precision, its_size)
     else:
         backend = on_gpu(checkpoint, precision, its_size, device)
-    return DraftModel(backend.model, backend.cache, max_tokens)
+    return DraftModel(backend.model, backend.cache, max_tokens, max_model_len)
 
 
 def on_cpu(

@@ -6,6 +6,7 @@ must not know steps, scheduling or what becomes of its guesses: the tokens of a 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,8 @@ from mooncake.engine.contract import Cache
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.speculation import DraftMemory
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+
+log = logging.getLogger(__name__)
 
 
 class CausalModel(Protocol):
@@ -37,9 +40,11 @@ class _Drafted:
 class DraftModel:
     """Guesses for an engine with the same vocabulary."""
 
-    def __init__(self, model: CausalModel, cache: Cache, max_tokens: int) -> None:
-        """``max_tokens``: of one draft."""
+    def __init__(self, model: CausalModel, cache: Cache, max_tokens: int, max_model_len: int) -> None:
+        """``max_tokens``: of one draft. ``max_model_len``: of what the model can read (tokens)."""
         self.max_tokens = max_tokens
+        self._max_model_len = max_model_len
+        self._has_failed = False
         self._model = model
         self._cache = cache
         self._block_tokens = cache.tensor.shape[4]
@@ -47,16 +52,31 @@ class DraftModel:
         self._drafted: OrderedDict[str, _Drafted] = OrderedDict()  # the one asked about last comes last
 
     def propose(self, sequence: Sequence) -> list[int]:
-        """As ``PromptLookup.propose``; none when the sequence is longer than the whole cache."""
+        """As ``PromptLookup.propose``; none when the sequence is longer than the whole cache or the model's context.
+
+        A model that fails is asked no more: guesses are optional, answers are not.
+        """
         memory = sequence.draft_memory
         if memory is None:
             memory = sequence.draft_memory = DraftMemory()
-        count = min(memory.length, self.max_tokens)
+        # The last token of a draft is not read, and the last one of an answer needs no guess.
+        count = min(
+            memory.length, self.max_tokens, sequence.num_left - 1, self._max_model_len - sequence.num_tokens + 1
+        )
+        if count < 1 or self._has_failed:
+            return []
         drafted = self._drafted.setdefault(sequence.request_id, _Drafted())
         self._drafted.move_to_end(sequence.request_id)
-        if memory.is_paused(sequence.num_tokens) or not self._make_room(drafted, sequence.num_tokens + count):
+        if memory.is_paused(sequence.num_tokens) or not self._make_room(drafted, sequence.num_tokens + count - 1):
             return []
-        tokens: list[int] = sequence.tokens.tolist()
+        try:
+            return self._write_on(drafted, sequence.tokens.tolist(), count)
+        except Exception:
+            log.exception("the draft model has failed; answers go on without its guesses")
+            self._has_failed = True
+            return []
+
+    def _write_on(self, drafted: _Drafted, tokens: list[int], count: int) -> list[int]:
         known = _common(drafted.tokens, tokens[:-1])
         draft: list[int] = []
         new = tokens[known:]
