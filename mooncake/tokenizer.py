@@ -218,7 +218,8 @@ _LLAMA3_WORDS = (
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _DIGIT_BY_DIGIT = ("smollm",)  # digits one by one, then GPT-2's words
 _GPT2 = ("gpt-2", "default")
-_PRE_TOKENIZERS = (*_GPT2, *_DIGIT_BY_DIGIT, "llama-bpe", "qwen2")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_PRE_TOKENIZERS = (*_GPT2, *_DIGIT_BY_DIGIT, *_LLAMA3, "qwen2")
 
 
 def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
@@ -243,8 +244,10 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
     source = file.get("tokenizer.chat_template")
     variables = {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
     template = ChatTemplate(source, list(control_ids), variables) if isinstance(source, str) else None
-    bos = named["bos_token"]
-    bos_ids = [bos] if file.get("tokenizer.ggml.add_bos_token") is True and bos is not None else []
+    bos, adds_bos = named["bos_token"], file.get("tokenizer.ggml.add_bos_token")
+    if adds_bos is None:  # converters leave it out where llama.cpp knows it
+        adds_bos = pre in _LLAMA3
+    bos_ids = [bos] if adds_bos is True and bos is not None else []
     return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
 
 
@@ -274,7 +277,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, source: str)
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _LLAMA3))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"the merges of the tokenizer in {source} are broken: {error}") from None
     if pre in _GPT2:

@@ -423,7 +423,7 @@ def words_as_transformers_cuts_them(pre: str, text: str) -> list[str]:
     return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "qwen2"])
 def test_words_are_cut_in_the_manner_that_the_file_names(tmp_path: Path, pre: str) -> None:
     write_gguf(tmp_path / "a.gguf", pre=pre)
     tokenizer = open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
@@ -454,6 +454,16 @@ def test_a_gguf_file_may_ask_for_the_begin_token(tmp_path: Path) -> None:
         tokenizer = open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
         assert ids_of(tokenizer, " the") == [*first, TOKENS.index("Ġthe")]
         assert tokenizer.encode_chat([ChatMessage("user", "the")])[0] == 1
+
+
+@pytest.mark.parametrize(("pre", "first"), [("llama-bpe", [0]), ("llama-v3", [0]), ("qwen2", []), ("gpt-2", [])])
+def test_a_gguf_file_that_says_nothing_about_the_begin_token_has_it_where_llama_3_does(
+    tmp_path: Path, pre: str, first: list[int]
+) -> None:
+    write_gguf(tmp_path / "a.gguf", pre=pre, add_bos=None)
+    tokenizer = open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
+    assert ids_of(tokenizer, " the") == [*first, TOKENS.index("Ġthe")]
+    assert tokenizer.encode_chat([ChatMessage("user", "the")])[0] == 1
 
 
 def test_tokens_that_a_model_adds_for_everyone_are_not_control_tokens(tmp_path: Path) -> None:

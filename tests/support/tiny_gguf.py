@@ -28,12 +28,13 @@ def write_gguf(
     path: Path,
     architecture: str = "llama",
     pre: str | None = None,
-    add_bos: bool = False,
+    add_bos: bool | None = False,
     rope_freqs: np.ndarray | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     **changes: Any,
 ) -> None:
-    """``pre`` names the manner of cutting words (None: no tokenizer); ``kind`` is the matrices' quantisation.
+    """``pre`` names the manner of cutting words (None: no tokenizer); ``add_bos`` None leaves it out; ``kind`` is the
+    matrices' quantisation.
 
     ``changes`` are of metadata below the architecture's name; None leaves a key out.
     """
@@ -77,7 +78,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
         writer.add_uint32(key, value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool | None) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
@@ -86,7 +87,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool) -> None:
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(2)
-    writer.add_add_bos_token(add_bos)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
