@@ -31,7 +31,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": what all devices multiply natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
-    weights: str = "auto"  # "int8": int8 weights | "w8a8": int8 weights and activations | "auto": as dtype
+    weights: str = "auto"  # "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "auto": as dtype
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
 

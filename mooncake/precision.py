@@ -51,7 +51,7 @@ def resolve_precision(
 ) -> Precision:
     """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
     ``dtype``. ``weights`` "auto": as ``dtype``. ``key_scales``: a file of ``mooncake key-scales``, for int8 pages.
-    Raises ConfigError for anything unknown."""
+    Raises ConfigError for anything unknown, and for what one of the devices has no kernels for."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -59,6 +59,8 @@ def resolve_precision(
     ):
         if value not in known:
             raise ConfigError(f"model.{name} must be one of {', '.join(known)}, got {value!r}")
+    if weights == "int8" and any(device != "cpu" for device in devices):
+        raise ConfigError('model.weights="int8" is for CPUs; on a GPU, model.weights="w8a8" has its kernels')
     if dtype == "auto":
         has_it = "cpu" not in devices or has_native_bf16()  # all GPUs that we compile for have
         dtype = "bfloat16" if has_it else "float32"

@@ -118,3 +118,7 @@ def test_formats_resolve_or_say_what_is_known() -> None:
     assert coded.identity("weights") != plain.identity("weights") == "weights"
     with pytest.raises(ConfigError, match=r"model.kv_dtype must be one of .*int8, got 'fp4'"):
         resolve_precision("float32", "fp4")
+    for devices in (("cuda",), ("cpu", "cuda:1")):
+        assert resolve_precision("bfloat16", weights="w8a8", devices=devices).coding == "w8a8"
+        with pytest.raises(ConfigError, match='"int8" is for CPUs'):  # widened there, it would take more memory
+            resolve_precision("bfloat16", weights="int8", devices=devices)
