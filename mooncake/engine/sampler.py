@@ -104,8 +104,10 @@ class Sampler:
 
 
 def _most_likely(logits: Row) -> int:
-    """The first of the largest. Two passes that numpy vectorises are faster than its argmax, and 6 times torch's."""
-    return int((logits == logits.max()).argmax())
+    """The first of the largest, -1 when that is not finite. Two passes that numpy vectorises are faster than its
+    argmax, and 6 times torch's."""
+    best = logits.max()
+    return int((logits == best).argmax()) if np.isfinite(best) else -1
 
 
 def keep_draw(sequence: Sequence) -> bytes:

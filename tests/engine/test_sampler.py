@@ -342,10 +342,22 @@ def test_the_library_cuts_a_flat_distribution_of_a_large_vocabulary() -> None:
     assert LIBRARY.sample(rows, sequences) == DEFINITION.sample(rows, sequences)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=1.0, seed=1),
+    ],
+    ids=["greedy", "told how likely", "drawn"],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 999])
-def test_logits_that_are_no_numbers_are_our_bug_in_both_ways(place: int) -> None:
-    logits = random_logits(1)[None]
-    logits[0, place] = np.nan
+def test_logits_that_are_not_finite_are_our_bug_in_both_ways(
+    place: int, value: float, sampling: SamplingParams
+) -> None:
+    logits = np.stack([random_logits(row) for row in range(2)])
+    logits[1, place] = value
     for way in (LIBRARY, DEFINITION):
         with pytest.raises(InternalError, match="not finite"):
-            way.sample(torch.from_numpy(logits), [sequence_with(SamplingParams(temperature=1.0, seed=1))])
+            way.sample(torch.from_numpy(logits), [sequence_with(sampling) for _ in logits])

@@ -66,8 +66,8 @@ public:
         logits_ = logits;
         size_ = size;
         best_ = most();
-        if (draw.temperature == 0) return first_of(best_);
         if (!std::isfinite(best_)) return -1;
+        if (draw.temperature == 0) return first_of(best_);
         temperature_ = draw.temperature;
         double threshold = draw.min_p > 0 ? double(best_) + temperature_ * std::log(draw.min_p) : MINUS_INFINITY;
         if (draw.top_k > 0 && draw.top_k < size) threshold = std::max(threshold, double(ranked(draw.top_k)));
@@ -107,7 +107,7 @@ private:
         return is_strange ? std::numeric_limits<float>::quiet_NaN() : best;
     }
 
-    // Behind most(). 0 for NaN.
+    // Behind most(), which has seen it.
     int64_t first_of(float wanted) const {
         for (int64_t i = piece_; i < size_; i++)
             if (logits_[i] == wanted) return i;
