@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -73,7 +73,7 @@ class CpuDecoder:
         self,
         config: ModelConfig,
         weights: Weights,
-        layers: Sequence[LayerWeights],
+        layers: Iterable[LayerWeights],
         tables: tuple[torch.Tensor, torch.Tensor],
         kernels: CpuKernels,
         coding: Coding = "",
@@ -108,7 +108,7 @@ class CpuDecoder:
                         self._kept_adapters.append(packed)
                     yield None if packed is None else packed.address
 
-        self._layers = (_Layer * len(layers))(
+        self._layers = (_Layer * config.num_layers)(
             *(
                 _Layer(
                     address(layer.attention_norm),
@@ -124,7 +124,7 @@ class CpuDecoder:
             )
         )
         self._adapters = [
-            (_LayerAdapter * len(layers))(*(_LayerAdapter(*low_rank(layer)) for layer in adapter))
+            (_LayerAdapter * config.num_layers)(*(_LayerAdapter(*low_rank(layer)) for layer in adapter))
             for adapter in adapters
         ]
         self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))

@@ -11,20 +11,20 @@ import torch
 from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
 from mooncake.key_scales import KeyScales
-from mooncake.model.layers import Weights, weight
+from mooncake.model.layers import Weights, WeightsOnDemand
 
 
-def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -> dict[str, torch.Tensor]:
+def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -> Weights:
     """The weights of a model of the Llama family, those of keys divided and those of queries multiplied. Where keys
     are normed, all heads of a layer have the weights of one norm and so the factors of the first.
 
-    Raises ModelError when the scales are not this model's, or a weight is missing.
+    Raises ModelError when the scales are not this model's.
     """
     shape = config.num_layers, config.num_kv_heads, config.head_dim // 2
     if scales.exponents.shape != shape:
         raise ModelError(f"model.key_scales has the shape {scales.exponents.shape}; this model needs {shape}")
     factors = torch.exp2(torch.from_numpy(scales.exponents).float()).repeat(1, 1, 2)  # [layers, Hkv, D]
-    changed = dict(weights)
+    rows_by_name: dict[str, torch.Tensor] = {}
     for layer, of_key in enumerate(factors):
         attention = f"model.layers.{layer}.self_attn."
         if config.qk_norm:
@@ -34,7 +34,10 @@ def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -
             parts = ("weight", "bias") if config.qkv_bias else ("weight",)
             names = {f"q_proj.{part}": of_query.flatten() for part in parts}
             names |= {f"k_proj.{part}": 1 / of_key.flatten() for part in parts}
-        for name, rows in names.items():
-            values = weight(weights, attention + name)
-            changed[attention + name] = (values * rows.view(-1, *[1] * (values.ndim - 1))).to(values.dtype)
-    return changed
+        rows_by_name |= {attention + name: rows for name, rows in names.items()}
+
+    def scaled(name: str) -> torch.Tensor:
+        values, rows = weights[name], rows_by_name.get(name)
+        return values if rows is None else (values * rows.view(-1, *[1] * (values.ndim - 1))).to(values.dtype)
+
+    return WeightsOnDemand(weights, scaled)

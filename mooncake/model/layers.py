@@ -6,7 +6,7 @@ names of weights as Hugging Face publishes them; it must not know about files or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,25 @@ from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
 
 Weights = Mapping[str, torch.Tensor]
+
+
+class WeightsOnDemand(Weights):
+    """Each is made anew whenever it is asked for: who packs one after the other never holds all of them twice."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], torch.Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._make = make
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True, slots=True)

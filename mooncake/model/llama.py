@@ -47,8 +47,9 @@ class CausalLM:
         tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
         self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
         self._reduce = reduce or _as_it_is
-        layers = [layer_weights(weights, index, config.qkv_bias, config.qk_norm) for index in range(config.num_layers)]
-        dtype = layers[0].qkv.dtype
+        # One at a time: what a layer is fused from and into is given back before the next one is read.
+        layers = (layer_weights(weights, index, config.qkv_bias, config.qk_norm) for index in range(config.num_layers))
+        dtype = weight(weights, "model.norm.weight").dtype
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from mooncake.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from mooncake.errors import InternalError, ModelError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.llama import CausalLM
 from mooncake.model.weights import load_weights
 
@@ -65,9 +66,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     )
 
 
-def shard_weights(
-    weights: Mapping[str, torch.Tensor], config: ModelConfig, rank: int, size: int
-) -> dict[str, torch.Tensor]:
+def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -> Weights:
     """The part of each weight that ``rank`` computes with; embeddings, norms and head are whole."""
     dim = config.head_dim
     query = slice(rank * config.num_heads // size * dim, (rank + 1) * config.num_heads // size * dim)
@@ -76,15 +75,16 @@ def shard_weights(
     inner = slice(rank * config.intermediate_size // size, (rank + 1) * config.intermediate_size // size)
     rows = {"q_proj": query, "k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
     columns = {"o_proj": query, "down_proj": inner}
-    parts = {}
-    for name, tensor in weights.items():
-        kind = name.split(".")[-2]
+
+    def part(name: str) -> torch.Tensor:
+        tensor, kind = weights[name], name.split(".")[-2]
         if kind in rows:
             tensor = tensor[rows[kind]]
         elif kind in columns:
             tensor = tensor[:, columns[kind]]
-        parts[name] = tensor.contiguous()
-    return parts
+        return tensor.contiguous()
+
+    return WeightsOnDemand(weights, part)
 
 
 class Ranks:

@@ -1,16 +1,16 @@
 """Weights from a checkpoint as torch tensors with Hugging Face names, whatever file they come from.
 
 GGUF weights are dequantised once and kept as safetensors in the user's cache, so that every process of a machine maps
-the same pages. The cache is a convenience: without room or permission the weights are dequantised in memory.
+the same pages. The cache is a convenience: without room or permission they are dequantised as they are asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import gguf
@@ -23,6 +23,7 @@ from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelC
 from mooncake.errors import ModelError
 from mooncake.families import published_name
 from mooncake.gguf_file import GGUFFile, TensorInfo
+from mooncake.model.layers import Weights, WeightsOnDemand
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,11 @@ _STALE_PART_S = 3600  # a file still being written after this long belongs to no
 _INTERLEAVED = ("llama", "mistral")
 
 
-def load_weights(checkpoint: Checkpoint, dtype: str) -> dict[str, torch.Tensor]:
+def load_weights(checkpoint: Checkpoint, dtype: str) -> Weights:
     """Every weight that the model needs, as ``torch.dtype`` ``dtype`` ("float32", "bfloat16", "float16"), on the CPU.
 
-    The tensors may be read-only mapped memory: do not write to them. Raises ModelError.
+    The tensors are read-only mapped memory or, where their numbers have to be converted, made when they are asked for:
+    do not write to them, and keep none longer than it is needed. Raises ModelError, for some only then.
     """
     wanted: torch.dtype = getattr(torch, dtype)
     if isinstance(checkpoint, GGUFCheckpoint):
@@ -46,17 +48,17 @@ def load_weights(checkpoint: Checkpoint, dtype: str) -> dict[str, torch.Tensor]:
     raise ModelError(f"there are no weights to load for {checkpoint.name}")
 
 
-def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype) -> Weights:
     needed = weight_shapes(checkpoint.config)
-    weights: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for shard in checkpoint.shards:
         for stored_name, tensor in _mapped(shard.path).items():
             name = published_name(checkpoint.config.architecture, stored_name)
             if name in needed:
                 if not tensor.is_floating_point():
                     raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")
-                weights[name] = tensor.to(dtype)
-    return weights
+                stored[name] = tensor
+    return WeightsOnDemand(stored, lambda name: stored[name].to(dtype))
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
@@ -69,16 +71,18 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
 # GGUF
 
 
-def dequantised(file: GGUFFile, config: ModelConfig) -> Iterable[tuple[str, torch.Tensor]]:
-    """Name and float32 tensor of every weight that the model needs, one at a time. Raises ModelError."""
+def _dequantised(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> Weights:
+    """Every weight that the model needs. A kind that is not supported raises ModelError when it is asked for."""
     needed = weight_shapes(config)
-    for info in file.tensors.values():
-        name = hf_name(info.name)
-        if name in needed:
-            values = _dequantise(file, info)
-            if config.architecture in _INTERLEAVED and ".self_attn." in name:
-                values = _without_interleaving(name, values, config)
-            yield name, torch.from_numpy(np.ascontiguousarray(values))
+    places = {name: info for info in file.tensors.values() if (name := hf_name(info.name)) in needed}
+
+    def make(name: str) -> torch.Tensor:
+        values = _dequantise(file, places[name])
+        if config.architecture in _INTERLEAVED and ".self_attn." in name:
+            values = _without_interleaving(name, values, config)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+    return WeightsOnDemand(places, make)
 
 
 def _dequantise(file: GGUFFile, info: TensorInfo) -> np.ndarray:
@@ -105,7 +109,7 @@ def _without_interleaving(name: str, values: np.ndarray, config: ModelConfig) ->
 # The cache
 
 
-def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weights:
     path = _cache_path(checkpoint, dtype)
     if path is not None and path.exists():
         try:
@@ -115,17 +119,19 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> dict
                 return weights
         except (ModelError, OSError) as error:
             log.warning("the cached weights %s are of no use: %s", path, error)
+    from_file = _dequantised(checkpoint.file, checkpoint.config, dtype)
+    num_bytes = dtype.itemsize * sum(math.prod(shape) for shape in weight_shapes(checkpoint.config).values())
+    if path is None or num_bytes > MAX_CACHED_BYTES:
+        return from_file
     started = time.monotonic()
-    weights = {name: tensor.to(dtype) for name, tensor in dequantised(checkpoint.file, checkpoint.config)}
+    dequantised = dict(from_file)
     log.info("dequantised %s in %.1f s", checkpoint.path.name, time.monotonic() - started)
-    if path is None or _num_bytes(weights) > MAX_CACHED_BYTES:
-        return weights
     try:
-        _store(weights, path)
+        _store(dequantised, path, num_bytes)
         return _mapped(path)  # and give back the private copy: processes share the mapped one
     except (OSError, SafetensorError, ModelError) as error:
         log.warning("weights are not cached in %s: %s", path.parent, error)
-        return weights
+        return from_file
 
 
 def _cache_path(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Path | None:
@@ -137,10 +143,10 @@ def _cache_path(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Path | None:
     return folder / f"{checkpoint.digest}-{str(dtype).removeprefix('torch.')}.safetensors"
 
 
-def _store(weights: dict[str, torch.Tensor], path: Path) -> None:
+def _store(weights: dict[str, torch.Tensor], path: Path, num_bytes: int) -> None:
     """Written beside its place and renamed into it, so that no reader sees a part. Raises OSError, SafetensorError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _tidy(path.parent, MAX_CACHED_BYTES - _num_bytes(weights))
+    _tidy(path.parent, MAX_CACHED_BYTES - num_bytes)
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         save_file(weights, part)
@@ -148,10 +154,6 @@ def _store(weights: dict[str, torch.Tensor], path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-
-
-def _num_bytes(weights: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def _tidy(folder: Path, keep_bytes: int) -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
 
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype, name
@@ -97,6 +97,34 @@ def test_half_precision_files_are_read_too(tmp_path: Path) -> None:
         write_gguf(tmp_path / "h.gguf", kind=gguf.GGMLQuantizationType[kind])
         rounded = {n: t.to(dtype).float() if t.ndim == 2 else t for n, t in full.items()}
         same(load_weights(open_checkpoint(str(tmp_path / "h.gguf")), "float32"), rounded)
+
+
+def test_a_layer_is_packed_before_the_next_one_is_read(tmp_path: Path) -> None:
+    """By the memory of a process of its own, without what is mapped, whenever a weight is asked for."""
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    write_tiny_model(tmp_path / "wide", num_hidden_layers=8, **wide)
+    code = f"""
+import re
+from pathlib import Path
+from mooncake.checkpoint import open_checkpoint
+from mooncake.kernels import choose_kernels
+from mooncake.model.layers import WeightsOnDemand
+from mooncake.model.llama import CausalLM
+from mooncake.model.weights import load_weights
+def own_bytes():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+def told(name):
+    most.append(own_bytes())
+    return weights[name]
+kernels, checkpoint = choose_kernels(), open_checkpoint({str(tmp_path / "wide")!r})
+most = [own_bytes()]
+weights = load_weights(checkpoint, "bfloat16")
+model = CausalLM(checkpoint.config, WeightsOnDemand(weights, told), kernels=kernels)
+print(max(most) - most[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    packed_bytes = (tmp_path / "wide" / "model.safetensors").stat().st_size / 2  # the file is float32
+    assert int(done.stdout) < 1.7 * packed_bytes
 
 
 # The cache
