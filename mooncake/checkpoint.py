@@ -443,9 +443,19 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+# Tables that some publishers store and everyone can compute, and heads beside tied embeddings.
+_SPARE = re.compile(r".*\.rotary_emb\.\w+|.*\.(attn|attention)\.(masked_)?bias|rope_freqs\.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
 def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str) -> None:
-    for name, shape in weight_shapes(config).items():
+    """Also that there is nothing else: a weight that the arithmetic leaves out makes it another model's."""
+    needed = weight_shapes(config)
+    for name, shape in needed.items():
         if name not in found:
             raise ModelError(f"{source} lacks the weight {name}")
         if found[name] != shape:
             raise ModelError(f"{source}: the weight {name} has the shape {found[name]}, the configuration says {shape}")
+    for name in sorted(found.keys() - needed.keys()):
+        if not (_SPARE.fullmatch(name) or (config.tie_embeddings and name in _HEADS)):
+            raise ModelError(f"{source} has the weight {name}, which nothing in its configuration asks for")

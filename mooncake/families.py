@@ -48,7 +48,7 @@ def read_config(
         "architecture": family,
         "rope_theta": 10_000.0,
         "rope_scaling": None,
-        "tie_embeddings": True,
+        "tie_embeddings": settings.flag("tie_word_embeddings", True),
         "qkv_bias": False,
         "qk_norm": False,
         "sliding_window": None,
@@ -91,6 +91,11 @@ def _norm(name: str, width: int) -> Shapes:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
+def _head(name: str, config: ModelConfig) -> Shapes:
+    """None, where the embeddings are the head."""
+    return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
+
+
 # GPT-2 (Radford et al. 2019)
 
 
@@ -110,6 +115,7 @@ def _read_gpt2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
         "max_model_len": settings.integer("n_positions"),
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": _activation(settings, "activation_function", "gelu_new"),
+        "attention_scale": 0.0 if settings.flag("scale_attn_weights", True) else 1.0,
         "qkv_bias": True,
         "rotary_dim": 0,
     }
@@ -133,6 +139,7 @@ def _gpt2_top(config: ModelConfig) -> Shapes:
         "transformer.wte.weight": (config.vocab_size, config.hidden_size),
         "transformer.wpe.weight": (config.max_model_len, config.hidden_size),
         **_norm("transformer.ln_f", config.hidden_size),
+        **_head("lm_head", config),
     }
 
 
@@ -189,6 +196,7 @@ def _opt_top(config: ModelConfig) -> Shapes:
         "model.decoder.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.decoder.embed_positions.weight": (positions, config.hidden_size),
         **_norm("model.decoder.final_layer_norm", config.hidden_size),
+        **_head("lm_head", config),
     }
 
 
@@ -239,8 +247,8 @@ def _gpt_neox_layer(config: ModelConfig) -> Shapes:
 
 def _gpt_neox_top(config: ModelConfig) -> Shapes:
     table = (config.vocab_size, config.hidden_size)
-    head = {} if config.tie_embeddings else {"embed_out.weight": table}
-    return {"gpt_neox.embed_in.weight": table, **_norm("gpt_neox.final_layer_norm", config.hidden_size), **head}
+    norm = _norm("gpt_neox.final_layer_norm", config.hidden_size)
+    return {"gpt_neox.embed_in.weight": table, **norm, **_head("embed_out", config)}
 
 
 # Gemma 3, text (Gemma team 2025)
@@ -272,7 +280,6 @@ def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         "local_rope_theta": local,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "activation": _activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
-        "tie_embeddings": settings.flag("tie_word_embeddings", True),
         "qk_norm": True,
         "layer_windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         "attention_scale": settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
@@ -372,8 +379,8 @@ def _gated(name: str, hidden: int, inner: int) -> Shapes:
 
 def _llama_top(config: ModelConfig) -> Shapes:
     table = (config.vocab_size, config.hidden_size)
-    head = {} if config.tie_embeddings else {"lm_head.weight": table}
-    return {"model.embed_tokens.weight": table, "model.norm.weight": (config.hidden_size,), **head}
+    norm = {"model.norm.weight": (config.hidden_size,)}
+    return {"model.embed_tokens.weight": table, **norm, **_head("lm_head", config)}
 
 
 OTHER_FAMILIES: dict[str, Family] = {

@@ -58,7 +58,7 @@ class Gpt2(_Gpt):
     """GPT-2 (Radford et al. 2019): learned positions; matrices stored ``[in, out]``."""
 
     def _build(self) -> None:
-        self._finish("transformer.wte", "transformer.ln_f", head="")
+        self._finish("transformer.wte", "transformer.ln_f", head="lm_head")
         self._positions = self.vector("transformer.wpe.weight")
         self._layers = [self._take(f"transformer.h.{index}.") for index in range(self.config.num_layers)]
 
@@ -86,7 +86,7 @@ class Opt(_Gpt):
 
     def _build(self) -> None:
         top = "model.decoder."
-        self._finish(top + "embed_tokens", top + "final_layer_norm", head="")
+        self._finish(top + "embed_tokens", top + "final_layer_norm", head="lm_head")
         self._positions = self.vector(top + "embed_positions.weight")
         self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
 

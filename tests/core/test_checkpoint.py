@@ -202,6 +202,10 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another shape": (lambda f: edit(f / "config.json", intermediate_size=64), "the configuration says (64, 32)"),
     "another vocabulary": (lambda f: edit(f / "config.json", vocab_size=321), "embed_tokens.weight has the shape"),
     "more layers": (lambda f: edit(f / "config.json", num_hidden_layers=3), "lacks the weight model.layers.2."),
+    "fewer layers": (
+        lambda f: edit(f / "config.json", num_hidden_layers=1),
+        "has the weight model.layers.1.input_layernorm.weight, which nothing in its configuration asks for",
+    ),
     "biases": (lambda f: edit(f / "config.json", attention_bias=True), "asks for attention_bias"),
     "activation": (lambda f: edit(f / "config.json", hidden_act="gelu"), "only silu"),
     "rope": (
@@ -342,6 +346,7 @@ WRONG_GGUF: dict[str, tuple[dict[str, Any], str]] = {
     "zero heads": ({"attention.head_count": 0}, "num_heads of the model must be between"),
     "half a rotation": ({"rope.dimension_count": 4}, "rotates only a part"),
     "more layers": ({"block_count": 3}, "lacks the weight model.layers.2."),
+    "fewer layers": ({"block_count": 1}, "has the weight model.layers.1."),
 }
 
 

@@ -45,6 +45,29 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": lambda: OPTForCausalLM(
         OPTConfig(**EVEN, ffn_dim=160, word_embed_proj_dim=96, max_position_embeddings=512, init_std=0.15)
     ),
+    "gpt2-with-a-head": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=96,
+            n_layer=3,
+            n_head=6,
+            n_positions=512,
+            initializer_range=0.15,
+            scale_attn_weights=False,
+            tie_word_embeddings=False,
+            **IDS,
+        )
+    ),
+    "opt-with-a-head": lambda: OPTForCausalLM(
+        OPTConfig(
+            **EVEN,
+            ffn_dim=160,
+            word_embed_proj_dim=96,
+            max_position_embeddings=512,
+            init_std=0.15,
+            tie_word_embeddings=False,
+        )
+    ),
     "gpt-neox": lambda: GPTNeoXForCausalLM(
         GPTNeoXConfig(**EVEN, intermediate_size=160, max_position_embeddings=512, initializer_range=0.15)
     ),
@@ -150,6 +173,28 @@ def test_names_without_the_familys_prefix_are_the_same_model(family: str, tmp_pa
     save_file(bare, file)
     assert published.checkpoint.config == expected
     assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt-neox"])
+def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published = Published(family, tmp_path)
+    file, config = tmp_path / "model.safetensors", published.checkpoint.config
+    stored = load_file(file)
+    if family == "gpt2":
+        spare, strange = ["transformer.h.0.attn.bias", "lm_head.weight"], "transformer.h.0.crossattention.c_attn.bias"
+    else:
+        attention = "gpt_neox.layers.0.attention."
+        spare, strange = (
+            [attention + "masked_bias", attention + "rotary_emb.inv_freq"],
+            attention + "dense.weight_scale",
+        )
+    save_file(stored | {name: torch.ones(1) for name in spare}, file)
+    assert published.checkpoint.config == config
+    save_file(stored | {strange: torch.ones(1)}, file)
+    with pytest.raises(ModelError, match=f"has the weight {strange}, which nothing"):
+        open_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(
