@@ -18,7 +18,7 @@ import torch
 from mooncake.checkpoint import ModelConfig
 from mooncake.kernels.cpu import PROBLEMS, STOPPED_BY_HOOK, CpuKernels, PanelLinear, num_threads, page_kind
 from mooncake.kernels.reference import Coding
-from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter, adapter_of_rows
 
@@ -219,18 +219,17 @@ class _Results:
 
 
 class _Told:
-    """A hook as the library calls it. What it raises stops the pass and is kept."""
+    """A hook as the library calls it. What it raises stops the pass and is kept. For one that wants no layers the pass
+    need not come back to Python at all."""
 
     def __init__(self, hook: LayerHook) -> None:
         self.error: BaseException | None = None
-        self.before = self._call(hook.before_layer, NoHook.before_layer)
-        self.after = self._call(hook.after_layer, NoHook.after_layer)
+        self.before: object = None
+        self.after: object = None
+        if hook.wants_layers:
+            self.before, self.after = self._call(hook.before_layer), self._call(hook.after_layer)
 
-    def _call(self, method: Callable[[int], None], nothing: object) -> object:
-        """None for a method that does nothing: then the pass need not come back to Python at all."""
-        if getattr(method, "__func__", None) is nothing:
-            return None
-
+    def _call(self, method: Callable[[int], None]) -> object:
         def call(layer: int) -> int:
             try:
                 method(layer)

@@ -30,8 +30,9 @@ FORMATS = pytest.mark.parametrize(
 class Recorder:
     """Which layers a pass told about, and in which order; fails at one when asked to."""
 
-    def __init__(self, fail_at: int = -1) -> None:
+    def __init__(self, fail_at: int = -1, wants_layers: bool = True) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.wants_layers = wants_layers
         self._fail_at = fail_at
 
     def before_layer(self, layer: int) -> None:
@@ -84,6 +85,14 @@ def test_logits_stay_while_anyone_holds_a_row_and_their_memory_is_used_again_aft
     del other
     place = model.forward(batch_of(7), cache, NoHook()).data_ptr()
     assert model.forward(batch_of(8), cache, NoHook()).data_ptr() == place
+
+
+def test_a_pass_comes_back_for_no_hook_that_wants_no_layers() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    model = CausalLM(checkpoint.config, load_weights(checkpoint, "bfloat16"), 64, CpuKernels(load_library()))
+    cache, told = KVCache(checkpoint.kv_layout(BLOCK, "bfloat16"), 4), Recorder(fail_at=3, wants_layers=False)
+    logits = model.forward(batch_of(8), cache.tensor, told)
+    assert not told.calls and torch.equal(logits, model.forward(batch_of(8), cache.tensor, NoHook()))
 
 
 def test_what_a_hook_raises_ends_the_pass() -> None:

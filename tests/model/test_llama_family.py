@@ -213,6 +213,8 @@ def test_the_hook_frames_each_layers_write(model: CausalLM) -> None:
     seen = []
 
     class Watch(NoHook):
+        wants_layers = True
+
         def before_layer(self, layer: int) -> None:
             seen.append(("before", layer, paged.written_layers()))
 
