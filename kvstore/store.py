@@ -161,7 +161,10 @@ class Store:
         else:
             verdicts = await asyncio.to_thread(self._verify, jobs)
         with self.ahead.alone():  # what is made anew has a name only now
-            sealed = [self._finish(sealing, verdict) for sealing, verdict in zip(sealings, verdicts, strict=True)]
+            sealed = [
+                self._finish(sealing, is_wrong=reserved is not None and not is_right)
+                for (sealing, reserved), is_right in zip(jobs, verdicts, strict=True)
+            ]
         saves = [self._saving.write_through(name, durable) if name else None for name in sealed]
         self._make_room()
         if not durable:
@@ -383,7 +386,7 @@ class Store:
         return True
 
     def _verify(self, jobs: Sequence[tuple[Sealing, Reserved | None]]) -> list[bool]:
-        """Whether each slot holds what its writer says. A reservation that is over is wrong."""
+        """Whether each slot holds what its writer says. Of a reservation that is over nobody knows."""
         return [reserved is not None and self._is_right(sealing, reserved) for sealing, reserved in jobs]
 
     def _is_right(self, sealing: Sealing, reserved: Reserved) -> bool:
@@ -392,14 +395,15 @@ class Store:
         data = self._segment.range(reserved.grant.slot, 0, reserved.length)
         return first_mismatch(data, sealing.checksums) is None
 
-    def _finish(self, sealing: Sealing, is_right: bool) -> BlockName | None:
-        """The block, when it has been sealed."""
-        if is_right and self._anew is not None and sealing.grant in self._anew:
+    def _finish(self, sealing: Sealing, is_wrong: bool) -> BlockName | None:
+        """The block, when it has been sealed. Whatever comes of it, its writer is done: what came too late, or ran out
+        while it was verified, leaves a free slot."""
+        if not is_wrong and self._anew is not None and sealing.grant in self._anew:
             return self._anew.seal(sealing.grant, sealing.checksums, time.monotonic())
         name = self._index.reserved_name(sealing.grant)
-        if is_right:
-            return name if self._index.seal(sealing.grant, sealing.checksums, time.monotonic()) else None
-        if self._index.abort(sealing.grant):
+        if not is_wrong and self._index.seal(sealing.grant, sealing.checksums, time.monotonic()):
+            return name
+        if self._index.abort(sealing.grant) and is_wrong:
             self._index.counters["checksum_mismatches"] += 1
         return None
 

@@ -288,7 +288,9 @@ class PrefillJob:
 
     async def _open_pool(self, sink: Sink, store: StoreClient, first: int) -> None:
         """Storing is never worth an error: without a slot a block is not stored. What the pool was too slow to read
-        from its SSD is offered to its memory."""
+        from its SSD is offered to its memory. Only once it is our turn here: a reservation that waits in our queue
+        runs out."""
+        await self._has_started.wait()
         parents: list[bytes] = [b"", *self._keys]
         blocks = [(self._keys[i], parents[i]) for i in range(first, len(self._keys))]
         try:

@@ -239,6 +239,22 @@ async def test_a_writer_that_is_too_slow_is_fenced(keep, eventually: Eventually,
     assert store.ask("counts")["free"] == 7
 
 
+@pytest.mark.parametrize("late_s", [0.9, 1.0, 1.1, 2.0])
+async def test_a_seal_that_comes_too_late_is_refused_and_leaves_free_slots_and_no_error(keep, late_s):
+    """Also where the time runs out while the store verifies; the bytes were right all the while."""
+    store = keep("store.reserve_timeout_s=1", num_blocks=32)
+    async with await join(store) as client:
+        slots = await client.reserve([(name(i), b"") for i in range(32)], BLOCK, 2)
+        reserved_s = time.monotonic()
+        for slot in slots:
+            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
+        await asyncio.sleep(max(0.0, reserved_s + late_s - time.monotonic()))
+        sealed = await client.seal([(slot, range_checksums(data(1), 2)) for slot in slots])
+        stats = await client.stats()
+        assert "checksum_mismatches" not in stats.counters
+        assert (stats.free, stats.sealed) == (32 - sum(sealed), sum(sealed))
+
+
 @BOTH
 async def test_a_killed_store_is_noticed_at_once(keep, transport):
     store = keep()
