@@ -13,7 +13,7 @@ from itertools import islice
 from kvstore.index_types import BlockName, Held
 from kvstore.ssd_record import BlockHeader
 from kvstore.ssd_tier import SsdTier
-from kvstore.tiers import Demotion
+from kvstore.tiers import REFUSED_PAUSE_S, Demotion
 from mooncake.types import BlockKey
 
 
@@ -89,7 +89,10 @@ class Saving:
 
     async def _end(self, held: Held, saving: asyncio.Future[bool]) -> bool:
         try:
-            return await asyncio.shield(saving)
+            is_saved = await asyncio.shield(saving)
         finally:
             self._demotion.ended(held)
-            self._on_saved()
+        if not is_saved:
+            await asyncio.sleep(REFUSED_PAUSE_S)
+        self._on_saved()
+        return is_saved
