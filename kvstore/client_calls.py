@@ -24,6 +24,7 @@ from mooncake.rpc.server import Channels, split_address
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
+LOOK_AGAIN_S = 1.0  # for a lane that broke
 REPEAT_OWED_AFTER_S = 1.0
 UNHEARD_S = 60.0  # that gRPC waits for a reservation longer than its caller does
 END_LEASES_AFTER_S = 0.02
@@ -38,6 +39,8 @@ class StoreCalls:
         self.address = address
         self.stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self.lane: Lane | None = None
+        self._opening = asyncio.Lock()
+        self._look_after_s = 0.0
         self._ended: list[int] = []  # leases
         self._ending: asyncio.TimerHandle | None = None
         self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
@@ -61,14 +64,27 @@ class StoreCalls:
 
     @property
     def fast(self) -> store_pb2_grpc.StoreAsyncStub | Lane:
-        """The short way, while it stands."""
-        return self.lane if self.lane is not None and self.lane.is_open else self.stub
+        """The short way, while it stands. One that broke is looked for again, now and then."""
+        if self.lane is None:
+            return self.stub
+        if self.lane.is_open:
+            return self.lane
+        if time.monotonic() >= self._look_after_s and not self._is_closed:
+            self._look_after_s = time.monotonic() + LOOK_AGAIN_S
+            self.later(self._find_lane())
+        return self.stub
 
     async def open_lane(self, port: int) -> None:
-        if not port or (self.lane is not None and self.lane.is_open):
-            return
-        with contextlib.suppress(NodeUnavailable):  # then there is gRPC
-            self.lane = await Lane.open(self.address, split_address(self.address)[0], port)
+        async with self._opening:
+            if not port or (self.lane is not None and self.lane.is_open):
+                return
+            with contextlib.suppress(NodeUnavailable):  # then there is gRPC
+                self.lane = await Lane.open(self.address, split_address(self.address)[0], port)
+
+    async def _find_lane(self) -> None:
+        """Where it is now: the store may have been started anew."""
+        response = await self.call(self.stub.Stats(pb.StatsRequest(), timeout=DEFAULT_TIMEOUT_S))
+        await self.open_lane(response.lane_port)
 
     async def call(self, call: Awaitable[T]) -> T:
         """Wait for an answer. Errors are those of ``mooncake.errors``."""

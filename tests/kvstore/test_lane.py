@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from kvstore.client import StoreClient
+from kvstore.client_calls import LOOK_AGAIN_S, StoreCalls
 from kvstore.lane import Lane, LaneServer
 from kvstore.node import StoreNode
 from mooncake.app.role_main import run_async
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, NodeUnavailable, OutOfBlocks, Overloaded
-from mooncake.rpc import store_pb2
+from mooncake.rpc import store_pb2, store_pb2_grpc
 from mooncake.rpc.errors import error_from_parts, parts_of_error
+from mooncake.rpc.server import Channels, RpcServer
 
 BLOCK = 4096
 
@@ -65,8 +69,11 @@ async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> N
             await client.put(b"k", b"bytes")
         assert not client._calls.lane.is_open and await client.put(b"k", b"bytes")
         assert await client.get(b"k") == b"bytes"
-        await client.stats()
-        assert client._calls.lane.is_open and await client.get(b"k") == b"bytes"
+        async with asyncio.timeout(10):  # nobody has to ask for it
+            while not client._calls.lane.is_open:
+                await asyncio.sleep(0.01)
+                await client.acquire([b"k"])
+        assert await client.get(b"k") == b"bytes"
 
 
 class Shelf:
@@ -96,6 +103,46 @@ def test_it_carries_calls_on_the_event_loop_that_nodes_run_on() -> None:
             await server.stop()
 
     assert run_async(ask()) == ([True, False], 1)
+
+
+class Shop(store_pb2_grpc.StoreServicer):
+    """A store that says where its lane is, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.lane_port = self.num_asked = 0
+
+    async def Stats(self, request: Any, context: Any) -> store_pb2.StatsResponse:  # noqa: N802
+        self.num_asked += 1
+        return store_pb2.StatsResponse(lane_port=self.lane_port)
+
+    async def Exists(self, request: Any, context: Any) -> store_pb2.ExistsResponse:  # noqa: N802
+        return store_pb2.ExistsResponse(stored=[True])
+
+
+async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere() -> None:
+    shop, server, channels = Shop(), RpcServer(), Channels()
+    server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
+    calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
+    first, second = LaneServer(shop), LaneServer(shop)
+    await calls.open_lane(await first.start("127.0.0.1"))
+    request, started_s = store_pb2.ExistsRequest(keys=[b"k"]), time.monotonic()
+    assert isinstance(calls.fast, Lane)
+    await first.stop()
+    async with asyncio.timeout(10):
+        while isinstance(calls.fast, Lane):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    for _ in range(100):
+        assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
+    assert 1 <= shop.num_asked <= 1 + (time.monotonic() - started_s) / LOOK_AGAIN_S
+    shop.lane_port = await second.start("127.0.0.1")
+    async with asyncio.timeout(10):
+        while not isinstance(calls.fast, Lane):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
+    await calls.close()
+    await channels.close()
+    await second.stop()
+    await server.stop()
 
 
 async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> None:

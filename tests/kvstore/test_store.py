@@ -328,6 +328,7 @@ async def join_by(store: Any, way: str) -> StoreClient:
     if way == "gRPC":
         assert client._calls.lane is not None
         client._calls.lane.close()
+        client._calls.lane = None
     return client
 
 
