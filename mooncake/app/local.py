@@ -113,7 +113,7 @@ class LocalCluster:
         self._watchers: list[asyncio.Task[None]] = []
         self._fatal: asyncio.Future[MooncakeError] | None = None
         self._dead: set[int] = set()  # incarnations
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def http_url(self) -> str:
@@ -184,7 +184,7 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """End every process, the conductor first so that requests can finish. Idempotent."""
-        self._stopping = True
+        self._stopping.set()
         children = list(self.children.values())
         await _end([child for child in children if child.role == "conductor"], CONDUCTOR_GRACE_S)
         await _end(children, STOP_GRACE_S)
@@ -198,7 +198,7 @@ class LocalCluster:
 
     def kill(self) -> None:
         """End everything now, without waiting for anybody: for a second Ctrl-C."""
-        self._stopping = True
+        self._stopping.set()
         for child in self.children.values():
             if child.process is not None and child.pid:
                 _kill_group(child.process)
@@ -241,7 +241,7 @@ class LocalCluster:
         while True:
             born = time.monotonic()
             code = await self._live(child)
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             self._dead.add(child.incarnation)
             error = _death(child, code)
@@ -253,9 +253,26 @@ class LocalCluster:
             if time.monotonic() - born > STABLE_S:
                 backoff_s = MIN_BACKOFF_S
             self._tell(f"{error.message}; starting it again in {backoff_s:g} s")
+            backoff_s = await self._revive(child, backoff_s)
+            if self._stopping.is_set():
+                return
+
+    async def _revive(self, child: Child, backoff_s: float) -> float:
+        """Start it again after a pause, as often as the system has no room for a process; the next pause. While the
+        cluster stops nothing is started, and what was on its way is ended."""
+        while True:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            await self._spawn(child)
+            if self._stopping.is_set():
+                return backoff_s
+            try:
+                await self._spawn(child)
+            except OSError as error:
+                self._tell(f"cannot start {child.node_id}: {error.strerror}; trying again in {backoff_s:g} s")
+                continue
+            if self._stopping.is_set() and child.process is not None:
+                _kill_group(child.process)
+            return backoff_s
 
     async def _live(self, child: Child) -> int:
         """Pass on what a process logs until it ends; its exit code."""
@@ -277,7 +294,7 @@ class LocalCluster:
             for line in lines:
                 text = line.decode(errors="replace").rstrip()
                 child.last_lines.append(text)
-                if not self._stopping:  # nodes miss a conductor that has stopped before them: no news
+                if not self._stopping.is_set():  # nodes miss a conductor that has stopped before them: no news
                     self._tell_log(text)
 
     def _fail(self, error: MooncakeError) -> None:

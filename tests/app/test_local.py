@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,15 @@ async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def is_gone(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """As the kernel calls it; "" for none."""
     with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def is_gone(pid: int) -> bool:
+    return state_of(pid) in ("", "Z")
 
 
 async def test_it_answers_and_leaves_nothing_behind() -> None:
@@ -68,6 +74,52 @@ async def test_a_process_that_dies_comes_back_and_serves() -> None:
             await until(lambda node_id=node_id, old=old: cluster.pids.get(node_id, old) != old)
             assert any(f"{node_id} was killed by SIGKILL; starting it again" in sentence for sentence in told)
             await cluster.wait_ready()
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Whatever would open one, as a new process does, fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can() -> None:
+    told: list[str] = []
+    cluster = LocalCluster(small_config(), restart=True, tell=told.append)
+    try:
+        await cluster.start()
+        old = cluster.pids["store-0"]
+        with no_more_files():
+            os.kill(old, signal.SIGKILL)
+            await until(lambda: any(sentence.startswith("cannot start store-0: Too many open") for sentence in told))
+        await until(lambda: cluster.pids.get("store-0", old) != old)
+    finally:
+        await cluster.stop()
+
+
+async def test_nothing_is_started_again_while_the_cluster_stops() -> None:
+    told: list[str] = []
+    cluster = LocalCluster(small_config(), restart=True, tell=told.append)
+    try:
+        await cluster.start()
+        conductor, old = cluster.pids["conductor"], cluster.pids["store-0"]
+        os.kill(old, signal.SIGKILL)
+        await until(lambda: any("starting it again" in sentence for sentence in told))
+        os.kill(conductor, signal.SIGSTOP)  # so that stopping takes longer than the pause
+        await until(lambda: state_of(conductor) == "T")
+        stopping = asyncio.create_task(cluster.stop())
+        await asyncio.sleep(0.6)
+        process = cluster.children["store-0"].process
+        os.kill(conductor, signal.SIGCONT)
+        await stopping
+    finally:
+        await cluster.stop()
+    assert process is not None
+    assert process.pid == old
 
 
 @pytest.mark.slow
