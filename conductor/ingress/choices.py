@@ -149,7 +149,7 @@ class ChatWriter(ChoiceWriter):
         return "tool_calls" if reason == FinishReason.STOP and (self._num_calls or self._calls) else reason
 
     def _opening(self) -> list[AnyChoice]:
-        return [ChatChunkChoice(self._index, ChatDelta("assistant", ""))]
+        return [ChatChunkChoice(index=self._index, delta=ChatDelta(role="assistant", content=""))]
 
     def _chunk(self) -> AnyChoice:
         calls = [structs.replace(call, index=self._num_calls + i) for i, call in enumerate(self._calls)]
@@ -157,14 +157,25 @@ class ChatWriter(ChoiceWriter):
         self._num_calls += len(calls)
         self._calls = []
         return ChatChunkChoice(
-            self._index, delta, self._finish_reason, self._logprobs(), self._stop_reason, self._token_ids
+            index=self._index,
+            delta=delta,
+            finish_reason=self._finish_reason,
+            logprobs=self._logprobs(),
+            stop_reason=self._stop_reason,
+            token_ids=self._token_ids,
         )
 
     def whole(self) -> AnyChoice:
         has_calls = bool(self._calls)
         message = AssistantMessage(self._text or (None if has_calls else ""), tool_calls=self._calls or UNSET)
-        reason = self._finish_reason or "stop"
-        return ChatChoice(self._index, message, reason, self._logprobs(), self._stop_reason, self._token_ids)
+        return ChatChoice(
+            index=self._index,
+            message=message,
+            finish_reason=self._finish_reason or "stop",
+            logprobs=self._logprobs(),
+            stop_reason=self._stop_reason,
+            token_ids=self._token_ids,
+        )
 
     def _logprobs(self) -> ChatLogprobs | None:
         if not self._extras.logprobs:
@@ -195,14 +206,14 @@ class CompletionWriter(ChoiceWriter):
 
     def _choice(self, finish_reason: str | None) -> AnyChoice:
         return CompletionChoice(
-            self._index,
-            self._text,
-            finish_reason,
-            self._logprobs(),
-            self._stop_reason,
-            self._prompt_ids,
-            self._token_ids,
-            self.prompt_scores(),
+            index=self._index,
+            text=self._text,
+            finish_reason=finish_reason,
+            logprobs=self._logprobs(),
+            stop_reason=self._stop_reason,
+            prompt_token_ids=self._prompt_ids,
+            token_ids=self._token_ids,
+            prompt_logprobs=self.prompt_scores(),
         )
 
     def _logprobs(self) -> CompletionLogprobs | None:

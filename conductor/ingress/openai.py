@@ -92,7 +92,7 @@ class Call:
         return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.user or ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to run and how to tell it. ``writers`` are numbered as the answers through all ``jobs``."""
 
@@ -164,7 +164,7 @@ class OpenAIApi:
             echo = await self.pipeline.decode(tokens) if body.echo else ""
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
-        return await self._answer(Plan(call, COMPLETION, jobs, writers))
+        return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))
 
     async def chat(self, request: Request) -> Response:
         call, body = await self.receive(request, ChatRequest, CHAT.id_prefix)
@@ -180,11 +180,11 @@ class OpenAIApi:
         extras = self.extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
             Plan(
-                call,
-                CHAT,
-                [job],
-                [ChatWriter(index, extras, CallReader(tools.must_call) if tools else None) for index in range(n)],
-                job.request.tokens.tolist() if body.return_token_ids else UNSET,
+                call=call,
+                wording=CHAT,
+                jobs=[job],
+                writers=[ChatWriter(i, extras, CallReader(tools.must_call) if tools else None) for i in range(n)],
+                prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
             )
         )
 
@@ -342,15 +342,15 @@ class OpenAIApi:
         model = self.pipeline.model
         call = plan.call
         return Envelope(
-            call.answer_id,
-            kind,
-            call.created,
-            call.fields.model or model.name,
-            choices,
-            model.fingerprint,
-            usage,
-            prompt_token_ids,
-            prompt_logprobs,
+            id=call.answer_id,
+            object=kind,
+            created=call.created,
+            model=call.fields.model or model.name,
+            choices=choices,
+            system_fingerprint=model.fingerprint,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _card(self, name: str) -> ModelCard:

@@ -379,7 +379,7 @@ StopReason = str | int | UnsetType | None
 """vLLM's, with the end: which of the request's stop strings or tokens it was."""
 
 
-class ChatChoice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     finish_reason: str
@@ -388,7 +388,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, frozen=True):
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     finish_reason: str | None = None
@@ -397,7 +397,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChoice(msgspec.Struct, frozen=True):
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Of whole answers and of chunks alike."""
 
     index: int
@@ -410,7 +410,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Around the choices of a whole answer (with usage) or of one chunk."""
 
     id: str
