@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from conductor.ingress.http import error_response
+from conductor.ingress.http_errors import error_response
 from mooncake.api_keys import HEADER, ApiKeys
 from mooncake.errors import Unauthenticated
 

@@ -17,9 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from conductor.api import Generator
-from conductor.ingress import http
 from conductor.ingress.access import KeyMiddleware
+from conductor.ingress.edge import EdgeMiddleware
+from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
+from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_response, json_response
+from conductor.ingress.http_server import HttpServer
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
 from conductor.ingress.pipeline import Pipeline, ServedModel
@@ -52,7 +55,7 @@ class Ingress:
         dispatcher: Generator,
         status: Callable[[], StatusResponse],
         stats: DispatchStats,
-        keep_alive_s: float = http.KEEP_ALIVE_S,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
@@ -67,8 +70,8 @@ class Ingress:
         if limits.allowed_origins:  # outside of the keys: a browser asks first, without any
             told = ("x-request-id", "x-mooncake-warning", "retry-after")
             app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=told)
-        edge = http.EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
-        self._server = http.HttpServer(edge, limits)
+        edge = EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
+        self._server = HttpServer(edge, limits)
 
     def add_grpc(self, server: RpcServer) -> None:
         """Before the server starts."""
@@ -104,19 +107,19 @@ class Ingress:
         return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
 
     async def _version(self, request: Request) -> Response:
-        return http.json_response({"version": project_version()})
+        return json_response({"version": project_version()})
 
     async def _live(self, request: Request) -> Response:
-        return http.json_response({"status": "live"})
+        return json_response({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
         if not self._pipeline.is_open:
-            return http.json_response({"status": "stopping"}, 503)
+            return json_response({"status": "stopping"}, 503)
         status = self._status()
         if status.ready:
-            return http.json_response({"status": "ready"})
+            return json_response({"status": "ready"})
         body = {"status": "waiting", "waiting_for": list(status.waiting_for)}
-        return http.json_response(body, 503, {"retry-after": "1"})
+        return json_response(body, 503, {"retry-after": "1"})
 
     async def _metrics_page(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -125,7 +128,7 @@ class Ingress:
         body = json_format.MessageToDict(
             self._status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-        return http.json_response(body, headers={"cache-control": "no-store"})
+        return json_response(body, headers={"cache-control": "no-store"})
 
     async def _page(self, request: Request) -> Response:
         page = resources.files("conductor.ingress").joinpath("status.html").read_bytes()
@@ -154,15 +157,15 @@ def project_version() -> str:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return http.error_response(http.NoSuchRoute(f"no such path: {request.method} {request.url.path[:200]}"))
+    return error_response(NoSuchRoute(f"no such path: {request.method} {request.url.path[:200]}"))
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    response = http.error_response(_wrong(request))
+    response = error_response(_wrong(request))
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response
 
 
 def _wrong(request: Request) -> MooncakeError:
-    return http.WrongMethod(f"{request.url.path[:200]} does not take {request.method}")
+    return WrongMethod(f"{request.url.path[:200]} does not take {request.method}")

@@ -1,7 +1,7 @@
 """OpenAI's HTTP API over the shared pipeline: models, completions, chat, and vLLM's tokenize and detokenize.
 
-It knows what each field means and how answers are worded. It must not know sockets (``http.py``), nor generate
-anything itself (``pipeline.py``).
+It knows what each field means and how answers are worded. It must not know sockets (``http_server.py``), nor
+generate anything itself (``pipeline.py``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,9 @@ from starlette.routing import Route
 
 from conductor.ingress.answers import Job, Piece
 from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter, Extras
-from conductor.ingress.http import (
-    ClientGone,
-    EventStream,
-    StreamingAnswer,
-    error_response,
-    json_response,
-    known_error,
-    read_json_body,
-    unless_gone,
-)
+from conductor.ingress.event_stream import EventStream, StreamingAnswer
+from conductor.ingress.http_client import read_json_body, unless_gone
+from conductor.ingress.http_errors import ClientGone, error_response, json_response, known_error
 from conductor.ingress.messages import Conversation, chat_messages
 from conductor.ingress.openai_types import (
     ChatRequest,

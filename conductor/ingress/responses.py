@@ -18,7 +18,9 @@ from starlette.routing import Route
 
 from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.choices import Extras, content_logprob
-from conductor.ingress.http import EventStream, StreamingAnswer, event_frame, json_response, unless_gone
+from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
+from conductor.ingress.http_client import unless_gone
+from conductor.ingress.http_errors import json_response
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai import WARNING_HEADER, Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentLogprob, ContentPart, JsonSchema, ResponseFormat

@@ -12,7 +12,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.ingress.http import ConnectionLimits, HttpServer
+from conductor.ingress.http_server import ConnectionLimits, HttpServer
 from mooncake.errors import NodeUnavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

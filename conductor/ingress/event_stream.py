@@ -1,0 +1,114 @@
+"""Server-sent events: frames, silence filled with comments, and a response whose events come one by one.
+
+It knows nothing of what the events say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from conductor.ingress.http_client import unless_gone
+from conductor.ingress.http_errors import ClientGone, error_body, error_response, known_error
+from mooncake.errors import MooncakeError
+
+KEEP_ALIVE_S = 5.0  # silence on an event stream after which a comment is sent
+LAST_WORD_S = 0.5  # for the error that ends a stream to be sent
+
+
+def event_frame(data: bytes, name: str = "") -> bytes:
+    """One server-sent event; ``data`` has no line breaks, as JSON has none."""
+    return (b"event: %b\n" % name.encode() if name else b"") + b"data: %b\n\n" % data
+
+
+def _error_frame(error: MooncakeError) -> bytes:
+    return event_frame(msgspec.json.encode(error_body(error)))
+
+
+class EventStream:
+    """Server-sent events on one response. The response starts with the first event or keep-alive comment, so that an
+    error before it still has a status of its own."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str], keep_alive_s: float) -> None:
+        self._send = send
+        self._headers = headers
+        self._keep_alive_s = keep_alive_s
+        self._lock = asyncio.Lock()
+        self._last_at = asyncio.get_running_loop().time()
+        self.has_started = False
+
+    async def event(self, data: bytes, name: str = "") -> None:
+        await self._write(event_frame(data, name))
+
+    async def end(self, frame: bytes) -> None:
+        await self._write(frame, more=False)
+
+    async def keep_alive(self) -> None:
+        """Comment on every silence, so that neither the client nor a proxy takes it for a dead connection."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = self._last_at + self._keep_alive_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await self._write(b": keep-alive\n\n")
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        async with self._lock:
+            self._last_at = asyncio.get_running_loop().time()
+            if not self.has_started:
+                self.has_started = True
+                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                headers |= {"x-accel-buffering": "no", **self._headers}
+                raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class StreamingAnswer(Response):
+    """A response whose events ``produce`` writes. A failure is a plain error response before the first byte, and the
+    frame that ``failed`` makes of it after that; the frame ``last`` ends a whole answer only."""
+
+    def __init__(
+        self,
+        produce: Callable[[EventStream], Awaitable[None]],
+        headers: Mapping[str, str],
+        keep_alive_s: float,
+        last: bytes = event_frame(b"[DONE]"),
+        failed: Callable[[MooncakeError], bytes] = _error_frame,
+    ) -> None:
+        super().__init__()
+        self._last = last
+        self._failed = failed
+        self._produce = produce
+        self._stream_headers = headers
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send, self._stream_headers, self._keep_alive_s)
+        try:
+            await unless_gone(receive, self._run(stream))
+        except ClientGone:
+            return
+        except Exception as failure:
+            error = known_error(failure, scope["path"])
+            if not stream.has_started:
+                await error_response(error)(scope, receive, send)
+                return
+            with contextlib.suppress(TimeoutError):  # a client that does not read will not read this either
+                async with asyncio.timeout(LAST_WORD_S):
+                    await stream.end(self._failed(error))
+
+    async def _run(self, stream: EventStream) -> None:
+        keeping_alive = asyncio.create_task(stream.keep_alive(), name="keep an event stream alive")
+        try:
+            await self._produce(stream)
+        finally:
+            keeping_alive.cancel()
+            await asyncio.gather(keeping_alive, return_exceptions=True)
+        await stream.end(self._last)

@@ -1,0 +1,56 @@
+"""What a handler has of its client: a body within bounds, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from conductor.ingress.http_errors import BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
+
+MAX_BODY_BYTES = 4 << 20
+BODY_TIMEOUT_S = 30.0
+
+
+async def read_json_body(request: Request) -> bytes:
+    """The raw body. Raises BodyTooLarge, BodyTooSlow, UnsupportedMediaType, or ClientGone."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType("the body must be JSON; send the header Content-Type: application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client went away")
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"a request body may have at most {MAX_BODY_BYTES} bytes")
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise BodyTooSlow(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Do ``work`` while the client stays; cancel it and raise ClientGone as soon as the client goes."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(_until_gone(receive), name="watch the client")
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client went away")
+        working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,116 @@
+"""How errors are told over HTTP: OpenAI's body, a status, and headers that say whether to try again.
+
+It also has the errors that only HTTP knows, and plain JSON responses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from mooncake.errors import (
+    CallerError,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MooncakeError,
+    Overloaded,
+    RetryElsewhere,
+    TryLater,
+)
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class BodyTooLarge(CallerError):
+    """More bytes than a request may have."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlow(CallerError):
+    """The client stopped sending half-way."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
+class UnsupportedMediaType(CallerError):
+    """The body is not declared to be JSON."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class ClientGone(Cancelled):
+    """Nobody listens any more: no response is due."""
+
+
+class NoSuchRoute(CallerError):
+    http_status = 404
+    code = "not_found"
+
+
+class WrongMethod(CallerError):
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def error_body(error: MooncakeError) -> ErrorBody:
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return ErrorBody(ErrorDetail(error.message, _error_type(error), param, error.code))
+
+
+def error_response(error: MooncakeError) -> Response:
+    return json_response(error_body(error), error.http_status, error_headers(error))
+
+
+def error_headers(error: MooncakeError) -> dict[str, str]:
+    """Clients try 408, 409, 429 and 5xx again: say when, and say so when it is of no use."""
+    if isinstance(error, (TryLater, RetryElsewhere)):
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else _RETRY_S
+        return {"retry-after-ms": str(max(1, round(wait_s * 1e3))), "retry-after": str(max(1, math.ceil(wait_s)))}
+    if isinstance(error, (DeadlineExceeded, BodyTooSlow)):
+        return {"x-should-retry": "false"}
+    return {}
+
+
+def _error_type(error: MooncakeError) -> str:
+    if isinstance(error, CallerError):
+        return "invalid_request_error"
+    if isinstance(error, TryLater):
+        return "rate_limit_error"
+    if isinstance(error, RetryElsewhere):
+        return "service_unavailable_error"
+    return "timeout_error" if isinstance(error, DeadlineExceeded) else "server_error"
+
+
+def known_error(error: Exception, what: str) -> MooncakeError:
+    """The error as one of ours. A foreign one is our bug: logged in full, told as one sentence."""
+    if isinstance(error, MooncakeError):
+        return error
+    log.error("unexpected error in %s", what, exc_info=error)
+    return InternalError("internal error; the server's log has the details")
+
+
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

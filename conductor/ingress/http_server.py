@@ -1,0 +1,186 @@
+"""A listening socket and its connections: how many there may be, and how long each may take.
+
+It knows sockets, heads and timers, and nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mooncake.config import ConductorSection
+from mooncake.errors import ConfigError
+
+MAX_HEADER_BYTES = 64 << 10
+UNREAD_TIMEOUT_S = 60.0  # for a client to take what was sent
+LINGER_S = 0.5
+STOP_GRACE_S = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Of one listening socket. Every connection costs a file descriptor, with or without a key."""
+
+    head_s: float = 30.0  # for the head of a request to arrive
+    idle_s: float = 30.0  # of a connection between requests
+    max_open: int = 4096  # connections at once; a quarter of the process's file descriptors, if that is less
+
+    @property
+    def num_open(self) -> int:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.max_open if most == resource.RLIM_INFINITY else min(self.max_open, most // 4)
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with bounds: on connections, on the size of a request's head and on the time it may take.
+
+    At any time a request is answered, or a timer runs that will close the connection.
+    """
+
+    _head_bytes = 0
+    _is_in_head = True
+    _is_refused = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, limits: ConnectionLimits, **settings: Any) -> None:
+        """``settings`` are uvicorn's."""
+        super().__init__(**settings)
+        self._limits = limits
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head()
+        if len(self.connections) > self._limits.num_open:
+            self.connections.discard(self)  # it is on its way out, and keeps nobody else out
+            self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_head()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+            raise ValueError("the head of the request is too large")  # ends the parsing of what is read already
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request")
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEADER_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large")
+        elif self.cycle.response_complete and self._timer is None:
+            # No request: an empty line, or more of a body that nobody reads. uvicorn has stopped its timer for it.
+            self._timer = self.loop.call_later(self._limits.idle_s, self.transport.close)
+
+    def _start_head(self) -> None:
+        self._stop_timer()
+        self._head_bytes = 0
+        self._is_in_head = True
+        self._timer = self.loop.call_later(self._limits.head_s, self._refuse, b"408 Request Timeout")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: bytes) -> None:
+        """Answer, then drop what still arrives for a moment: closing at once would reset the answer away."""
+        if not (self._is_refused or self.transport.is_closing()):
+            self._is_refused = True
+            self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+            self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside our event loop: signals belong to whoever runs the process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One listening socket and its uvicorn server."""
+
+    def __init__(
+        self, app: ASGIApp, tls: ConductorSection | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
+        """``tls`` names the files of HTTPS, if it names any; ``check_tls`` has read them."""
+        tls = tls or ConductorSection()
+        limits = limits or ConnectionLimits()
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(_BoundedProtocol, limits),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=STOP_GRACE_S,
+            ssl_certfile=tls.ssl_certfile or None,
+            ssl_keyfile=tls.ssl_keyfile or None,
+            ssl_ca_certs=tls.ssl_ca_certs or None,
+            ssl_cert_reqs=tls.ssl_cert_reqs,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port chosen when ``port`` is 0. Raises ConfigError when the address cannot be had."""
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family, backlog=512)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from None
+        listener.setblocking(False)
+        # What it accepts inherits both. Without the first, a response of two writes waits 40 ms for a client's delayed
+        # ACK; with the second, the kernel drops a client that takes nothing of what is ready for it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1e3))
+        bound = int(listener.getsockname()[1])
+        self._task = asyncio.create_task(self._server.serve([listener]), name="http server")
+        await self._server.listening.wait()
+        return bound
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._task = None
