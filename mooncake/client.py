@@ -115,7 +115,7 @@ class Client:
         messages: Messages | None = None,
         token_ids: Sequence[int] | None = None,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str = "",
         session: str = "",
         request_id: str = "",
@@ -144,7 +144,7 @@ class Client:
         messages: Messages | None = None,
         token_ids: Sequence[int] | None = None,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str = "",
         session: str = "",
         request_id: str = "",
@@ -233,7 +233,7 @@ def _request(
     messages: Messages | None,
     token_ids: Sequence[int] | None,
     sampling: SamplingParams | None,
-    stop: Sequence[str],
+    stop: str | Sequence[str],
     cache_salt: str,
     request_id: str,
     priority: int,
@@ -243,7 +243,11 @@ def _request(
         raise InvalidRequest("give exactly one of prompt, messages and token_ids", "prompt")
     with _refusing_what_cannot_be_sent():
         request = pb.GenerateRequest(
-            request_id=request_id, model=model, stop=stop, cache_salt=cache_salt, priority=priority
+            request_id=request_id,
+            model=model,
+            stop=[stop] if isinstance(stop, str) else stop,
+            cache_salt=cache_salt,
+            priority=priority,
         )
         if prompt is not None:
             check_type("prompt", prompt, str, "a text (token ids are given as token_ids)")
