@@ -125,8 +125,8 @@ class Client:
     ) -> GenerateResult:
         """The whole answer to exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
-        ``sampling`` None leaves everything to the server: a seed of its own, and as many tokens as it gives by default
-        (16; for messages what the context leaves). ``cache_salt`` narrows which cached blocks may be reused;
+        ``sampling`` None leaves everything to the server, also how many tokens there are (16; for messages what the
+        context leaves); its seed 0 stands for a random one. ``cache_salt`` narrows which cached blocks may be reused;
         ``session`` hints which requests belong together; a lower ``priority`` comes first; ``model`` names an adapter
         ("" is the model itself).
         """
@@ -259,6 +259,8 @@ def _request(
         if sampling is not None:
             check_type("sampling", sampling, SamplingParams)
             request.sampling.CopyFrom(sampling_to_wire(sampling))
+            if not sampling.seed:
+                request.sampling.ClearField("seed")  # the server draws one
     return request
 
 

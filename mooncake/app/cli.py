@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import secrets
 import sys
 from collections.abc import Mapping
 from json import dumps as json_text  # a JSON string or number is one of TOML too
@@ -54,7 +53,7 @@ Address = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.", show_default="random")]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answer; 0: random.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.", show_default=False)]
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
@@ -167,7 +166,7 @@ def generate(
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
-    seed: Seed = None,
+    seed: Seed = 0,
     stop: Stop = None,
     timeout_s: Annotated[
         float | None,
@@ -200,7 +199,7 @@ def chat(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
-    seed: Seed = None,
+    seed: Seed = 0,
     stop: Stop = None,
 ) -> None:
     """A conversation; each turn reuses the blocks of those before."""
@@ -381,16 +380,10 @@ def _address(address: str, path: Path | None, overrides: list[str] | None) -> st
     return check_address(address or settings.conductor_address)
 
 
-def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:
-    """The client sends a whole SamplingParams, so a seed that was not given is drawn here."""
+def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingParams:
     from mooncake.types import SamplingParams
 
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=secrets.randbits(63) if seed is None else seed,
-    )
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
 
 def exit_code(error: MooncakeError) -> int:

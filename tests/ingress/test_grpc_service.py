@@ -103,6 +103,15 @@ async def test_the_client_says_what_comes_first_and_which_model_answers(front):
         await say(front, prompt="ab", model="other")
 
 
+async def test_a_client_that_names_no_seed_gets_one_of_its_own(front):
+    for sampling in (None, SamplingParams(), SamplingParams(), SamplingParams(seed=7), SamplingParams(seed=7)):
+        await say(front, prompt="x", sampling=sampling)
+
+    *drawn, first, again = [asked.sampling.seed for asked in front.script.asked]
+    assert len({0, *drawn}) == 4
+    assert first == again == 7
+
+
 async def test_a_person_reads_an_error_after_streamed_text_on_a_line_of_its_own(front, capsys):
     front.script.error, front.script.error_after = HandoffFailed("lost"), 5
     options = TalkOptions(front.grpc_address, SamplingParams(max_tokens=9))
