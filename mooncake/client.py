@@ -23,7 +23,12 @@ from mooncake.api_keys import bearer, own_api_key
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
-from mooncake.rpc.convert import report_from_wire, sampled_from_wire, sampling_to_wire
+from mooncake.rpc.convert import (
+    prompt_logprobs_from_wire,
+    report_from_wire,
+    sampled_from_wire,
+    sampling_to_wire,
+)
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, check_address
 from mooncake.types import PrefillReport, SampledToken, SamplingParams, Usage, check_type
@@ -58,6 +63,7 @@ class GenerateChunk:
     usage: Usage | None = None
     timings: RequestTimings | None = None
     choice: int = 0  # which of several answers it belongs to
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # once, when asked for: of all prompt tokens but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class GenerateResult:
     usage: Usage
     timings: RequestTimings
     others: tuple[GenerateResult, ...] = ()  # the further answers, when ``sampling`` asked for several
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # when asked for: of all prompt tokens but the first
 
     @property
     def token_ids(self) -> list[int]:
@@ -292,21 +299,27 @@ def _whole(chunks: Sequence[GenerateChunk]) -> GenerateResult:
         finish_reason=last.finish_reason,
         usage=last.usage,
         timings=last.timings,
+        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
     )
 
 
 def _chunk(response: pb.GenerateResponse) -> GenerateChunk:
-    tokens = tuple(sampled_from_wire(token) for token in response.tokens)
-    if not response.finish_reason:
-        return GenerateChunk(response.request_id, tokens, response.text, choice=response.choice)
-    usage, timings = response.usage, response.timings
-    return GenerateChunk(
+    scores = response.prompt_logprobs if response.HasField("prompt_logprobs") else None
+    chunk = GenerateChunk(
         response.request_id,
-        tokens,
+        tuple(sampled_from_wire(token) for token in response.tokens),
         response.text,
-        response.finish_reason,
-        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-        RequestTimings(
+        choice=response.choice,
+        prompt_logprobs=None if scores is None else prompt_logprobs_from_wire(scores),
+    )
+    if not response.finish_reason:
+        return chunk
+    usage, timings = response.usage, response.timings
+    return replace(
+        chunk,
+        finish_reason=response.finish_reason,
+        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        timings=RequestTimings(
             timings.ttft_ms,
             timings.mean_tbt_ms,
             timings.p90_tail_tbt_ms,
@@ -315,5 +328,4 @@ def _chunk(response: pb.GenerateResponse) -> GenerateChunk:
             timings.prefill_node,
             timings.decode_node,
         ),
-        response.choice,
     )

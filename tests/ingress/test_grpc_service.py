@@ -94,6 +94,18 @@ async def test_an_answer_has_tokens_text_usage_and_timings(front):
     assert front.script.asked[0].sampling.seed == 9
 
 
+@pytest.mark.parametrize("best_of", [0, 3])
+async def test_the_prompt_s_log_probabilities_come_with_every_answer(front, best_of):
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=1, n=2, best_of=best_of)
+    answer = await say(front, prompt="abc", sampling=sampling)
+    plain = await say(front, prompt="abc")
+
+    for each in (answer, *answer.others):
+        assert [(token.token_id, token.logprob.logprob) for token in each.prompt_logprobs] == [(98, -0.25), (99, -0.5)]
+        assert each.prompt_logprobs[0].logprob.top == ((97, -1.0),)
+    assert len(answer.others) == 1 and plain.prompt_logprobs is None
+
+
 async def test_the_client_says_what_comes_first_and_which_model_answers(front):
     await say(front, prompt="ab", priority=-7, model="bytes", session="s-1")
 
