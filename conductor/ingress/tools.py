@@ -86,19 +86,12 @@ class Tools:
         """What such an answer has to look like."""
         if not self.must_call:
             return None
-        forms = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": function.name},
-                    "arguments": function.parameters or {"type": "object"},
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for function in self.functions
-        ]
-        return Guide(GuideKind.JSON_SCHEMA, json.dumps(forms[0] if len(forms) == 1 else {"anyOf": forms}))
+        if len(self.functions) == 1:
+            schema = _form_of_call(self.functions[0])
+        else:
+            forms = enumerate(self.functions)
+            schema = {"anyOf": [_form_of_call(function, f"/anyOf/{number}") for number, function in forms]}
+        return Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
 
     def listed(self) -> list[dict[str, object]]:
         """As chat templates take them."""
@@ -139,6 +132,33 @@ def tools_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> To
                 raise InvalidRequest(f"there is no tool {choice.function.name[:64]!r} to choose", "tool_choice")
             return Tools(named, must_call=True)
     raise InvalidRequest("tool_choice is none, auto, required or a function", "tool_choice")
+
+
+def _form_of_call(function: Function, place: str = "") -> dict[str, object]:
+    """The schema of a call, for use at ``place`` of a schema."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function.name},
+            "arguments": _at(f"{place}/properties/arguments", function.parameters or {"type": "object"}),
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _at(place: str, schema: dict[str, object]) -> dict[str, object]:
+    """``schema`` for use at ``place`` of another one: "#" is that one's root there, unless ``schema`` has a name."""
+    if "$id" in schema:
+        return schema
+
+    def moved(part: dict[str, object]) -> dict[str, object]:
+        ref = part.get("$ref")
+        is_own = isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))
+        return part | {"$ref": f"#{place}{str(ref)[1:]}"} if is_own else part
+
+    found: dict[str, object] = json.loads(json.dumps(schema), object_hook=moved)
+    return found
 
 
 def said_calls(content: str, calls: Sequence[SaidCall], where: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from conductor.ingress.tools import CallReader
+from mooncake.guides import Guides
 from mooncake.types import GuideKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -90,6 +91,42 @@ async def test_a_call_can_be_demanded(front, client, choice):
     assert ("get_time" in guide.text) == (choice == "required")
     assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
     assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Bern"}
+
+
+def booking(field: str, place: dict) -> dict:
+    """A tool as Pydantic describes one: a model within a model."""
+    return {
+        "type": "function",
+        "function": {
+            "name": f"book_{field}",
+            "parameters": {
+                "$defs": {"Place": {"type": "object", "properties": place, "required": [*place]}},
+                "type": "object",
+                "properties": {field: {"$ref": "#/$defs/Place"}, "then": {"$ref": "#"}},
+                "required": [field],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book_flight"}}])
+async def test_a_call_is_held_to_what_its_parameters_refer_to(front, client, choice):
+    tools = [TIME, booking("room", {"city": {"type": "string"}}), booking("flight", {"gate": {"type": "integer"}})]
+    front.script.text = '{"name": "book_flight", "arguments": {"flight": {"gate": 3}}}'
+
+    await client.chat.completions.create(model="bytes", messages=ASK, tools=tools, tool_choice=choice)
+
+    def takes(call: str) -> bool:
+        state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[0].sampling.guide)
+        state.follow(front.tokenizer.encode(call))
+        allowed = state.allowed()
+        return allowed is not None and bool(allowed[front.tokenizer.eos_ids[0]])
+
+    assert takes(front.script.text)
+    assert takes('{"name": "book_flight", "arguments": {"flight": {"gate": 3}, "then": {"flight": {"gate": 4}}}}')
+    assert not takes('{"name": "book_flight", "arguments": {"flight": {"city": "Bern"}}}')
+    assert takes('{"name": "book_room", "arguments": {"room": {"city": "Bern"}}}') == (choice == "required")
 
 
 async def test_none_calls_nothing_and_tells_nothing(front, client):
