@@ -77,8 +77,9 @@ class SamplingParams:
 
     ``logprobs`` is None for none, or the number of top alternatives wanted beside the chosen token (0 to 20);
     ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress: ingress draws one
-    when the client gives none, and so does ``LLM`` for 0, which ``Client`` does not send. ``n`` answers are made of one prompt, answer i with the seed ``seed + i``; with
-    ``best_of`` so many are made and the ``n`` likeliest by token are kept.
+    when the client gives none, as ``LLM`` does for 0, which ``Client`` does not send. ``n`` answers are made of one
+    prompt, answer i with the seed ``seed + i``; with ``best_of`` so many are made and the ``n`` likeliest by token are
+    kept.
     """
 
     max_tokens: int = 16

@@ -28,7 +28,7 @@ from conductor.ingress.openai_types import (
     ToolCallBody,
     TopLogprob,
 )
-from conductor.ingress.tools import CallReader
+from conductor.ingress.tools import CallPart, CallReader, joined_calls
 from mooncake.types import FinishReason, SampledToken
 
 AnyChoice = ChatChoice | ChatChunkChoice | CompletionChoice
@@ -129,14 +129,14 @@ class ChatWriter(ChoiceWriter):
     def __init__(self, index: int, extras: Extras, calls: CallReader | None = None) -> None:
         super().__init__(index, extras)
         self._reader = calls
-        self._calls: list[ToolCallBody] = []  # not yet told
-        self._num_calls = 0
+        self._calls: list[CallPart] = []  # not yet told
+        self._num_calls = 0  # told
 
     def take(self, piece: Piece) -> None:
         if self._reader is not None:
             text, calls = self._reader.push(piece.text, is_last=piece.outcome is not None)
             piece = replace(piece, text=text)
-            self._calls += [ToolCallBody(call.call_id, CalledFunction(call.name, call.arguments)) for call in calls]
+            self._calls += calls
         super().take(piece)
 
     @property
@@ -152,9 +152,11 @@ class ChatWriter(ChoiceWriter):
         return [ChatChunkChoice(index=self._index, delta=ChatDelta(role="assistant", content=""))]
 
     def _chunk(self) -> AnyChoice:
-        calls = [structs.replace(call, index=self._num_calls + i) for i, call in enumerate(self._calls)]
+        calls: list[ToolCallBody] = []
+        for part in self._calls:
+            self._num_calls += bool(part.name)
+            calls.append(structs.replace(_call_body(part), index=self._num_calls - 1))
         delta = ChatDelta(content=self._text or None, tool_calls=calls or None)
-        self._num_calls += len(calls)
         self._calls = []
         return ChatChunkChoice(
             index=self._index,
@@ -166,8 +168,8 @@ class ChatWriter(ChoiceWriter):
         )
 
     def whole(self) -> AnyChoice:
-        has_calls = bool(self._calls)
-        message = AssistantMessage(self._text or (None if has_calls else ""), tool_calls=self._calls or UNSET)
+        calls = [_call_body(call) for call in joined_calls(self._calls)]
+        message = AssistantMessage(self._text or (None if calls else ""), tool_calls=calls or UNSET)
         return ChatChoice(
             index=self._index,
             message=message,
@@ -248,6 +250,12 @@ class EchoWriter(CompletionWriter):
     def take(self, piece: Piece) -> None:
         outcome = piece.outcome and replace(piece.outcome, finish_reason=FinishReason.LENGTH)
         super().take(replace(piece, tokens=(), text="", outcome=outcome))
+
+
+def _call_body(part: CallPart) -> ToolCallBody:
+    if not part.name:
+        return ToolCallBody(CalledFunction(part.arguments))
+    return ToolCallBody(CalledFunction(part.arguments, part.name), part.call_id, "function")
 
 
 def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:

@@ -351,15 +351,17 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    name: str
     arguments: str
+    name: str | UnsetType = UNSET
 
 
 class ToolCallBody(msgspec.Struct, frozen=True):
-    id: str
+    """In chunks it has an index; only the first one of a call has more than that and a part of the arguments."""
+
     function: CalledFunction
-    type: str = "function"
-    index: int | UnsetType = UNSET  # in chunks
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ from conductor.ingress.responses_types import (
     TextFormat,
 )
 from conductor.ingress.tools import (
+    CallPart,
     CallReader,
     Function,
     FunctionName,
@@ -50,8 +51,8 @@ from conductor.ingress.tools import (
     SaidCall,
     SaidFunction,
     Tool,
-    ToolCall,
     Tools,
+    joined_calls,
     said_calls,
     tool_response,
     tools_of,
@@ -128,6 +129,7 @@ class ResponseWriter:
         self._num_events = 0
         self._items: list[OutputItem] = []
         self._is_message_open = False  # the last item
+        self._call: list[CallPart] = []  # parts of the open one, the last item
         self._text = ""  # of the open message
         self._logprobs: list[ContentLogprob] = []  # likewise
         self._tokens: list[SampledToken] = []  # whose text is not yet told
@@ -138,7 +140,7 @@ class ResponseWriter:
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
-        text, calls = piece.text, list[ToolCall]()
+        text, calls = piece.text, list[CallPart]()
         if self._reader is not None:
             text, calls = self._reader.push(piece.text, is_last=piece.outcome is not None)
         self._tokens += piece.tokens
@@ -147,13 +149,13 @@ class ResponseWriter:
         status = "incomplete" if is_cut else "completed"
         if text:
             self._say(text)
-        for call in calls:
-            self._close_message("completed")
-            self._add_call(call)
+        for part in calls:
+            self._take_call(part)
         if piece.outcome is not None:
             if not self._items:
                 self._open_message()
             self._close_message(status)
+            self._close_call("incomplete")
             self._finish(status, piece.outcome)
         events, self._events = self._events, []
         return events
@@ -206,14 +208,24 @@ class ResponseWriter:
         self._tell("response.content_part.done", **where, part=part)
         self._done(structs.replace(self._items[-1], status=status, content=[part]))
 
-    def _add_call(self, call: ToolCall) -> None:
+    def _take_call(self, part: CallPart) -> None:
         self._tokens = []
-        item = CallItem(f"fc_{uuid.uuid4().hex}", "in_progress", call.call_id, call.name, "")
-        self._add(item)
-        self._tell("response.function_call_arguments.delta", **self._last, delta=call.arguments)
+        if part.name:
+            self._close_message("completed")
+            self._add(CallItem(f"fc_{uuid.uuid4().hex}", "in_progress", part.call_id, part.name, ""))
+        self._call.append(part)
+        if part.arguments:
+            self._tell("response.function_call_arguments.delta", **self._last, delta=part.arguments)
+        if part.is_end:
+            self._close_call("completed")
+
+    def _close_call(self, status: str) -> None:
+        if not self._call:
+            return
+        [call], self._call = joined_calls(self._call), []
         kind = "response.function_call_arguments.done"
         self._tell(kind, **self._last, name=call.name, arguments=call.arguments)
-        self._done(structs.replace(item, status="completed", arguments=call.arguments))
+        self._done(structs.replace(self._items[-1], status=status, arguments=call.arguments))
 
     def _finish(self, status: str, outcome: Outcome) -> None:
         usage = outcome.usage

@@ -24,6 +24,9 @@ MAX_TOOLS = 128
 _NOT_JSON = (ValueError, RecursionError)  # the second: nested beyond any sense
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
+_CALL_START = '{"name": "'  # of a call as its guide writes it
+_CALL_HEAD = re.compile(r'{"name": "([^"]*)", "arguments": ')
+
 _PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
 <tools>
 {tools}
@@ -69,10 +72,26 @@ class SaidCall(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class CallPart:
+    """A call as far as it is known, or more of the arguments of the last one: that has no name."""
+
     call_id: str
     name: str
-    arguments: str  # the text of a JSON object
+    arguments: str  # the text of a JSON object; together with what follows
+    is_end: bool = True  # nothing of it follows
+
+
+def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
+    """Whole calls; the last one may have been cut short."""
+    calls: list[list[CallPart]] = []
+    for part in parts:
+        if part.name:
+            calls.append([])
+        calls[-1].append(part)
+    return [
+        CallPart(call[0].call_id, call[0].name, "".join(part.arguments for part in call), call[-1].is_end)
+        for call in calls
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +201,17 @@ def tool_response(content: str) -> ChatMessage:
 class CallReader:
     """Text of one answer in; text that is for the user, and calls, out. What may be the start of a call waits.
 
-    With ``is_call`` the whole answer is one call, without tags. What looks like a call and is none stays text; a call
-    at the end may lack its tag.
+    With ``is_call`` the whole answer is one call, without tags, as its guide writes it: that is told as it comes. What
+    looks like a call and is none stays text; a call at the end may lack its tag.
     """
 
     is_call: bool = False
     _held: str = ""
     _is_behind_call: bool = False  # and white space there is no text
-    _calls: list[ToolCall] = field(default_factory=list)
+    _calls: list[CallPart] = field(default_factory=list)
+    _arguments: _Value | None = None  # of the call that the whole answer is
 
-    def push(self, text: str, is_last: bool) -> tuple[str, list[ToolCall]]:
+    def push(self, text: str, is_last: bool) -> tuple[str, list[CallPart]]:
         """``is_last``: nothing follows."""
         self._held += text
         said = self._whole(is_last) if self.is_call else self._parts(is_last)
@@ -199,10 +219,24 @@ class CallReader:
         return said, calls
 
     def _whole(self, is_last: bool) -> str:
-        if not is_last:
-            return ""
+        call_id = name = ""
+        if self._arguments is None:
+            head = _CALL_HEAD.match(self._held)
+            if head is None:
+                return self._without_name() if is_last else ""
+            call_id, name = _call_id(), head[1]
+            self._held, self._arguments = self._held[head.end() :], _Value()
+        if not self._arguments.is_whole:
+            arguments = self._arguments.take(self._held)
+            if name or arguments or self._arguments.is_whole:
+                self._calls.append(CallPart(call_id, name, arguments, self._arguments.is_whole))
+        self._held = ""
+        return ""
+
+    def _without_name(self) -> str:
+        """Of what was cut short before the name was there, nothing is text; all of what was to be no call."""
         text, self._held = self._held, ""
-        return "" if self._read(text) else text  # cut short by max_tokens
+        return "" if _CALL_START.startswith(text[: len(_CALL_START)]) else text
 
     def _parts(self, is_last: bool) -> str:
         said = ""
@@ -232,13 +266,48 @@ class CallReader:
         except _NOT_JSON:
             return False
         forms = found if isinstance(found, list) else [found]
-        if not forms or not all(isinstance(form, dict) and isinstance(form.get("name"), str) for form in forms):
+        if not forms or not all(map(_is_call, forms)):
             return False
         for form in forms:
             arguments = form.get("arguments", form.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            self._calls.append(ToolCall(f"call_{secrets.token_hex(12)}", form["name"], text))
+            self._calls.append(CallPart(_call_id(), form["name"], text))
         return True
+
+
+@dataclass(slots=True)
+class _Value:
+    """Reads a JSON value that is a member of an object, to its end."""
+
+    is_whole: bool = False
+    _depth: int = 0
+    _is_text: bool = False
+    _is_escaped: bool = False
+
+    def take(self, text: str) -> str:
+        """The part of ``text`` that belongs to it."""
+        for at, char in enumerate(text):
+            if self._is_text:
+                self._is_text = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._is_text = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth < 1:
+                    self.is_whole = True
+                    return text[: at + 1 + self._depth]
+        return text
+
+
+def _is_call(form: object) -> bool:
+    return isinstance(form, dict) and isinstance(name := form.get("name"), str) and bool(name)
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -174,6 +174,22 @@ async def test_a_call_can_be_demanded(front, client, choice):
     assert [item.type for item in response.output] == ["function_call"]
 
 
+async def test_a_demanded_call_streams_as_it_is_made_and_may_be_cut(front, client):
+    front.script.text = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    wishes = {"model": "bytes", "input": "W?", "tools": [WEATHER], "tool_choice": "required", "stream": True}
+    for limit, status, arguments in ((None, "completed", '{"city": "Bern"}'), (50, "incomplete", '{"city": "Ber')):
+        events = [event async for event in await client.responses.create(**wishes, max_output_tokens=limit)]
+        [added, *deltas, _, _, last] = events[2:]
+        assert (added.type, added.item.name, last.type) == (
+            "response.output_item.added",
+            "get_weather",
+            f"response.{status}",
+        )
+        assert len(deltas) > 10 and "".join(event.delta for event in deltas) == arguments
+        [call] = last.response.output
+        assert (call.type, call.status, call.arguments) == ("function_call", status, arguments)
+
+
 async def test_an_error_before_the_first_token_has_its_status_and_one_after_it_an_event(front, client):
     front.script.error = NodeUnavailable("gone")
     with pytest.raises(openai.InternalServerError, match="gone"):

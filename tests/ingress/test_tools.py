@@ -8,7 +8,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.tools import CallReader
+from conductor.ingress.tools import CallReader, joined_calls
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
 
@@ -91,6 +91,42 @@ async def test_a_call_can_be_demanded(front, client, choice):
     assert ("get_time" in guide.text) == (choice == "required")
     assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
     assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Bern"}
+
+
+async def test_a_demanded_call_streams_as_it_is_made(front, client):
+    arguments = '{"city": "Z\\"}ürich", "days": [{"n": 1}, {}]}'
+    front.script.text = f'{{"name": "get_weather", "arguments": {arguments}}}'
+
+    stream = await client.chat.completions.create(
+        model="bytes", messages=ASK, tools=[WEATHER], tool_choice="required", stream=True
+    )
+    choices = [chunk.choices[0] async for chunk in stream]
+
+    [first, *more] = [call for choice in choices for call in choice.delta.tool_calls or []]
+    assert (first.index, first.type, first.function.name) == (0, "function", "get_weather") and first.id
+    assert len(more) > 20 and {(call.index, call.id, call.function.name) for call in more} == {(0, None, None)}
+    assert "".join(call.function.arguments for call in [first, *more]) == arguments
+    assert not any(choice.delta.content for choice in choices)
+    assert choices[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("length", "told"), [(15, None), (47, '{"city": "')])
+async def test_a_demanded_call_that_is_cut_shows_what_there_is_of_it(front, client, stream, length, told):
+    front.script.text = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    wishes = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": length}
+
+    answer = await client.chat.completions.create(model="bytes", stream=stream, **wishes)
+    if stream:
+        choices = [chunk.choices[0] async for chunk in answer]
+        messages = [choice.delta for choice in choices]
+    else:
+        choices = answer.choices
+        messages = [choice.message for choice in choices]
+
+    calls = [call for message in messages for call in message.tool_calls or []]
+    assert ("".join(call.function.arguments for call in calls) if calls else None) == told
+    assert choices[-1].finish_reason == "length" and not any(message.content for message in messages)
 
 
 def booking(field: str, place: dict) -> dict:
@@ -195,18 +231,32 @@ async def test_json_that_nests_without_end_is_no_call(client):
         ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
         ('<tool_call>[{"name": "f"}, {"name": "g", "parameters": {}}]</tool_call>', "", ["f", "g"]),
         ("<tool_call>{", "<tool_call>{", []),
+        ('<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
         ('<tool_call>{"name": "f"}', "", ["f"]),  # some models end without the tag
         ("<tool_<tool_", "<tool_<tool_", []),
     ],
 )
 async def test_where_the_text_is_cut_does_not_matter(text, said, names):
+    for pieces in cut(text, CallReader):
+        assert "".join(piece for piece, _ in pieces) == said
+        assert [call.name for _, calls in pieces for call in calls] == names
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "}\\"{", "b": [{}, 1]}', "{}", "[1, []]", "true", '"}"'])
+async def test_where_a_demanded_call_is_cut_does_not_matter_either(arguments):
+    for pieces in cut(f'{{"name": "f", "arguments": {arguments}}}', lambda: CallReader(is_call=True)):
+        [call] = joined_calls([part for _, parts in pieces for part in parts])
+        assert (call.name, call.arguments, call.is_end) == ("f", arguments, True)
+        assert not any(piece for piece, _ in pieces)
+
+
+def cut(text, reader_of):
+    """What a reader says of ``text`` in three pieces, for many ways to cut it."""
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1, 3):
-            reader = CallReader()
-            pieces = [
+            reader = reader_of()
+            yield [
                 reader.push(text[:first], is_last=False),
                 reader.push(text[first:second], is_last=False),
                 reader.push(text[second:], is_last=True),
             ]
-            assert "".join(piece for piece, _ in pieces) == said
-            assert [call.name for _, calls in pieces for call in calls] == names
