@@ -45,7 +45,7 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
-from conductor.ingress.tools import CallReader, tools_of
+from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
@@ -162,7 +162,7 @@ class OpenAIApi:
     async def chat(self, request: Request) -> Response:
         call, body = await self.receive(request, ChatRequest, CHAT.id_prefix)
         check_chat(body)
-        tools = tools_of(body.tools, body.tool_choice)
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         n = _num_choices(body, 1)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -176,7 +176,7 @@ class OpenAIApi:
                 call=call,
                 wording=CHAT,
                 jobs=[job],
-                writers=[ChatWriter(i, extras, CallReader(tools.must_call) if tools else None) for i in range(n)],
+                writers=[ChatWriter(index, extras, tools.reader() if tools else None) for index in range(n)],
                 prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
             )
         )

@@ -125,7 +125,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # the model calls as it likes; "required" and named make one call
+    parallel_tool_calls: bool | None = None  # None: true, though "required" and named make one call
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
 

@@ -97,8 +97,7 @@ class ResponsesApi:
         conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         head = _head(call, body, body.model or api.pipeline.model.name)
-        reader = CallReader(tools.must_call) if tools else None
-        writer = ResponseWriter(head, api.extras(body, logprobs is not None), reader)
+        writer = ResponseWriter(head, api.extras(body, logprobs is not None), tools.reader() if tools else None)
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -314,7 +313,8 @@ def _tools(body: ResponsesRequest) -> Tools | None:
             raise InvalidRequest("only tools of the type function are called here", f"tools[{number}].type")
     tools = [Tool(Function(tool.name, tool.description, tool.parameters)) for tool in body.tools or ()]
     choice = body.tool_choice
-    return tools_of(tools, NamedTool(FunctionName(choice.name)) if isinstance(choice, ChosenTool) else choice)
+    named = NamedTool(FunctionName(choice.name)) if isinstance(choice, ChosenTool) else choice
+    return tools_of(tools, named, body.parallel_tool_calls)
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:

@@ -96,10 +96,16 @@ def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a chat may call. ``must_call`` holds the whole answer to one call of one of them."""
+    """What a chat may call. ``must_call`` holds the whole answer to one call of one of them; with ``once`` nothing
+    behind the first call is told."""
 
     functions: tuple[Function, ...]
     must_call: bool = False
+    once: bool = False
+
+    def reader(self) -> CallReader:
+        """Of one answer."""
+        return CallReader(self.must_call, self.once)
 
     def guide(self) -> Guide | None:
         """What such an answer has to look like."""
@@ -125,8 +131,10 @@ class Tools:
         return [ChatMessage("system", prompt), *messages]
 
 
-def tools_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> Tools | None:
-    """None when nothing may be called. Raises InvalidRequest, naming the field."""
+def tools_of(
+    tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None = None
+) -> Tools | None:
+    """None when nothing may be called; not ``parallel`` is once at most. Raises InvalidRequest, naming the field."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
@@ -140,7 +148,7 @@ def tools_of(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> To
     functions = tuple(tool.function for tool in tools)
     match choice:
         case None | "auto":
-            return Tools(functions)
+            return Tools(functions, once=parallel is False)
         case "required":
             return Tools(functions, must_call=True)
         case "none":
@@ -202,17 +210,22 @@ class CallReader:
     """Text of one answer in; text that is for the user, and calls, out. What may be the start of a call waits.
 
     With ``is_call`` the whole answer is one call, without tags, as its guide writes it: that is told as it comes. What
-    looks like a call and is none stays text; a call at the end may lack its tag.
+    looks like a call and is none stays text; a call at the end may lack its tag. With ``once`` nothing comes out behind
+    the first call.
     """
 
     is_call: bool = False
+    once: bool = False
     _held: str = ""
     _is_behind_call: bool = False  # and white space there is no text
+    _is_over: bool = False
     _calls: list[CallPart] = field(default_factory=list)
     _arguments: _Value | None = None  # of the call that the whole answer is
 
     def push(self, text: str, is_last: bool) -> tuple[str, list[CallPart]]:
         """``is_last``: nothing follows."""
+        if self._is_over:
+            return "", []
         self._held += text
         said = self._whole(is_last) if self.is_call else self._parts(is_last)
         calls, self._calls = self._calls, []
@@ -258,6 +271,9 @@ class CallReader:
             if not self._is_behind_call:
                 before += tag + inside + end
             said, self._held = said + before, behind
+            if self._is_behind_call and self.once:
+                self._is_over = True
+                return said
 
     def _read(self, text: str) -> bool:
         """Whether ``text`` is a call, or a list of them."""
@@ -268,7 +284,7 @@ class CallReader:
         forms = found if isinstance(found, list) else [found]
         if not forms or not all(map(_is_call, forms)):
             return False
-        for form in forms:
+        for form in forms[:1] if self.once else forms:
             arguments = form.get("arguments", form.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
             self._calls.append(CallPart(_call_id(), form["name"], text))

@@ -8,7 +8,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.tools import CallReader, joined_calls
+from conductor.ingress.tools import CLOSE, OPEN, CallReader, joined_calls
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
 
@@ -48,6 +48,23 @@ async def test_a_call_comes_out_as_a_call(front, client):
     prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
     assert prompt.startswith("<system>") and '"name":"get_weather"' in prompt and '"name":"get_time"' in prompt
     assert front.script.asked[0].sampling.guide is None
+
+
+@pytest.mark.parametrize("text", [f"So. {CALL}\n{CALL} And?", f'So. {OPEN}[{{"name": "f"}}, {{"name": "g"}}]{CLOSE}'])
+async def test_there_is_one_call_where_parallel_ones_are_not_wanted(front, client, text):
+    front.script.text = text
+    for pieces in cut(text, lambda: CallReader(once=True)):
+        assert "".join(piece for piece, _ in pieces) == "So. "
+        assert len([call for _, calls in pieces for call in calls]) == 1
+
+    answer = await client.chat.completions.create(
+        model="bytes", messages=ASK, tools=[WEATHER], parallel_tool_calls=False
+    )
+    tool = {"type": "function"} | WEATHER["function"]
+    response = await client.responses.create(model="bytes", input="W?", tools=[tool], parallel_tool_calls=False)
+
+    assert len(answer.choices[0].message.tool_calls) == 1 and answer.choices[0].message.content == "So. "
+    assert [item.type for item in response.output] == ["message", "function_call"]
 
 
 async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
