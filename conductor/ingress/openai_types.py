@@ -41,14 +41,21 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True):
-    """vLLM's name for guides: at most one of them."""
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's name for guides: one of them. What is misspelled is refused: nothing in an answer would tell."""
 
     json: dict[str, object] | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_fallback: bool | None = None  # this and the next ask for what is so anyway
+    disable_any_whitespace: bool | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
+        return all(guide is None for guide in given)
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +236,9 @@ def _beams_of(fields: GenerationFields) -> BeamSearch | None:
 def _guide_of(fields: GenerationFields) -> Guide | None:
     """Raises InvalidRequest for more than one guide, or one that is not known."""
     wanted = fields.structured_outputs or StructuredOutputs()
+    if fields.structured_outputs is not None and wanted.is_empty:
+        known = "json, json_object, regex, choice, grammar"
+        raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
     guides = [
         *_json_guides(fields.guided_json),
         *_json_guides(wanted.json),
