@@ -25,6 +25,7 @@ class Search:
 
     beams: Beams
     sequences: list[Sequence]
+    prompt_logprobs: list[TokenLogprob] | None  # to be told with the first token
     rows: dict[str, Row] = field(default_factory=dict)  # by sequence
     num_branches: int = 0
 
@@ -100,18 +101,19 @@ class Searches:
             sampling = sequence.sampling
             assert sampling.beam_search is not None
             beams = Beams(sampling.beam_search, sampling.n, sequence.stop_ids, sequence.max_new_tokens)
-            search = self._searches[sequence.root_id] = Search(beams, [sequence])
+            search = self._searches[sequence.root_id] = Search(beams, [sequence], sequence.prompt_logprobs)
         return search
 
     def _end(self, search: Search) -> list[StepOutput]:
         """All that it found comes out at once, best first."""
-        first = search.sequences[0]
-        outputs = []
+        first, scores = search.sequences[0], search.prompt_logprobs
+        outputs: list[StepOutput] = []
         for choice, answer in enumerate(search.beams.finished):
             tokens = answer.tokens(first.sampling.logprobs is not None)
             for token in tokens:
                 reason = answer.finish_reason if token is tokens[-1] else None
-                outputs.append(StepOutput(first.root_id, token, reason, choice))
+                told = tuple(scores) if scores is not None and not outputs else None
+                outputs.append(StepOutput(first.root_id, token, reason, choice, told))
         self.drop(first.root_id)
         return outputs
 

@@ -57,6 +57,15 @@ def reference(model: Any, prompt: list[int], max_tokens: int, width: int, **rule
     return [row[: row.index(eos) + 1] if eos in row else row[:max_tokens] for row in rows]
 
 
+def test_the_prompt_of_a_search_is_scored_as_that_of_any_answer(tiny: tuple[LLM, Any]) -> None:
+    llm, _ = tiny
+    prompt = list(range(5, 25))
+    [plain] = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2), use_tqdm=False)
+    search = SamplingParams(max_tokens=6, temperature=0.0, n=3, beam_search=BeamSearch(), prompt_logprobs=2)
+    [found] = llm.generate([prompt], search, use_tqdm=False)
+    assert found.prompt_logprobs == plain.prompt_logprobs and len(found.outputs) == 3
+
+
 @pytest.mark.parametrize(
     ("width", "length_penalty", "early_stopping"),
     [(1, 1.0, False), (2, 0.0, False), (4, 1.0, False), (4, 1.0, True), (7, 2.0, False)],
