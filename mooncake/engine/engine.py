@@ -315,7 +315,7 @@ class Engine:
         logits = self._model.forward(batch, self.cache.tensor, hook)
         ends = ends_of(ended, self._answers_of)
         if ends.num_rows < logits.shape[0]:
-            score_prompts(plan.entries, logits[ends.num_rows :])
+            score_prompts(plan.entries, logits[ends.num_rows :], self._sampler)
             logits = logits[: ends.num_rows]
         wanted = logits if ends.rows == list(range(ends.num_rows)) else logits[ends.rows]
         tokens = self._sampler.sample(wanted, ends.answers) if ends.answers else []

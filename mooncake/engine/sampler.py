@@ -11,6 +11,7 @@ distribution in the order of token ids, in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from itertools import repeat
 from operator import attrgetter
@@ -62,10 +63,26 @@ class Sampler:
             raise InternalError("the model's logits are not finite")
         if is_plain:
             return list(zip(tokens, repeat(None), strict=False))
-        wanted = [sequence.sampling.logprobs for sequence in sequences]
+        wanted = [(i, top) for i, sequence in enumerate(sequences) if (top := sequence.sampling.logprobs) is not None]
+        rows, tops = [row for row, _ in wanted], [top for _, top in wanted]
+        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+        for row, logprob in zip(rows, self.score(logits, rows, [tokens[row] for row in rows], tops), strict=True):
+            logprobs[row] = logprob
+        return list(zip(tokens, logprobs, strict=True))
+
+    def score(
+        self, logits: torch.Tensor, rows: Rows[int], token_ids: Rows[int], num_tops: Rows[int]
+    ) -> list[TokenLogprob]:
+        """``token_logprob`` after each of these rows of ``logits`` [R, V] float32."""
+        if self._library is None:
+            given = zip(rows, token_ids, num_tops, strict=True)
+            return [token_logprob(logits[row].numpy(), token_id, num_top) for row, token_id, num_top in given]
+        logprobs, ids, tops = self._library.score(logits, rows, token_ids, num_tops)
+        if not all(map(math.isfinite, logprobs)):
+            raise InternalError("the model's logits are not finite")
         return [
-            (token, None if num_top is None else token_logprob(logits[place].numpy(), token, num_top))
-            for place, (token, num_top) in enumerate(zip(tokens, wanted, strict=True))
+            TokenLogprob(logprob, tuple(zip(row_ids[:count], row_tops[:count], strict=True)))
+            for logprob, row_ids, row_tops, count in zip(logprobs, ids, tops, num_tops, strict=True)
         ]
 
     def _edits(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> dict[int, Row]:
@@ -302,6 +319,8 @@ def _weights(logits: Row, best: float, temperature: float) -> npt.NDArray[np.flo
 def token_logprob(raw: Row, token_id: int, num_top: int) -> TokenLogprob:
     """Of ``token_id`` and of the ``num_top`` most likely tokens, from the raw logits; equals go by their ids."""
     best = float(raw.max())
+    if not math.isfinite(best):
+        raise InternalError("the model's logits are not finite")
     total = best + float(np.log(_weights(raw, best, 1.0).sum()))
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from mooncake.engine.contract import StepOutput
-from mooncake.engine.sampler import token_logprob
+from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
@@ -67,14 +67,24 @@ def grown(
     return StepOutput(sequence.root_id, token, reason, sequence.choice, tuple(scores))
 
 
-def score_prompts(entries: list[StepEntry], logits: torch.Tensor) -> None:
+def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampler) -> None:
     """How likely each token of a prompt was after those before it: ``logits`` [R, V] of the scored places, in order."""
-    rows = iter(logits.numpy())
+    found: list[list[TokenLogprob]] = []  # where each one goes
+    rows: list[int] = []
+    token_ids: list[int] = []
+    num_tops: list[int] = []
+    first_row = 0
     for entry in entries:
-        sequence = entry.sequence
-        for position in tuple(entry.scored):
-            row = next(rows)
-            assert sequence.prompt_logprobs is not None and sequence.sampling.prompt_logprobs is not None
-            if position == len(sequence.prompt_logprobs):  # else it was told before a preemption
-                token_id = int(sequence.tokens[position + 1])
-                sequence.prompt_logprobs.append(token_logprob(row, token_id, sequence.sampling.prompt_logprobs))
+        scored, scores, num_top = entry.scored, entry.sequence.prompt_logprobs, entry.sequence.sampling.prompt_logprobs
+        if not scored:
+            continue
+        assert scores is not None and num_top is not None
+        first = max(scored.start, len(scores))  # those before it were told before a preemption
+        count = scored.stop - first
+        found += [scores] * count
+        rows += range(first_row + first - scored.start, first_row + len(scored))
+        token_ids += entry.sequence.tokens[first + 1 : scored.stop + 1].tolist()
+        num_tops += [num_top] * count
+        first_row += len(scored)
+    for scores, score in zip(found, sampler.score(logits, rows, token_ids, num_tops), strict=True):
+        scores.append(score)

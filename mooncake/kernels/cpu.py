@@ -43,6 +43,11 @@ _SIGNATURES = {
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
     "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT],
+    "mc_score": [
+        *(_POINTER, _LONG, _LONG, _LONG),  # logits, stride, count, vocab
+        *(_POINTER, _POINTER, _POINTER, _LONG),  # rows, tokens, counts, most
+        *(_POINTER, _POINTER, _POINTER, _INT),  # logprobs, top_ids, top_logprobs, threads
+    ],
     "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
 }
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -217,7 +222,7 @@ class CpuKernels:
         self._write_kv = library.mc_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
-        self._sample = library.mc_sample
+        self._sample, self._score = library.mc_sample, library.mc_score
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = ""
@@ -250,6 +255,27 @@ class CpuKernels:
         first, stride, threads = logits.data_ptr(), logits.stride(0), num_threads()
         self._sample(first, stride, others, count, size, draws, where, tokens, threads)
         return tokens[:]
+
+    def score(
+        self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """After each of these ``rows`` of ``logits`` ``[R, V]`` float32, the log-probability of its token, NaN when the
+        row is not finite; and the most likely tokens with theirs, as many as its count says, as
+        ``mooncake.engine.sampler`` defines them."""
+        num_rows, most = len(rows), max(counts, default=0)
+        given = [np.array(numbers, np.int64) for numbers in (rows, tokens, counts)]
+        logprobs, ids, tops = np.empty(num_rows), np.empty((num_rows, most), np.int64), np.empty((num_rows, most))
+        self._score(
+            logits.data_ptr(),
+            logits.stride(0),
+            num_rows,
+            logits.shape[1],
+            *(numbers.ctypes.data for numbers in given),
+            most,
+            *(numbers.ctypes.data for numbers in (logprobs, ids, tops)),
+            num_threads(),
+        )
+        return logprobs.tolist(), ids.tolist(), tops.tolist()
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

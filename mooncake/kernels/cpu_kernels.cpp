@@ -91,6 +91,14 @@ int mc_sample(const float* logits, int64_t stride, const float* const* instead, 
     return OK;
 }
 
+// Log-probabilities after the rows rows[i] of `logits`: of tokens[i] (NaN when the row is not finite), and of the counts[i] most
+// likely tokens, in top_ids and top_logprobs [count][most].
+int mc_score(const float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows, const int64_t* tokens,
+             const int64_t* counts, int64_t most, double* logprobs, int64_t* top_ids, double* top_logprobs, int threads) {
+    score(logits, stride, count, vocab, rows, tokens, counts, most, logprobs, top_ids, top_logprobs, threads);
+    return OK;
+}
+
 // Float32 logits [num_logits][vocab]. The hooks may be null.
 int mc_forward(const Decoder* model, const Step* step, const Cache* cache, LayerCall before, LayerCall after, float* logits,
                int threads) {

@@ -292,6 +292,23 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert [value for _, value in logprob.top] == pytest.approx(wanted[best].tolist(), abs=1e-9)
 
 
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 1000, 50_001])
+def test_the_library_tells_how_likely_tokens_are_as_the_definition_does(size: int) -> None:
+    logits = np.stack([random_logits(row, size) for row in range(5)])
+    logits[1] = np.round(logits[1])  # ties
+    logits[2, size // 2 + 1 :] = -np.inf
+    logits[3] = np.sort(logits[3])
+    rows, num_tops = [4, 0, 1, 1, 2, 3], [min(count, size) for count in (0, 5, 20, 1, 3, 20)]
+    token_ids = [(37 * row) % size for row in range(len(rows))]
+    library, definition = (
+        way.score(torch.from_numpy(logits), rows, token_ids, num_tops) for way in (LIBRARY, DEFINITION)
+    )
+    for fast, exact in zip(library, definition, strict=True):
+        assert [token_id for token_id, _ in fast.top] == [token_id for token_id, _ in exact.top]
+        values = [(score.logprob, *(logprob for _, logprob in score.top)) for score in (fast, exact)]
+        assert values[0] == pytest.approx(values[1], abs=1e-12)
+
+
 def test_no_alternatives_are_listed_when_none_are_asked_for() -> None:
     assert token_logprob(random_logits(0), 5, 0).top == ()
 
@@ -361,3 +378,5 @@ def test_logits_that_are_not_finite_are_our_bug_in_both_ways(
     for way in (LIBRARY, DEFINITION):
         with pytest.raises(InternalError, match="not finite"):
             way.sample(torch.from_numpy(logits), [sequence_with(sampling) for _ in logits])
+        with pytest.raises(InternalError, match="not finite"):
+            way.score(torch.from_numpy(logits), [0, 1], [5, 5], [0, 1])

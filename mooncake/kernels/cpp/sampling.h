@@ -76,6 +76,19 @@ public:
         return drawn(uniform_of(draw.seed, position));
     }
 
+    // The log-probability of `token`, NaN when the logits are not finite, and the `count` most likely tokens with theirs, the
+    // most likely first; equals go by their ids.
+    double score(const float* logits, int64_t size, int64_t token, int64_t count, int64_t* ids, double* logprobs) {
+        logits_ = logits;
+        size_ = size;
+        best_ = most();
+        if (!std::isfinite(best_)) return std::numeric_limits<double>::quiet_NaN();
+        const double total = best_ + std::log(sum_of_weights());
+        if (count) most_likely(count, ids);
+        for (int64_t rank = 0; rank < count; rank++) logprobs[rank] = logits[ids[rank]] - total;
+        return logits[token] - total;
+    }
+
 private:
     // The largest logit, NaN if there is one, and the piece where it first stands: so the row is read from memory once.
     float most() {
@@ -112,6 +125,45 @@ private:
         for (int64_t i = piece_; i < size_; i++)
             if (logits_[i] == wanted) return i;
         return 0;
+    }
+
+    // At temperature 1.
+    double sum_of_weights() const {
+        vd sums{};
+        const auto weights = [&](vf8 piece) { return exp_of(__builtin_convertvector(piece, vd) - double(best_)); };
+        int64_t i = 0;
+        for (; i + DW <= size_; i += DW) sums += weights(load_as<vf8>(logits_ + i));
+        vf8 rest = vf8{} - std::numeric_limits<float>::infinity();
+        std::memcpy(&rest, logits_ + i, (size_ - i) * sizeof(float));
+        sums += weights(rest);
+        double sum = 0;
+        for (int lane = 0; lane < DW; lane++) sum += sums[lane];
+        return sum;
+    }
+
+    // The `count` largest logits' tokens, of equals those that come first. Most groups of tokens have none of them.
+    void most_likely(int64_t count, int64_t* ids) {
+        constexpr int64_t GROUP = 4 * W;
+        values_.clear();
+        for (int64_t from = 0; from < size_; from += GROUP) {
+            const int64_t end = std::min(size_, from + GROUP);
+            if (int64_t(values_.size()) == count && end == from + GROUP) {
+                vf top = load(logits_ + from);
+                for (int64_t i = from + W; i < end; i += W) top = larger(top, load(logits_ + i));
+                if (!(largest(top) > values_.back())) continue;
+            }
+            for (int64_t i = from; i < end; i++) {
+                const float x = logits_[i];
+                const int64_t held = values_.size();
+                if (held == count && !(x > values_.back())) continue;
+                const int64_t rank = std::upper_bound(values_.begin(), values_.end(), x, std::greater<float>()) - values_.begin();
+                if (held < count) values_.push_back(x);
+                std::copy_backward(values_.begin() + rank, values_.end() - 1, values_.end());
+                std::copy_backward(ids + rank, ids + values_.size() - 1, ids + values_.size());
+                values_[rank] = x;
+                ids[rank] = i;
+            }
+        }
     }
 
     int bucket_of(float x) const { return int(std::min((best_ - x) * BUCKETS_A_UNIT, float(BUCKETS - 1))); }
@@ -253,6 +305,16 @@ void sample(const Row& row, int64_t count, int64_t vocab, const Draw* draws, con
     parallel(count, threads, [&](int64_t i) {
         static thread_local RowSampler sampler;
         tokens[i] = draws ? sampler.sample(row(i), vocab, draws[i], positions[i]) : sampler.sample(row(i), vocab, Draw{}, 0);
+    });
+}
+
+// Of the row rows[i] of `logits`, for which tokens[i] and the counts[i] most likely tokens are wanted; `most` of them have room.
+inline void score(const float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows, const int64_t* tokens,
+                  const int64_t* counts, int64_t most, double* logprobs, int64_t* top_ids, double* top_logprobs, int threads) {
+    parallel(count, threads, [&](int64_t i) {
+        static thread_local RowSampler sampler;
+        logprobs[i] = sampler.score(logits + rows[i] * stride, vocab, tokens[i], counts[i], top_ids + i * most,
+                                    top_logprobs + i * most);
     });
 }
 
