@@ -230,9 +230,9 @@ class SegmentServer:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=f"{self._node_id}-segment-{name}", daemon=True)
-        with self._changed:
+        with self._changed:  # whoever finds it there may join it
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _accept(self, listener: socket.socket, is_local: bool) -> None:
         while True:

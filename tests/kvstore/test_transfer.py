@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -478,3 +479,21 @@ def test_a_closed_engine_says_so(own, engine_over):
     engine.close()
     with pytest.raises(NodeUnavailable, match="closed"):
         engine.write(owner.address, [WriteRange(0, 0, b"x", EPOCH)], soon())
+
+
+def test_a_server_may_be_stopped_in_the_moment_in_which_somebody_comes():
+    segment = Segment.create("owner", 4096, 1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads are changed in the middle of everything
+    try:
+        for _ in range(300):
+            server = SegmentServer(segment, "owner", ("tcp",))
+            server.start()
+            address = split_address(server.address.tcp_address)
+            peers = [socket.create_connection(address) for _ in range(4)]
+            server.stop()
+            for peer in peers:
+                peer.close()
+    finally:
+        sys.setswitchinterval(before)
+        segment.close()
