@@ -333,7 +333,7 @@ def _hf_config(
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
     if (activation := settings.get("hidden_act") or "silu") != "silu":
         raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
-    theta, scaling = _hf_rope(settings)
+    theta, scaling, stretch = _hf_rope(settings)
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     default_head_dim = 128 if family == "qwen3" else hidden_size // max(1, num_heads)
     config = ModelConfig(
@@ -345,7 +345,7 @@ def _hf_config(
         num_kv_heads=settings.integer("num_key_value_heads", num_heads),
         head_dim=settings.integer("head_dim", default_head_dim),
         vocab_size=settings.integer("vocab_size"),
-        max_model_len=settings.integer("max_position_embeddings"),
+        max_model_len=int(settings.integer("max_position_embeddings") * stretch),
         rope_theta=theta,
         rope_scaling=scaling,
         rms_eps=settings.number("rms_norm_eps", 1e-6),
@@ -360,8 +360,9 @@ def _hf_config(
     return config
 
 
-def _hf_rope(settings: Settings) -> tuple[float, Mapping[str, object] | None]:
-    """Theta and scaling, from the keys of either generation: rope_parameters, or rope_theta and rope_scaling."""
+def _hf_rope(settings: Settings) -> tuple[float, Mapping[str, object] | None, float]:
+    """Theta and scaling, from the keys of either generation: rope_parameters, or rope_theta and rope_scaling. And how
+    many tokens share what config.json counts as one position: several, where the scaling is linear."""
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise ModelError(f"{settings.source}: the rope parameters must be an object")
@@ -371,7 +372,7 @@ def _hf_rope(settings: Settings) -> tuple[float, Mapping[str, object] | None]:
         raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return theta, None
+        return theta, None, 1.0
     names = {
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -379,9 +380,9 @@ def _hf_rope(settings: Settings) -> tuple[float, Mapping[str, object] | None]:
     if kind not in names:
         raise ModelError(f"{settings.source} scales its positions by {kind!r}; supported: {', '.join(names)}")
     scaling = {name: rope.number(name, math.nan) for name in names[kind]}
-    if wrong := [name for name, value in scaling.items() if not value > 0]:
+    if wrong := [name for name, value in scaling.items() if not 0 < value < math.inf]:
         raise ModelError(f"{settings.source}: the rope scaling {kind!r} needs a positive {wrong[0]}")
-    return theta, {"rope_type": kind, **scaling}
+    return theta, {"rope_type": kind, **scaling}, scaling["factor"] if kind == "linear" else 1.0
 
 
 def _hf_window(settings: Settings, family: str) -> int | None:

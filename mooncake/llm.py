@@ -137,8 +137,7 @@ class LLM:
             raise InvalidRequest(
                 f"kv_gb={kv_gb:g} does not hold one block of {layout.block_bytes / 1e6:.1f} MB", "kv_gb"
             )
-        longest = checkpoint.config.max_model_len
-        self.max_model_len = min(max_model_len or longest, longest, num_blocks * block_tokens)
+        self.max_model_len = min(checkpoint.config.context(max_model_len), num_blocks * block_tokens)
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mooncake.errors import ModelError
+from mooncake.errors import ConfigError, ModelError
 
 MAX_LAYERS = 1024
 
@@ -49,6 +49,15 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
+
+    def context(self, asked: int) -> int:
+        """Tokens of prompt plus answer where so many are ``asked`` for, or 0: all that the model reads. Raises
+        ConfigError for more than those."""
+        if asked > self.max_model_len:
+            raise ConfigError(
+                f"max_model_len = {asked} is more than the {self.max_model_len} tokens that the model reads"
+            )
+        return asked or self.max_model_len
 
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees, itself included; 0: all."""

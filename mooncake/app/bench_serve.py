@@ -102,13 +102,14 @@ def parse(args: list[str]) -> Options:
     if min(given.prompt, given.long) < 1 or max(given.prompt, given.long) + given.new > MAX_MODEL_LEN:
         raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
     config = load_config(given.config, overrides)
+    longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
     transports = tuple(given.transports.split(","))
     if not transports or set(transports) - {"shm", "tcp"}:
         raise ConfigError(f"--transports knows shm and tcp, got {given.transports!r}")
     return Options(
         config=replace(
             config,
-            model=replace(config.model, max_model_len=config.model.max_model_len or MAX_MODEL_LEN),
+            model=replace(config.model, max_model_len=longest),
             conductor=replace(config.conductor, http_port=0, grpc_port=0),
         ),
         transports=transports,
@@ -187,7 +188,7 @@ def _own_engine(checkpoint: Checkpoint, options: Options) -> OwnEngine:
         block_tokens=config.block.tokens,
         chunk_tokens=config.prefill.chunk_tokens,
         max_sequences=config.decode.max_sequences,
-        max_model_len=min(config.model.max_model_len, checkpoint.config.max_model_len),
+        max_model_len=config.model.max_model_len,
         keep_events=False,
     )
     return OwnEngine(checkpoint, config.precision(), available_cores(), engine, KV_GB)

@@ -53,7 +53,7 @@ class CachePlan:
 
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
-    """Raises ConfigError when not even two blocks fit into ``kv_gb``."""
+    """Raises ConfigError when not even two blocks fit into ``kv_gb``, or more is asked for than the model reads."""
     layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype)
     num_blocks = int(section.kv_gb * 1e9) // layout.block_bytes
     if num_blocks < 2:
@@ -61,8 +61,7 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
             f"kv_gb = {section.kv_gb:g} holds {num_blocks} blocks of {layout.block_bytes / 1e6:.1f} MB; "
             f"at least 2 are needed: raise kv_gb or lower block.tokens"
         )
-    max_model_len = config.model.max_model_len or checkpoint.config.max_model_len
-    max_model_len = min(max_model_len, checkpoint.config.max_model_len, num_blocks * config.block.tokens)
+    max_model_len = min(checkpoint.config.context(config.model.max_model_len), num_blocks * config.block.tokens)
     return CachePlan(layout, num_blocks, max_model_len)
 
 

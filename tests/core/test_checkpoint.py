@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 from tiny_gguf import TOKENS, head_dim, write_gguf
 from tiny_model import write_tiny_model
 
+from mooncake import LLM
 from mooncake.checkpoint import GGUFCheckpoint, ModelConfig, open_checkpoint
-from mooncake.errors import ModelError
+from mooncake.config import load_config
+from mooncake.engine.host import plan_cache
+from mooncake.errors import ConfigError, ModelError
 from mooncake.types import KVLayout
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -143,6 +146,20 @@ def test_scaled_positions_are_read_in_the_new_and_the_old_form(
     config = open_checkpoint(str(folder)).config
     assert config.rope_theta == 5e5
     assert dict(config.rope_scaling or {}) == scaling
+    assert config.max_model_len == (4 * 256 if scaling["rope_type"] == "linear" else 256)
+
+
+def test_more_context_than_the_model_reads_is_refused_and_not_cut(folder: Path) -> None:
+    config = open_checkpoint(str(folder)).config
+    assert (config.context(0), config.context(100), config.context(256)) == (256, 100, 256)
+    sentence = "max_model_len = 257 is more than the 256 tokens that the model reads"
+    with pytest.raises(ConfigError, match=sentence):
+        config.context(257)
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(str(folder), kv_gb=0.01, max_model_len=257)
+    asked = load_config(None, [f"model.path='{folder}'", "model.max_model_len=257", "decode.kv_gb=0.01"])
+    with pytest.raises(ConfigError, match=sentence):
+        plan_cache(asked, asked.decode, open_checkpoint(str(folder)))
 
 
 def test_every_end_of_sequence_id_counts(folder: Path) -> None:
