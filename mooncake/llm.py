@@ -26,6 +26,7 @@ from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks
+from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
@@ -89,7 +90,8 @@ class Completion:
 
 
 class LLM:
-    """Raises ModelError or ConfigError when the model cannot be loaded or the cache is too small for it."""
+    """Raises ModelError or ConfigError when the model cannot be loaded, the cache is too small for it, or no engine can
+    have one of the numbers."""
 
     def __init__(
         self,
@@ -127,9 +129,20 @@ class LLM:
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
         CPUs.
         """
+        check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
+        check_least({"tensor_parallel": (tensor_parallel, 1)})
+        checkpoint = open_checkpoint(model)
+        config = EngineConfig(
+            block_tokens,
+            chunk_tokens,
+            max_sequences,
+            checkpoint.config.context(max_model_len),
+            tbt_limit_ms=tbt_limit_ms,
+            speculative_tokens=speculative_tokens,
+            keep_events=False,
+        )
         if threads:
             torch.set_num_threads(threads)
-        checkpoint = open_checkpoint(model)
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales)
         layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
@@ -137,21 +150,12 @@ class LLM:
             raise InvalidRequest(
                 f"kv_gb={kv_gb:g} does not hold one block of {layout.block_bytes / 1e6:.1f} MB", "kv_gb"
             )
-        self.max_model_len = min(checkpoint.config.context(max_model_len), num_blocks * block_tokens)
+        self.max_model_len = min(config.max_model_len, num_blocks * block_tokens)
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size
         self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), layout)
         self._adapters = open_adapters(adapters or {})
-        config = EngineConfig(
-            block_tokens,
-            chunk_tokens,
-            max_sequences,
-            self.max_model_len,
-            tbt_limit_ms=tbt_limit_ms,
-            speculative_tokens=speculative_tokens,
-            keep_events=False,
-        )
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         num_places = int(swap_gb * 1e9) // layout.block_bytes
         size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
@@ -166,6 +170,7 @@ class LLM:
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens)
+        config = replace(config, max_model_len=self.max_model_len)
         self.engine = Engine(self._backend.model, self._backend.cache, config, self._guides, drafter)
         self._numbers = itertools.count()
 

@@ -5,6 +5,8 @@ Types alone. It must not know how any of it is done.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -14,7 +16,7 @@ import torch
 
 from mooncake.engine.scheduler import StepPlan
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import KVLoadFailed
+from mooncake.errors import ConfigError, KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
@@ -114,8 +116,16 @@ class _NoStepHook(NoHook):
 NO_HOOK: StepHook = _NoStepHook()
 
 
+_LEAST = {
+    **dict.fromkeys(("block_tokens", "max_sequences", "max_model_len", "max_waiting"), 1),
+    **dict.fromkeys(("chunk_tokens", "tbt_limit_ms", "speculative_tokens"), 0),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    """Raises ConfigError for numbers that no engine can have."""
+
     block_tokens: int = 64
     chunk_tokens: int = 256  # most prompt tokens computed in one step; 0: whole prompts
     max_sequences: int = 64  # running at once
@@ -124,6 +134,16 @@ class EngineConfig:
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
+
+    def __post_init__(self) -> None:
+        check_least({name: (getattr(self, name), least) for name, least in _LEAST.items()})
+
+
+def check_least(numbers: Mapping[str, tuple[float, float]]) -> None:
+    """Each value and the least that it may be, by name. Raises ConfigError."""
+    for name, (value, least) in numbers.items():
+        if not least <= value < math.inf:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 class StepOutput(msgspec.Struct, frozen=True):

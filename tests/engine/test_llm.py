@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mooncake import LLM, SamplingParams
-from mooncake.errors import ContextTooLong, InvalidRequest
+from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
 from mooncake.types import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -87,6 +87,26 @@ def test_logprobs_come_with_each_token(llm: LLM) -> None:
     assert len(answer.logprobs) == 3
     for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
         assert logprob.top[0] == (token_id, logprob.logprob) and len(logprob.top) == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("block_tokens", 0),
+        ("max_sequences", 0),
+        ("chunk_tokens", -1),
+        ("max_model_len", -1),
+        ("speculative_tokens", -3),
+        ("tbt_limit_ms", float("nan")),
+        ("kv_gb", float("inf")),
+        ("swap_gb", -0.25),
+        ("threads", -1),
+        ("tensor_parallel", 0),
+    ],
+)
+def test_a_number_that_no_engine_can_have_is_told_by_its_name(argument: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{argument} must be at least [01], got {value}"):
+        LLM("smollm2", **{argument: value})
 
 
 def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
