@@ -23,6 +23,8 @@ from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import MAX_JSON_BYTES, read_json
 from mooncake.types import TokenIds
 
+LONG_TEXT_CHARS = 64 << 10  # longer texts are best tokenized in a thread, and leave others the interpreter meanwhile
+
 __all__ = ["ChatMessage", "DetokenizeStream", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]
 
 TokenBytes = Callable[[str], bytes]
@@ -122,7 +124,11 @@ class Tokenizer:
 
     def _text_ids(self, text: str, backend: tokenizers.Tokenizer) -> TokenIds:
         try:
-            return np.array(backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            if len(text) > LONG_TEXT_CHARS:  # the library keeps the interpreter for one text, but not for a batch
+                [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+            else:
+                encoding = backend.encode(text, add_special_tokens=False)
+            return np.array(encoding.ids, dtype=np.uint32)
         except (TypeError, UnicodeEncodeError):  # the library calls such a str no str
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from None
 

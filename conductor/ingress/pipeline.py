@@ -34,14 +34,14 @@ from mooncake.errors import (
 )
 from mooncake.guides import Guides
 from mooncake.text import bad_word_tokens, check_stop
-from mooncake.tokenizer import ChatMessage, Tokenizer
+from mooncake.tokenizer import LONG_TEXT_CHARS, ChatMessage, Tokenizer
 from mooncake.types import Guide, SamplingParams, TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
 MAX_MESSAGES = 4096
 MAX_PRIORITY = (1 << 31) - 1
 COMPLETION_MAX_TOKENS = 16  # of an answer to text or token ids, as OpenAI has it; a chat may take what is left
-LONG_TEXT_CHARS = 64 << 10  # longer texts are tokenized in a thread: the event loop must not stall
+
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this one only guards against a stuck request
 
 T = TypeVar("T")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 import time
 import unicodedata
 from pathlib import Path
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from mooncake.chat_template import ChatTemplate, Piece
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.errors import InvalidRequest, ModelError
-from mooncake.tokenizer import ChatMessage, Tokenizer
+from mooncake.tokenizer import LONG_TEXT_CHARS, ChatMessage, Tokenizer
 
 TEXTS = [
     "",
@@ -566,3 +567,20 @@ def test_tokenizers_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ModelError, match="there is no tokenizer"):
         open_checkpoint(str(tmp_path)).load_tokenizer()
+
+
+def test_a_long_text_has_the_tokens_of_its_parts_and_leaves_others_the_interpreter(smollm2: Tokenizer) -> None:
+    line = "A line of a long text, no. 7.\n"
+    text = line * (2 * LONG_TEXT_CHARS // len(line))
+    assert smollm2.encode(text).tolist() == smollm2.encode(line).tolist() * (len(text) // len(line))
+    ends: list[float] = []
+    working = threading.Thread(target=lambda: ends.append(len(smollm2.encode(8 * text))))
+    longest_s, before_s = 0.0, time.perf_counter()
+    started_s = before_s
+    working.start()
+    while not ends:
+        time.sleep(0.001)
+        now_s = time.perf_counter()
+        longest_s, before_s = max(longest_s, now_s - before_s), now_s
+    working.join()
+    assert longest_s < 0.6 * (before_s - started_s)
