@@ -134,7 +134,8 @@ class Receiver:
             engine.start_reserved(handoff.request_id, first_tokens)
 
         self._thread.listen(handoff.request_id, on_output)
-        await asyncio.wrap_future(self._thread.call(start))
+        # It is nobody's to give up any more: who stops waiting now must not keep it from starting, to be aborted then.
+        await asyncio.shield(asyncio.wrap_future(self._thread.call(start)))
         self.committed += 1
 
     async def close(self, handoff_id: str, epoch: int, reason: str) -> None:
@@ -207,6 +208,9 @@ class Receiver:
         """End without a commit. Blocks that may still be written to are quarantined until the writer has stopped."""
         was_reserved = handoff.state is HandoffState.RESERVED
         handoff.move(state)
+        await asyncio.shield(self._later(self._give_up(handoff, was_reserved, writer_stopped)))
+
+    async def _give_up(self, handoff: Handoff, was_reserved: bool, writer_stopped: bool) -> None:
         if was_reserved:
             await asyncio.to_thread(self._server.revoke, handoff.block_ids)
         if was_reserved and not writer_stopped and self._server.maps_memory(handoff.writer_id):
@@ -225,13 +229,18 @@ class Receiver:
         return True
 
     async def _free(self, handoff: Handoff) -> None:
+        """Also when whoever waits for it stops waiting: nobody else would do it."""
+        await asyncio.shield(self._later(self._let_go(handoff)))
+
+    async def _let_go(self, handoff: Handoff) -> None:
         if work := self._taking_in.get(handoff.handoff_id):  # still writing into the cache
             await asyncio.wait([work])
         handoff.is_quarantined = False
         self._handoffs.pop(handoff.handoff_id, None)
         await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.request_id)))
 
-    def _later(self, work: Coroutine[object, object, None]) -> None:
+    def _later(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task

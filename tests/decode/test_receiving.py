@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import write_tiny_model
@@ -50,6 +51,59 @@ async def pair(model: Path) -> AsyncIterator[tuple[PrefillNode, DecodeNode]]:
         await decode.stop()
 
 
+def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode) -> tuple[Any, Any]:
+    """Both calls of one request, as a conductor makes them."""
+    common = {
+        "request_id": "r",
+        "handoff_id": "h",
+        "epoch": 3,
+        "tokens": tokens_to_wire(PROMPT),
+        "num_prompt_tokens": len(PROMPT),
+        "sampling": sampling_to_wire(SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)),
+    }
+    decoding = decode_pb2_grpc.DecodeStub(channels.get(decode.control_address)).Generate(
+        decode_pb2.DecodeRequest(**common), timeout=60
+    )
+    prefilling = prefill_pb2_grpc.PrefillStub(channels.get(prefill.control_address)).Run(
+        prefill_pb2.PrefillRequest(decode_address=decode.control_address, **common), timeout=60
+    )
+    return decoding, prefilling
+
+
+@pytest.mark.timeout(120)
+async def test_whoever_leaves_just_when_the_hand_off_is_committed_leaves_no_block_behind(tmp_path: Path) -> None:
+    """The engine is in the middle of a step, and has not been told yet that the sequence may run."""
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    channels, begun, may_go_on, step_ends = Channels(), asyncio.Event(), threading.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold(layer: int) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_go_on.wait(60)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async with pair(tmp_path / "model") as (prefill, decode):
+        prefill.streamer.listeners.append(hold)
+        calls = ask(channels, prefill, decode)
+        reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
+        await begun.wait()
+        await until(lambda: bool(decode.receiver._handoffs) and decode.host.engine.block_pool.num_in_use > 0)
+        decode.host.thread.call(lambda engine: step_ends.wait(60))
+        may_go_on.set()
+        await until(lambda: not decode.receiver._handoffs)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await asyncio.sleep(0.5)  # for the node to hear of it
+        step_ends.set()
+        await until(lambda: decode.host.engine.block_pool.num_in_use == 0)
+        await channels.close()
+
+
 @pytest.mark.timeout(120)
 async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
@@ -62,20 +116,7 @@ async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
 
     async with pair(tmp_path / "model") as (prefill, decode):
         prefill.streamer.listeners.append(hold)
-        common = {
-            "request_id": "r",
-            "handoff_id": "h",
-            "epoch": 3,
-            "tokens": tokens_to_wire(PROMPT),
-            "num_prompt_tokens": len(PROMPT),
-            "sampling": sampling_to_wire(SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)),
-        }
-        decoding = decode_pb2_grpc.DecodeStub(channels.get(decode.control_address)).Generate(
-            decode_pb2.DecodeRequest(**common), timeout=60
-        )
-        prefilling = prefill_pb2_grpc.PrefillStub(channels.get(prefill.control_address)).Run(
-            prefill_pb2.PrefillRequest(decode_address=decode.control_address, **common), timeout=60
-        )
+        decoding, prefilling = ask(channels, prefill, decode)
 
         async def tokens_decoded() -> list[int]:
             return [token.index async for response in decoding for token in response.tokens]
