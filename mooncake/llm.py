@@ -180,6 +180,10 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give its cache up and end processes that it has started; a ``with`` does it too. Idempotent."""
         self.engine.drop_cached()
         self._backend.close()
 

@@ -2,7 +2,8 @@
 
 The first rank is the engine's model: it sends every step to the others and computes with them. A layer's attention and
 MLP each end in one sum over the ranks. Communication is torch.distributed: gloo between CPUs, nccl between GPUs. Ranks
-are started as processes of their own (``python -m mooncake.model.tensor_parallel``) and end with the first one.
+are started as processes of their own (``python -m mooncake.model.tensor_parallel``) and end with the first one: each
+reads from a pipe that only the first one's end closes.
 
     rank r of S has query heads r·Hq/S …, key and value heads r·Hkv/S … (one of them, repeated, when S > Hkv)
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -42,7 +45,6 @@ IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with thei
 _STEP, _COPY, _STOP = 1, 2, 0
 _HEADER = 8  # int64: kind, then sizes
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
 
@@ -118,9 +120,6 @@ class Ranks:
         dist.broadcast(everything, 0)
         return kind, list(torch.split(everything, sizes))
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 class Shard:
     """One rank: its part of the model and of the paged cache ``[N, layers, 2, Hkv / S, block_tokens, D]``."""
@@ -139,7 +138,8 @@ class Shard:
 
 
 class TensorParallelModel:
-    """``engine.CausalModel`` and ``engine.Cache`` over ``size`` processes. Close it, or use it in a ``with``."""
+    """``engine.CausalModel`` and ``engine.Cache`` over ``size`` processes. Close it, or use it in a ``with``: else the
+    others end when it is collected."""
 
     def __init__(
         self, model: str, size: int, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int = 0
@@ -153,12 +153,13 @@ class TensorParallelModel:
         port = _free_port()
         arguments = [model, size, dtype, num_blocks, block_tokens, max_model_len, torch.get_num_threads(), port]
         command = [sys.executable, "-m", "mooncake.model.tensor_parallel", *map(str, arguments)]
-        self._workers = [subprocess.Popen([*command, str(rank)]) for rank in range(1, size)]
+        self._workers = [subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE) for rank in range(1, size)]
+        self._finalizer = weakref.finalize(self, _end, self._workers)
         try:
             self._ranks = Ranks(0, size, port)
             self._shard = Shard(self._ranks, checkpoint, dtype, num_blocks, block_tokens, max_model_len)
         except BaseException:
-            self._kill()
+            self._finalizer()
             raise
 
     num_places = 0  # for preempted sequences: their blocks are computed again
@@ -193,22 +194,14 @@ class TensorParallelModel:
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        if not self._workers:
+        if not self._finalizer.alive:
             return
         with contextlib.suppress(RuntimeError):
             self._ranks.send(_STOP)
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(10)
-        self._kill()
-        with contextlib.suppress(RuntimeError):
-            self._ranks.close()
-
-    def _kill(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-            worker.wait()
-        self._workers = []
+        self._finalizer()
 
     @contextlib.contextmanager
     def _others(self) -> Iterator[None]:
@@ -217,6 +210,28 @@ class TensorParallelModel:
         except RuntimeError as error:  # torch's own, when a connection breaks
             dead = [rank for rank, worker in enumerate(self._workers, 1) if worker.poll() is not None]
             raise InternalError(f"tensor parallel ranks {dead or 'unknown'} have failed: {error}") from None
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Of the other ranks, if need be, and of this process's part in the group."""
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+        assert worker.stdin is not None
+        worker.stdin.close()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _end_with(pipe: int) -> None:
+    """This process ends when nobody can write into the pipe any more, whatever it is doing."""
+
+    def wait() -> None:
+        os.read(pipe, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="first rank", daemon=True).start()
 
 
 def _serve(ranks: Ranks, shard: Shard) -> None:
@@ -250,7 +265,7 @@ def _free_port() -> int:
 
 def main(argv: Sequence[str]) -> None:
     """One of the other ranks, until the first one stops it or dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _end_with(sys.stdin.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides
     parser = argparse.ArgumentParser("mooncake.model.tensor_parallel")
     parser.add_argument("model")

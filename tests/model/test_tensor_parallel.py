@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import time
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
+from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
@@ -102,6 +107,56 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
         model._workers[0].wait()
         with pytest.raises(InternalError, match=r"ranks \[1\] have failed"):
             answers(engine, [[8, 9]], 8)
+
+
+def test_ranks_outlive_the_thread_that_started_them_and_end_with_the_process(folder: Path) -> None:
+    code = f"""
+import sys, threading, torch
+from mooncake import LLM, SamplingParams
+torch.set_num_threads(1)
+made = []
+def make():
+    made.append(LLM({str(folder)!r}, kv_gb=0.01, block_tokens=16, tensor_parallel=2))
+thread = threading.Thread(target=make)
+thread.start()
+thread.join()
+[answer] = made[0].generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
+print(len(answer.token_ids), made[0].engine.cache._workers[0].pid, flush=True)
+sys.stdin.read()
+"""
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with first:
+        assert first.stdout is not None
+        num_tokens, rank = map(int, first.stdout.readline().split())
+        assert num_tokens == 4 and is_running(rank)
+        first.kill()
+    for _ in range(600):
+        if not is_running(rank):
+            break
+        time.sleep(0.05)
+    assert not is_running(rank)
+
+
+def is_running(pid: int) -> bool:
+    """Not as one that has ended and nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
+    for is_closed in (False, True):
+        llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
+        assert isinstance(llm.engine.cache, TensorParallelModel)
+        [rank] = llm.engine.cache._workers
+        assert rank.poll() is None
+        if is_closed:
+            llm.close()
+            llm.close()
+        del llm
+        gc.collect()
+        assert rank.wait(30) is not None
 
 
 @pytest.mark.parametrize(("size", "sentence"), [(5, "cannot be cut into 5 equal parts"), (3, "neither be cut into 3")])
