@@ -149,6 +149,7 @@ class OpenAIApi:
         bad_words = self.pipeline.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
+            self.pipeline.check_room(len(tokens), body.max_tokens, "max_tokens")
             max_tokens = self.pipeline.max_tokens(len(tokens), asked, None)
             scores = body.logprobs if body.echo else None
             sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
@@ -164,12 +165,14 @@ class OpenAIApi:
         check_chat(body)
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         n = _num_choices(body, 1)
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         conversation = Conversation(
             chat_messages(body.messages), tools, template_variables(body), bool(body.continue_final_message)
         )
         job = await self.chat_job(call, conversation, asked, logprobs)
+        self.pipeline.check_room(len(job.request.tokens), asked, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
         return await self._answer(
             Plan(

@@ -214,6 +214,15 @@ class Pipeline:
         wanted = default if asked is None else asked
         return room if wanted is None else min(wanted, room)
 
+    def check_room(self, num_prompt: int, asked: int | None, param: str) -> None:
+        """Raises ContextTooLong when the context does not leave as many tokens as were ``asked`` for: what takes more
+        for granted, as clients of OpenAI's API may, should not wait for an answer that is cut."""
+        room = self.model.max_model_len - num_prompt
+        if asked is not None and asked > room:
+            limit = self.model.max_model_len
+            what = f"{param} is {asked}, and a prompt of {num_prompt} tokens leaves {room} of the context of {limit}"
+            raise ContextTooLong(what, param)
+
     def job(
         self,
         tokens: TokenIds,

@@ -96,6 +96,7 @@ class ResponsesApi:
         call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, _headers(call, body))
         conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
+        api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name)
         writer = ResponseWriter(head, api.extras(body, logprobs is not None), tools.reader() if tools else None)
         if body.stream:

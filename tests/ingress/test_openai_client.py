@@ -333,13 +333,28 @@ async def test_the_answers_to_all_prompts_have_a_bound_those_that_are_only_compa
     await client.completions.create(model="bytes", prompt=["a", "b"], max_tokens=1, best_of=64)
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_and_one_that_fits_is_clamped(front, client):
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model="bytes", prompt="x" * 4096)
-    assert caught.value.code == "context_length_exceeded"
+async def test_a_prompt_that_does_not_fit_with_its_answer_is_refused(front, client):
+    async def refused(**wishes):
+        with pytest.raises(openai.BadRequestError) as caught:
+            if "messages" in wishes:
+                await client.chat.completions.create(model="bytes", **wishes)
+            elif "input" in wishes:
+                await client.responses.create(model="bytes", **wishes)
+            else:
+                await client.completions.create(model="bytes", **wishes)
+        assert caught.value.code == "context_length_exceeded"
+        return caught.value.param
 
-    await client.completions.create(model="bytes", prompt="x" * 4090, max_tokens=100)
-    assert front.script.asked[0].sampling.max_tokens == 6
+    assert await refused(prompt="x" * 4096) == "prompt"
+    assert await refused(prompt=["x", "x" * 4090], max_tokens=7) == "max_tokens"
+    assert await refused(messages=HELLO, max_tokens=1 << 70) == "max_tokens"
+    assert await refused(messages=HELLO, max_completion_tokens=4096) == "max_completion_tokens"
+    assert await refused(input="x", max_output_tokens=4096) == "max_output_tokens"
+    assert not front.script.asked
+
+    await client.completions.create(model="bytes", prompt="x" * 4090, max_tokens=6)
+    await client.completions.create(model="bytes", prompt="x" * 4090)  # the sixteen of the default are not asked for
+    assert [asked.sampling.max_tokens for asked in front.script.asked] == [6, 6]
 
 
 async def test_text_parts_and_developers_are_understood(front, client):
