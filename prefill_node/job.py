@@ -20,7 +20,7 @@ import numpy as np
 from kvstore.client import StoreClient
 from kvstore.client_types import Reservation
 from kvstore.transfer.engine import TransferEngine
-from mooncake.engine.engine import StepOutput
+from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, InternalError, KVLoadFailed, MooncakeError
@@ -96,6 +96,7 @@ class PrefillJob:
         self._sealed = False
         self._sealing: asyncio.Task[None] | None = None  # once everything is computed
         self._stream: Stream | None = None
+        self._held: list[int] = []  # blocks of a sequence that goes on here, with a reference for the pool's sink each
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
@@ -114,7 +115,7 @@ class PrefillJob:
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
             external_blocks=stored_blocks,
-            hold_blocks=bool(self._request.decode_address or self._request.pools),  # others read them
+            hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
         )
@@ -163,6 +164,7 @@ class PrefillJob:
             call = self._shop.host.thread.call
             await asyncio.wrap_future(call(lambda engine: engine.abort(self._id)))
             await asyncio.wrap_future(call(lambda engine: engine.release(self._id)))
+            await asyncio.wrap_future(call(self._let_go))
             del self._shop.streamer.streams[self._id]
         if self._handoff is not None and not self._committed:
             await self._close_handoff()
@@ -259,12 +261,23 @@ class PrefillJob:
             outlets.append((self._pool, self._shop.stores))
             self._pool_opening = asyncio.create_task(self._open_pool(self._pool, self._store, stored_blocks))
             self._tasks.append(self._pool_opening)
-        self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step)
+        hold = self._hold if self._pool is not None and self._handoff is None else None
+        self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold)
         self._shop.streamer.streams[self._id] = self._stream
 
     def _on_first_step(self) -> None:
         """On the engine's thread."""
         self._loop.call_soon_threadsafe(self._has_started.set)
+
+    def _hold(self, block_ids: tuple[int, ...]) -> None:
+        """On the engine's thread."""
+        self._shop.host.engine.block_pool.fork(block_ids)
+        self._held += block_ids
+
+    def _let_go(self, engine: Engine) -> None:
+        """On the engine's thread, when the pool's sink reads them no more. Idempotent."""
+        held, self._held = self._held, []
+        engine.block_pool.release(held)
 
     async def _open_handoff(self, sink: Sink) -> None:
         """Only once it is our turn here: blocks of the decode node are not held while a request queues."""
@@ -355,10 +368,12 @@ class PrefillJob:
         if self._pool is None or self._store is None:
             return
         await self._pool_opening
-        if not self._reservations:
-            return
         try:
-            await self._until_deadline(asyncio.wrap_future(self._pool.done))
+            if self._reservations:
+                await self._until_deadline(asyncio.wrap_future(self._pool.done))
+            self._shop.host.thread.call(self._let_go)
+            if not self._reservations:
+                return
             sealings = [(slot, self._pool.checksums[i]) for i, slot in self._reservations.items()]
             await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
             self._sealed = True

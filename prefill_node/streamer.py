@@ -3,7 +3,8 @@
 Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
 is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
 abandoned, and then again with the same bytes. Where the cache is on a GPU, final layers are copied to host memory
-beside the computation, and the sinks wait for the copy.
+beside the computation, and the sinks wait for the copy. Of a sequence that goes on here, and may have to give its
+blocks up, those of the prompt get one more reference each, so that they stay as they are until they are written.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ class Stream:
     make_load: Callable[[list[BlockToLoad]], PrefixLoad]
     outlets: list[tuple[Sink, Outbox]]
     on_first_step: Callable[[], None]  # its turn has come; told on the engine's thread
+    hold: Callable[[tuple[int, ...]], None] | None = None  # full blocks handed to the sinks, on the engine's thread
     load: PrefixLoad | None = None
     next_block: int = 0  # blocks before it have been handed to the sinks
+    has_ended: bool = False  # so have all of the prompt's
     first_step_s: float = 0.0  # monotonic; 0 until it ran
     is_closing: bool = False  # no load may start any more
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """One request's part in the current step: its blocks ``first`` ≤ i < ``end`` become final layer by layer."""
+    """One request's part in the current step: its blocks ``first`` ≤ i < ``end`` become final layer by layer. The last
+    one of a prompt may be a part: it is ``num_full`` blocks that nobody writes into any more."""
 
     stream: Stream
     first: int
     end: int
+    num_full: int
     block_ids: tuple[int, ...]
     is_last: bool
 
@@ -79,12 +84,12 @@ class LayerStreamer:
             if not stream.first_step_s:
                 stream.first_step_s = time.monotonic()
                 stream.on_first_step()
-            computed, total = entry.first + entry.num_tokens, len(entry.sequence.tokens)
-            is_last = computed == total
-            end = -(-total // self.block_tokens) if is_last else computed // self.block_tokens
+            is_last = entry.end == entry.sequence.num_tokens and not stream.has_ended
+            num_full = entry.end // self.block_tokens
+            end = stream.next_block if stream.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
             first = min(stream.next_block, end)
             block_ids = tuple(entry.sequence.block_table[first:end])
-            self._step.append(StreamStep(stream, first, end, block_ids, is_last))
+            self._step.append(StreamStep(stream, first, end, num_full, block_ids, is_last))
         self._leaving = tuple(block for part in self._step if part.stream.outlets for block in part.block_ids)
 
     def before_layer(self, layer: int) -> None:
@@ -108,8 +113,11 @@ class LayerStreamer:
 
     def end_step(self, plan: StepPlan) -> None:
         for part in self._step:
-            part.stream.next_block = part.end
+            part.stream.next_block = max(part.stream.next_block, part.end)
+            if part.stream.hold is not None:
+                part.stream.hold(part.block_ids[: part.num_full - part.first])
             if part.is_last:
+                part.stream.has_ended = True
                 for sink, outbox in part.stream.outlets:
                     sink.end()
                     outbox.kick(sink)
