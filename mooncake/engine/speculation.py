@@ -1,7 +1,8 @@
 """Speculation by prompt lookup: what followed the last tokens when they came before may well follow them again.
 
 A draft is only a guess. The engine computes its tokens in one step with the newest one and draws at each place as it
-would have without; it keeps what agrees. So every answer, greedy or drawn, is the same with speculation and without.
+would have without; it keeps what agrees. So every answer, greedy or drawn, is the same with speculation and without, up
+to rounding: attention adds up in another order when a sequence has many tokens in a step.
 Pure: it must not know blocks, steps or the model. (Saxena: Prompt Lookup Decoding, 2023; Leviathan et al., ICML 2023.)
 """
 
