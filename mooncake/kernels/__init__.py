@@ -42,10 +42,6 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor
-    ) -> None: ...
-
     def rope_write_kv(
         self,
         qkv: torch.Tensor,

@@ -34,7 +34,6 @@ _SIGNATURES = {
         *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # qkv, qkv_stride, rope, positions, pages
         *(_INT, _POINTER, _LONG, _INT),  # num_heads, slots, T, threads
     ],
-    "mc_write_kv": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG],
     "mc_add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT, _FLOAT, _INT],
     "mc_silu_mul": [_POINTER, _POINTER, _LONG, _INT, _INT],
     "mc_panel_width": [],
@@ -219,7 +218,6 @@ class CpuKernels:
         self.has_matrix_unit = unit == _ROW_UNIT
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
-        self._write_kv = library.mc_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
         self._sample, self._score = library.mc_sample, library.mc_score
@@ -314,22 +312,6 @@ class CpuKernels:
         output = gate_up.new_empty((tokens, width))
         self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, num_threads())
         return output
-
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
-        rows_fit = key.stride()[1:] == value.stride()[1:] == (key.shape[2], 1)
-        if not (_takes_pages(cache_layer, key) and rows_fit and value.dtype is key.dtype):
-            return reference.write_kv(key, value, cache_layer, slots)
-        status = self._write_kv(
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            ctypes.byref(_pages(cache_layer)),
-            slots.data_ptr(),
-            slots.shape[0],
-        )
-        _check(status)
-        return None
 
     def rope_write_kv(
         self,

@@ -32,15 +32,6 @@ int mc_rope_write_kv(float* qkv, int64_t qkv_stride, const Rope* rope, const int
     return OK;
 }
 
-int mc_write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride, const CacheLayer* cache,
-                const int64_t* slots, int64_t tokens) {
-    if (int status = check_slots(slots, tokens, *cache)) return status;
-    with_pages(cache->kind, [&](auto page) {
-        write_kv<decltype(page)>(key, key_stride, value, value_stride, *cache, slots, tokens);
-    });
-    return OK;
-}
-
 // `update` may be null: then only the norm.
 int mc_add_rms_norm(float* residual, const float* update, const float* weight, float* out, int64_t tokens, int width, float eps,
                     int threads) {

@@ -292,19 +292,6 @@ def test_positions_and_slots_outside_are_refused_and_nothing_is_written(cpu: Cpu
     assert not cache.any()
 
 
-@PAGES
-def test_write_kv_is_the_reference(cpu: CpuKernels, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    key, value = torch.randn(2, 30, 2, 32)
-    value[3] = 0
-    slots = torch.randperm(64)[:30]
-    caches = torch.zeros(2, 4, 3, 2, 2, 16, 36 if dtype is torch.int8 else 32, dtype=dtype)
-    reference.write_kv(key, value, caches[0][:, 1], slots)
-    cpu.write_kv(key, value, caches[1][:, 1], slots)
-    assert caches[0].any()
-    assert torch.equal(caches[0], caches[1])
-
-
 LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100), (64, 96), (32, 48)]
 
 

@@ -97,19 +97,6 @@ void rope_write_kv(float* qkv, int64_t stride, const Rope& rope, const int64_t* 
     });
 }
 
-template <class T>
-void write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride, const CacheLayer& cache,
-              const int64_t* slots, int64_t tokens) {
-    const int D = cache.head_dim;
-    for (int64_t t = 0; t < tokens; t++) {
-        const int64_t block = slots[t] / cache.block_tokens, offset = slots[t] % cache.block_tokens;
-        for (int h = 0; h < cache.num_kv_heads; h++) {
-            put_row(cache.row<T>(block, offset, 0, h), key + t * key_stride + h * D, D);
-            put_row(cache.row<T>(block, offset, 1, h), value + t * value_stride + h * D, D);
-        }
-    }
-}
-
 // body(T{}) for the type of the pages' elements.
 template <class Body> auto with_pages(int32_t kind, const Body& body) {
     switch (kind) {
