@@ -8,6 +8,7 @@ their own. What a cluster gains by separation shows in TBT; its throughput here 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -160,6 +161,10 @@ def _config(options: Options) -> dict[str, object]:
 
 async def measure(options: Options, report: Report, shown: Progress) -> None:
     checkpoint = open_checkpoint(options.config.model.path)
+    model = options.config.model
+    longest = model.max_model_len or min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
+    config = replace(options.config, model=replace(model, max_model_len=longest))
+    options = dataclasses.replace(options, config=config)
     tell(shown, "loading the model")
     engine = ServedByEngine(_own_engine(checkpoint, options))
     try:

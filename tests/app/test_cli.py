@@ -75,6 +75,11 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (["status", "--address", "http://127.0.0.1:9"], 2, "an address is HOST:PORT, such as 127.0.0.1:50051; got"),
         (["serve", "--model", "/no/model"], 1, "/no/model"),
         (["serve", "--prefill", "0"], 2, "--prefill"),
+        (
+            ["serve", "--max-model-len", "100000", "--http-port", "0", "--grpc-port", "0"],
+            2,
+            "model.max_model_len is 100000, and the context of SmolLM2-135M-Instruct is 8192",
+        ),
         (["serve", "--set", "store.dram_gb=1e6", "--http-port", "0", "--grpc-port", "0"], 2, "GB of memory"),
     ],
 )
