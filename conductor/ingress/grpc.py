@@ -60,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> pb.DetokenizeResponse:
         self._pipeline.adapter_of(request.model)
         tokens = self._pipeline.as_tokens(request.ids, "ids")
-        return pb.DetokenizeResponse(text=await self._pipeline.decode(tokens))
+        return pb.DetokenizeResponse(text=await self._pipeline.decode(tokens, skip_special=False))
 
     async def ListModels(  # noqa: N802
         self,

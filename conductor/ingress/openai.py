@@ -155,7 +155,7 @@ class OpenAIApi:
             sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
             await self.pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
-            echo = await self.pipeline.decode(tokens) if body.echo else ""
+            echo = await self.pipeline.decode(tokens, skip_special=True) if body.echo else ""
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))
@@ -213,10 +213,12 @@ class OpenAIApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
+            conversation = Conversation(
+                chat_messages(body.messages), tools_of(body.tools, body.tool_choice), template_variables(body)
+            )
+            messages, variables = conversation.for_template(self.pipeline.tokenizer.takes_tools)
             tokens = await self.pipeline.encode_chat(
-                chat_messages(body.messages),
-                variables=template_variables(body),
-                continue_final=bool(body.continue_final_message),
+                messages, variables=variables, continue_final=bool(body.continue_final_message)
             )
         else:
             tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
@@ -229,7 +231,8 @@ class OpenAIApi:
         body, _ = await self._decode(request, DetokenizeRequest)
         self.pipeline.adapter_of(body.model or "")
         tokens = self.pipeline.as_tokens(body.tokens, "tokens")
-        return json_response(DetokenizeResponse(await self.pipeline.decode(tokens)))
+        text = await self.pipeline.decode(tokens, skip_special=False)  # all that is asked about
+        return json_response(DetokenizeResponse(text))
 
     # ------------------------------------------------------------ in
 

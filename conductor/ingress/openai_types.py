@@ -145,6 +145,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
     return_token_strs: bool | None = None
 
 

@@ -163,8 +163,8 @@ class Pipeline:
         )
         return self._fitting(tokens, param, keep)
 
-    async def decode(self, tokens: TokenIds) -> str:
-        return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens))
+    async def decode(self, tokens: TokenIds, skip_special: bool) -> str:
+        return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens, skip_special))
 
     async def check_guide(self, guide: Guide | None) -> None:
         """Raises InvalidRequest when it makes no sense: better here than on a node. A schema can take a while."""

@@ -53,8 +53,8 @@ class ByteTokenizer:
         turns = "".join(f"<{message.role}>{message.content}" for message in messages)
         return self.encode(f"{told}{turns}{'' if continue_final else '<assistant>'}")
 
-    def decode(self, ids):
-        return bytes(int(token_id) for token_id in ids if token_id != EOS).decode(errors="replace")
+    def decode(self, ids, skip_special=True):
+        return b"".join(self.token_bytes(int(token_id), skip_special) for token_id in ids).decode(errors="replace")
 
     def token_bytes(self, token_id, skip_special=True):
         return bytes([token_id]) if token_id != EOS else b"" if skip_special else b"<end>"

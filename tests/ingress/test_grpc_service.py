@@ -155,11 +155,11 @@ async def test_the_other_calls_of_the_client(front):
         with Client(front.grpc_address) as client:
             tokens = client.tokenize("hé", model="bytes")
             chat = client.tokenize(messages=[{"role": "user", "content": "x"}])
-            return tokens, bytes(chat), client.detokenize(tokens), client.models()[0]
+            return tokens, bytes(chat), client.detokenize([*tokens, 256]), client.models()[0]
 
     tokens, chat, text, model = await asyncio.to_thread(ask)
 
-    assert (tokens, chat, text) == ([104, 195, 169], b"<user>x<assistant>", "hé")
+    assert (tokens, chat, text) == ([104, 195, 169], b"<user>x<assistant>", "hé<end>")
     assert (model.id, model.max_model_len, model.vocab_size, model.block_tokens) == ("bytes", 4096, 257, 64)
 
 

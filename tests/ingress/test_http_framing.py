@@ -275,12 +275,12 @@ async def test_connections_have_a_bound_and_those_beyond_are_told_so():
 async def test_texts_become_tokens_and_back(front):
     tokens = (await front.http.post("/tokenize", json={"prompt": "hé"})).json()
     chat = (await front.http.post("/tokenize", json=CHAT)).json()
-    text = (await front.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    text = (await front.http.post("/detokenize", json={"tokens": [*tokens["tokens"], 256]})).json()
     both = await front.http.post("/tokenize", json=CHAT | {"prompt": "x"})
 
     assert tokens == {"count": 3, "max_model_len": 4096, "tokens": [104, 195, 169]}
     assert bytes(chat["tokens"]) == b"<user>Hello<assistant>"
-    assert text == {"prompt": "hé"}
+    assert text == {"prompt": "hé<end>"}
     assert both.status_code == 400
 
 

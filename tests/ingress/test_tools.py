@@ -77,6 +77,16 @@ async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
         assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
 
 
+@pytest.mark.parametrize("choice", [None, "none", {"type": "function", "function": {"name": "get_time"}}])
+@pytest.mark.parametrize("takes_tools", [False, True])
+async def test_tools_are_among_the_tokens_of_a_chat_that_is_tokenized(open_front, takes_tools, choice):
+    body = {"messages": ASK, "tools": [WEATHER, TIME], "tool_choice": choice}
+    async with open_front(takes_tools=takes_tools) as front:
+        tokens = (await front.http.post("/tokenize", json=body)).json()["tokens"]
+        await front.http.post("/v1/chat/completions", json=body)
+        assert tokens == front.script.asked[0].tokens.tolist()
+
+
 async def test_a_stream_tells_calls_piece_by_piece_and_never_a_tag(front, client):
     front.script.text = f"Well <b>. {CALL}"
 
