@@ -6,7 +6,7 @@ Tokens wait until their text is whole, so that what a chunk says of tokens (log-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType, structs
@@ -29,6 +29,7 @@ from conductor.ingress.openai_types import (
     TopLogprob,
 )
 from conductor.ingress.tools import CallPart, CallReader, joined_calls
+from mooncake.tokenizer import DetokenizeStream
 from mooncake.types import FinishReason, SampledToken
 
 AnyChoice = ChatChoice | ChatChunkChoice | CompletionChoice
@@ -37,9 +38,11 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client wants to know of tokens beside the text. ``bytes_of`` gives what one token adds to a text."""
+    """What a client wants to know of tokens beside the text. ``bytes_of`` gives what one token stands for, ``stream``
+    begins a text as the answer's is made."""
 
     bytes_of: Callable[[int], bytes]
+    stream: Callable[[], DetokenizeStream]
     logprobs: bool = False
     token_ids: bool = False
     prompt_logprobs: int | None = None
@@ -190,8 +193,9 @@ class CompletionWriter(ChoiceWriter):
 
     def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str = "") -> None:
         super().__init__(index, extras)
-        self._text = echo
+        self._text = self._echo = echo
         self._offset = 0  # of the next token in the text
+        self._stream = extras.stream()
         self._echoed = prompt_ids if echo else []
         self._prompt_ids: list[int] | UnsetType = prompt_ids if extras.token_ids else UNSET
 
@@ -221,12 +225,10 @@ class CompletionWriter(ChoiceWriter):
     def _logprobs(self) -> CompletionLogprobs | None:
         if not self._extras.logprobs:
             return None
-        tokens = [*self._echoed_tokens(), *self._tokens]
+        echoed = self._echoed_tokens()
+        offsets = [*self._offsets_in_echo(echoed), *self._offsets(self._tokens)]
+        tokens = [*echoed, *self._tokens]
         names = [self._extras.name_of(token.token_id) for token in tokens]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._extras.text_of(token.token_id))
         top = [
             {name: _logprob(token)} | {self._extras.name_of(other): value for other, value in _top(token)}
             if token.logprob is not None
@@ -235,6 +237,25 @@ class CompletionWriter(ChoiceWriter):
         ]
         values = [None if token.logprob is None else _logprob(token) for token in tokens]
         return CompletionLogprobs(names, values, top, offsets)
+
+    def _offsets_in_echo(self, tokens: Sequence[SampledToken]) -> list[int]:
+        if not tokens:
+            return []
+        stream = self._extras.stream()
+        if not self._echo.startswith("".join(stream.push(token.token_id) for token in tokens)):
+            self._offset = -1  # of the space that SentencePiece puts before a text, and no text begins with
+        offsets = self._offsets(tokens)
+        self._offset, self._stream = len(self._echo), self._extras.stream()
+        return offsets
+
+    def _offsets(self, tokens: Sequence[SampledToken]) -> list[int]:
+        """Where each begins in the text: a part of a character where that does, a token without text where the next
+        one does."""
+        offsets = []
+        for token in tokens:
+            offsets.append(max(self._offset, 0))
+            self._offset += len(self._stream.push(token.token_id))
+        return offsets
 
     def _echoed_tokens(self) -> list[SampledToken]:
         """The prompt's, once. Nothing comes before the first one, so nothing tells how likely it was."""

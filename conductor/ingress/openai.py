@@ -155,7 +155,7 @@ class OpenAIApi:
             sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
             await self.pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
-            echo = await self.pipeline.decode(tokens, skip_special=True) if body.echo else ""
+            echo = await self.pipeline.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))
@@ -290,6 +290,7 @@ class OpenAIApi:
         tokenizer = self.pipeline.tokenizer
         return Extras(
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
+            stream=lambda: tokenizer.stream(fields.skip_special_tokens is not False),
             logprobs=logprobs,
             token_ids=bool(fields.return_token_ids),
             prompt_logprobs=fields.prompt_logprobs,

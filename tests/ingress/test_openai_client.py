@@ -566,6 +566,24 @@ async def test_echo_with_logprobs_tells_those_of_the_prompt(front, client, n):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("skips", "echoed", "offsets"),
+    [(True, "é\ufffd", [0, 0, 0, 1, 2, 3, 3, 4]), (False, "<end>é\ufffd", [0, 5, 5, 6, 7, 8, 8, 9])],
+)
+async def test_the_offsets_of_tokens_fit_the_text(front, client, stream, skips, echoed, offsets):
+    """A control token may be no text, a part of a character is none yet, and half of one ends the prompt."""
+    front.script.text = "bäc"
+    wishes = {"echo": True, "logprobs": 0, "max_tokens": 4, "extra_body": {"skip_special_tokens": skips}}
+
+    answer = await client.completions.create(model="bytes", prompt=[256, *"é".encode(), 0xC3], stream=stream, **wishes)
+    choices = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
+
+    text = "".join(choice.text for choice in choices)
+    told = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    assert (text, told) == (f"{echoed}bäc", offsets)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_alone_is_scored_by_asking_for_no_tokens(front, client, stream):
     wishes = {"model": "bytes", "prompt": [[72, 105], [72, 111]], "echo": True, "logprobs": 1, "max_tokens": 0}
     if stream:
