@@ -10,6 +10,8 @@ from conductor.ingress.tools import Tools, said_calls, tool_response
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage
 
+_ROLES = ("assistant", "developer", "system", "tool", "user")
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -33,23 +35,27 @@ class Conversation:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Raises InvalidRequest, naming the message, for content that is no text."""
+    """Raises InvalidRequest, naming the message, for a role that is not known and for content that is no text."""
     return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 def _chat_message(message: Message, where: str) -> ChatMessage:
-    where_content = f"{where}.content"
-    if message.tool_calls or (message.tool_calls is not None and message.role == "assistant"):  # as clients echo it
-        content = "" if message.content is None else content_text(message.content, where_content)
-        return ChatMessage(message.role, said_calls(content, message.tool_calls, where))
+    if message.role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise InvalidRequest(f"the role {message.role[:32]!r} is not supported; known: {known}", f"{where}.role")
+    content = message.content
+    if content is None and (message.role == "assistant" or message.tool_calls):  # what refused or called said nothing
+        content = ""
+    text = content_text(content, f"{where}.content")
+    if message.tool_calls:
+        return ChatMessage(message.role, said_calls(text, message.tool_calls, where))
     if message.role == "tool":
-        return tool_response(content_text(message.content, where_content))
-    content = content_text(message.content, where_content)
-    return ChatMessage("system" if message.role == "developer" else message.role, content)
+        return tool_response(text)
+    return ChatMessage("system" if message.role == "developer" else message.role, text)
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """Raises InvalidRequest, naming the place, for what is no text."""
+    """Each part a line, as in vLLM. Raises InvalidRequest, naming the place, for what is no text."""
     if content is None:
         raise InvalidRequest("a message needs content", where)
     if isinstance(content, str):
@@ -57,4 +63,4 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
     for part in content:
         if part.type != "text" or part.text is None:
             raise InvalidRequest("only text parts are supported", where)
-    return "".join(part.text or "" for part in content)
+    return "\n".join(part.text or "" for part in content)

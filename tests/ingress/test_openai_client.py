@@ -362,8 +362,10 @@ async def test_text_parts_and_developers_are_understood(front, client):
     await client.chat.completions.create(
         model="bytes", messages=[{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}]
     )
+    with pytest.raises(openai.BadRequestError, match="known: assistant, developer, system, tool, user"):
+        await client.chat.completions.create(model="bytes", messages=[{"role": "wizard", "content": "x"}])
 
-    assert bytes(front.script.asked[0].tokens.tolist()) == b"<system>Be brief<user>Hello<assistant>"
+    assert bytes(front.script.asked[0].tokens.tolist()) == b"<system>Be brief<user>Hel\nlo<assistant>"
 
 
 @pytest.mark.parametrize(

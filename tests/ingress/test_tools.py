@@ -216,9 +216,10 @@ async def test_the_next_turn_holds_calls_and_their_results(front, client):
     assert "<user><tool_response>\n12 degrees\n</tool_response>" in prompt
 
 
-async def test_a_turn_without_content_and_calls_is_an_empty_one(front, client):
+@pytest.mark.parametrize("more", [{}, {"tool_calls": []}, {"refusal": "No."}])
+async def test_a_turn_without_content_and_calls_is_an_empty_one(front, client, more):
     """Clients send an answer back as they read it."""
-    said = {"role": "assistant", "content": None, "tool_calls": []}
+    said = {"role": "assistant", "content": None} | more
     await client.chat.completions.create(model="bytes", messages=[*ASK, said, *ASK])
 
     assert b"<assistant><user>" in bytes(front.script.asked[0].tokens.tolist())
