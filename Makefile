@@ -52,7 +52,7 @@ bench: setup
 	$(BIN)/mooncake bench serve
 
 # GPU_PYTHON: an interpreter with a CUDA build of torch; the environment of `make setup TORCH=cuda` has one.
-# GPU_FLAGS: `--only cascade`, `--minutes 9`; a second `make gpu` goes on where the first one ended.
+# It ends after nine minutes (GPU_FLAGS: `--only cascade`, `--minutes 30`); another one goes on where it ended.
 GPU_PYTHON ?= $(BIN)/python
 GPU_OUT ?= gpu.json
 gpu:

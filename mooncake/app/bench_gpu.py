@@ -2,17 +2,20 @@
 
 Each shape is timed in one run with the limit it is held to: a measured read-only stream, a measured matrix product, the
 measured link. Every part has a process and a time limit of its own, since a fault on a GPU ends all that a process does
-there, and the file is written after each. ``--resume`` keeps the parts that a file has and runs the rest. ``--tiny``
-runs every path once at small shapes, also in Triton's interpreter without a GPU: its times mean nothing, and it says
-so.
+there, and the file is written after each; a part that is stopped keeps what it had measured. What TARGETS asks for
+comes first, since a card may be lent for minutes. ``--resume`` keeps the parts that a file has and runs the rest.
+``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU: its times mean nothing, and
+it says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,20 +82,21 @@ _KERNEL_TESTS = ("test_attention_plan.py", "test_gpu_kernels.py", "test_device_c
 LIMITS = "limits"
 PARTS = (
     Part(LIMITS, 90, f"{_KERNELS}:limits"),
-    Part("kernel tests", 300, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
     Part("decode attention", 120, f"{_KERNELS}:decode_attention"),
-    Part("cascade", 90, f"{_KERNELS}:cascade"),
     Part("prefill attention", 90, f"{_KERNELS}:prefill_attention"),
+    Part("cascade", 90, f"{_KERNELS}:cascade"),
     Part("page copies", 90, f"{_KERNELS}:page_copies"),
     Part("whole model", 180, f"{_MODEL}:whole_model"),
+    Part("kernel tests", 150, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
+    Part("engine", 180, "mooncake.app.bench_gpu_engine:engine_steps"),
     Part("elementwise", 60, f"{_KERNELS}:elementwise"),
     Part("int8 products", 90, f"{_KERNELS}:int8_products"),
-    Part("engine", 180, "mooncake.app.bench_gpu_engine:engine_steps"),
     Part("hand-off", 150, f"{_MODEL}:handed_off"),
     Part("FlexAttention", 150, f"{_KERNELS}:flex_attention"),
     Part("node tests", 240, tests=("tests/e2e/test_gpu_nodes.py",)),
 )
 MIN_PART_S = 20.0  # a part that has less is not worth its start
+END_S = 5.0  # for a part that is interrupted, to write down what it has found
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -120,11 +124,11 @@ class _Run:
         if options.resume and options.out is not None and options.out.exists():
             saved = msgspec.json.decode(options.out.read_bytes(), type=_Saved)
             if saved.commit == commit():
-                self._done = {name: part for name, part in saved.parts.items() if not part.failure}
+                self._done = saved.parts
 
     def run(self, part: Part, limit_s: float) -> None:
-        """Unless it is done."""
-        if part.name in self._done:
+        """Unless it is done. What a part that failed had found is kept until it runs again."""
+        if part.name in self._done and not self._done[part.name].failure:
             return
         err.print(f"{part.name} (up to {limit_s:.0f} s)")
         started = time.monotonic()
@@ -185,13 +189,27 @@ class _Run:
 
 
 def _failure(command: list[str], limit_s: float) -> str:
-    """Of a command that is stopped after ``limit_s``; "" if there was none. What it prints is seen on stderr."""
+    """Of a command that is interrupted after ``limit_s``; "" if there was none. What it prints is seen on stderr."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, timeout=limit_s).returncode
+        code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"not done after {limit_s:.0f} s"
+    finally:
+        _end(process)
     return f"exit status {code}" if code else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Of all that ``process`` started, too; with ``END_S`` to end by itself if it is still at work."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run_part(name: str, tiny: bool, reps: int, stream: float, out: Path) -> None:
@@ -221,7 +239,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes, also without a GPU: the times mean nothing")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
     parser.add_argument("--resume", action="store_true", help="keep what --out has of this commit, and run the rest")
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no part after so long, stop the last one")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no part after so long, stop the last one")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

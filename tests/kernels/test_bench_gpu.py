@@ -35,6 +35,32 @@ def test_every_part_runs_and_every_target_has_its_ratio_and_its_prediction(tmp_p
     assert set(bench_gpu.TARGETS) == set(bench_gpu.PREDICTED)
 
 
+def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(tmp_path: Path) -> None:
+    found, alive, ignoring, part = (tmp_path / name for name in ("found", "alive", "ignoring.py", "part.py"))
+    os.mkfifo(alive)
+    ignoring.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "kept = open(sys.argv[1], 'w')\n"
+        "print(flush=True)\n"
+        "time.sleep(99)\n"
+    )
+    part.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, {str(ignoring)!r}, {str(alive)!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "try:\n"
+        "    time.sleep(99)\n"
+        "finally:\n"
+        f"    pathlib.Path({str(found)!r}).write_text('what was measured')\n"
+    )
+    with os.fdopen(os.open(alive, os.O_RDONLY | os.O_NONBLOCK)) as held:
+        assert bench_gpu._failure([sys.executable, str(part)], 3.0) == "not done after 3 s"
+        assert found.read_text() == "what was measured"
+        os.set_blocking(held.fileno(), True)
+        assert held.read() == "", "what it had started runs on"
+
+
 def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "mooncake", "bench", "gpu"]
