@@ -29,6 +29,9 @@ PIECES_PER_PROCESSOR = 4
 MIN_PIECE_TOKENS = 256
 """Keys below which a piece costs more to start and to merge than to read."""
 
+CRUMB = 8
+"""A tile's rest of at most this part of a piece is no piece of its own."""
+
 MIN_SHARED_TOKENS = 512
 """Reads of shared keys, in tokens, that a cascade must save before its second pass pays."""
 
@@ -118,10 +121,9 @@ def _cut(tiles: list[_Tile], split: int, tile_tokens: int) -> AttentionPlan:
     rows: dict[int, list[int]] = {}
     slot = 0
     for tile in tiles:
-        bounds = list(range(tile.begin, tile.end, split))
-        alone = len(bounds) == 1 and passes[tile.first] == 1
-        for begin in bounds:
-            end = min(begin + split, tile.end)
+        bounds = _bounds(tile, split)
+        alone = len(bounds) == 2 and passes[tile.first] == 1
+        for begin, end in pairwise(bounds):
             mine = NO_SLOT if alone else slot
             pieces.append((tile.table, tile.first, tile.count, tile.position, begin, end, mine, 0))
             if alone:
@@ -139,6 +141,15 @@ def _cut(tiles: list[_Tile], split: int, tile_tokens: int) -> AttentionPlan:
         merge_starts=np.cumsum([0, *(len(rows[token]) for token in merged)], dtype=np.int32),
         merge_rows=np.array([row for token in merged for row in rows[token]], dtype=np.int32),
     )
+
+
+def _bounds(tile: _Tile, split: int) -> list[int]:
+    """Where its pieces begin and the last one ends. A short rest goes to the piece before: alone it would cost a start
+    and a merge, and would be taken when everybody else has ended. Depends on the tile and the split alone."""
+    bounds = [*range(tile.begin, tile.end, split), tile.end]
+    if len(bounds) > 2 and bounds[-1] - bounds[-2] <= split // CRUMB:
+        del bounds[-2]
+    return bounds
 
 
 def _shared_tiles(

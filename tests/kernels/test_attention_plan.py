@@ -125,3 +125,12 @@ def test_a_fixed_split_makes_a_sequence_independent_of_its_batch() -> None:
     batched = plan_of([1] * 30, [5_000] * 30, piece_tokens=1_024)
     own = batched.pieces[batched.pieces[:, 0] == 0]
     assert sorted(map(tuple, own[:, 4:6].tolist())) == sorted(map(tuple, alone.pieces[:, 4:6].tolist()))
+
+
+def test_a_short_rest_is_read_with_the_piece_before() -> None:
+    equal = plan_of([1] * 64, [8_192] * 64, num_processors=33)  # equal shares are of 7,952 keys
+    assert (equal.pieces[:, 5] - equal.pieces[:, 4]).tolist() == [8_192] * 64
+    assert equal.num_slots == 0
+    for rest, lengths in ((128, [1_152]), (144, [1_024, 144])):
+        [*pieces] = plan_of([1], [1_024 + rest], piece_tokens=1_024).pieces.tolist()
+        assert [end - begin for *_, begin, end, _, _ in pieces] == lengths
