@@ -17,7 +17,8 @@ from mooncake.kernels.triton_launch import INTERPRETED
 DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
 SHARED_ROWS = 64  # where sequences share a prefix
 PREFILL_ROWS = 128
-MERGES_PER_PROCESSOR = 4
+MERGES_PER_PROCESSOR = 32  # as many as it holds: a merge is of one warp, and waits for memory most of its time
+MERGED_PARTS = 8  # of a token that a merge loads at a time
 ALIGNED = 4  # int32 words: pointers that are no multiples of 16 bytes would be compiled for once more
 
 
@@ -180,7 +181,15 @@ def run_plan(
         num_stages=launch.num_stages,
     )
     merging = (plan.merge_tokens, plan.merge_starts, plan.merge_rows, plan.num_merged)
-    kernels.merge[(num_processors * MERGES_PER_PROCESSOR,)](
-        plan.partial, plan.partial_lse, *merging, output, NUM_HEADS=num_heads, **heads, num_warps=1
+    merges = min(num_processors * MERGES_PER_PROCESSOR, tokens * num_heads)
+    kernels.merge[(merges,)](
+        plan.partial,
+        plan.partial_lse,
+        *merging,
+        output,
+        NUM_HEADS=num_heads,
+        **heads,
+        PARTS=MERGED_PARTS,
+        num_warps=1,
     )
     return output

@@ -207,6 +207,7 @@ def merge(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    PARTS: tl.constexpr,  # loaded at a time: one after the other would be waited for as often
 ):
     """``sum(2^lse_i · o_i) / sum(2^lse_i)`` over the parts of each token and head, in the plan's order."""
     dims = tl.arange(0, HEAD_PAD)
@@ -216,15 +217,19 @@ def merge(
         accumulated = tl.zeros([HEAD_PAD], dtype=tl.float32)
         peak = tl.full([1], float("-inf"), dtype=tl.float32)
         total = tl.zeros([1], dtype=tl.float32)
-        for entry in range(tl.load(merge_starts + index), tl.load(merge_starts + index + 1)):
-            part = tl.load(merge_rows + entry).to(tl.int64) * NUM_HEADS + head
-            lse = tl.load(partial_lse + part)
-            values = tl.load(partial + part * HEAD_DIM + dims, mask=dim_ok, other=0.0)
-            new_peak = tl.maximum(peak, lse)
+        last = tl.load(merge_starts + index + 1)
+        for start in range(tl.load(merge_starts + index), last, PARTS):
+            entries = start + tl.arange(0, PARTS)
+            given = entries < last
+            parts = tl.load(merge_rows + entries, mask=given, other=0).to(tl.int64) * NUM_HEADS + head
+            lse = tl.load(partial_lse + parts, mask=given, other=float("-inf"))
+            loaded = given[:, None] & dim_ok[None, :]
+            values = tl.load(partial + parts[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(lse, 0))
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            fade, weight = tl.exp2(peak - base), tl.exp2(lse - base)
-            accumulated = accumulated * fade + values * weight
-            total = total * fade + weight
+            fade, weights = tl.exp2(peak - base), tl.exp2(lse - base)
+            accumulated = accumulated * fade + tl.sum(values * weights[:, None], 0)
+            total = total * fade + tl.sum(weights, 0)
             peak = new_peak
         result = accumulated / tl.where(total == 0.0, 1.0, total)
         at = (tl.load(merge_tokens + index).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM

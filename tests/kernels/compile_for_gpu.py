@@ -21,7 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mooncake.kernels import triton_attention, triton_elementwise
-from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, attention_launch, most_rows
+from mooncake.kernels.gpu_attention import (
+    DECODE_ROWS,
+    MERGED_PARTS,
+    PREFILL_ROWS,
+    SHARED_ROWS,
+    attention_launch,
+    most_rows,
+)
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 SCALED = ("int8", "float8")
@@ -75,7 +82,7 @@ def attention_cases() -> Iterator[Case]:
                 **dict.fromkeys(("merge_tokens", "merge_starts", "merge_rows", "num_tokens"), "*i32"),
                 "output": "*bf16",
             },
-            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim},
+            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "PARTS": MERGED_PARTS},
             num_warps=1,
         )
 
