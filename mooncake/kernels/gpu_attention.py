@@ -33,16 +33,19 @@ class Launch:
     per_processor: int
 
 
-def attention_launch(tile_rows: int, head_dim: int, wide: bool, scaled: bool) -> Launch:
+def attention_launch(tile_rows: int, head_dim: int, block_tokens: int, wide: bool, scaled: bool) -> Launch:
     """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed; ``scaled``
     pages hold codes and scales.
 
     The pipeline is deep because a page's address is itself loaded: of five stages two hold keys and values on their
-    way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone.
-    Heads beyond 128 leave room for half of everything.
+    way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone;
+    where a trip has pages of 64 or more, two of its widths in one need a quarter fewer instructions a key. Heads beyond
+    128 leave room for half of everything.
     """
     if wide:
         return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
+    if tile_rows == PREFILL_ROWS and not scaled and (block_tokens == 64 or block_tokens % 128 == 0):
+        return Launch(tile_rows, keys=128, num_warps=8, num_stages=4, per_processor=1)
     if tile_rows >= most_rows(head_dim, scaled):
         return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 2, per_processor=1)
     return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, per_processor=2)
@@ -147,7 +150,7 @@ def run_plan(
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     wide = INTERPRETED or query.dtype is torch.float32
-    launch = attention_launch(plan.tile_tokens * group_pad, head_dim, wide, scales is not None)
+    launch = attention_launch(plan.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     kernels.attend[(num_processors * launch.per_processor,)](

@@ -62,6 +62,14 @@ def _visit(
     dims = tl.arange(0, HEAD_PAD)
     if BLOCK_TOKENS % KEYS == 0:  # all in one page: addresses are a straight run
         pages = tl.load(table + start // BLOCK_TOKENS).to(tl.int64) + tl.zeros([KEYS], dtype=tl.int64)
+    elif KEYS == 2 * BLOCK_TOKENS:  # two such runs, whose pages are loaded once and not for every key
+        one = start // BLOCK_TOKENS
+        low = tl.load(table + one).to(tl.int64)
+        if MASKED:
+            high = tl.load(table + one + 1, mask=start + BLOCK_TOKENS < end, other=0).to(tl.int64)
+        else:
+            high = tl.load(table + one + 1).to(tl.int64)
+        pages = tl.where(tl.arange(0, KEYS) < BLOCK_TOKENS, low, high)
     elif MASKED:
         pages = tl.load(table + keys // BLOCK_TOKENS, mask=keys < end, other=0).to(tl.int64)
     else:
@@ -79,20 +87,21 @@ def _visit(
     else:
         key = tl.load(cache + at)
         value = tl.load(cache + at + kv_stride)
-    scores = _dot(query, tl.trans(key.to(query.dtype)), WIDE) * softmax_scale
+    scores = _dot(query, tl.trans(key.to(query.dtype)), WIDE)
     if SCALED:
         scale_at = pages * scale_block_stride + scale_head_offset + in_page * scale_row_stride
         key_scale = tl.load(scales + scale_at, mask=keys < end, other=0.0)
         value_scale = tl.load(scales + scale_at + scale_kv_stride, mask=keys < end, other=0.0)
-        scores = scores * key_scale[None, :]
+        scores = scores * (key_scale * softmax_scale)[None, :]
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
             visible = visible & (keys[None, :] > row_positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # Plain scores are scaled where the peak is subtracted, in one instruction: the scale is positive.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED else tl.max(scores, 1) * softmax_scale)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2((scores if SCALED else scores * softmax_scale) - base[:, None])
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, 1)
     if SCALED:

@@ -100,7 +100,7 @@ def _attention(
 ) -> Case:
     wide = query == "float32"
     group_pad = triton.next_power_of_2(group)
-    launch = attention_launch(rows, head_dim, wide, pages in SCALED)
+    launch = attention_launch(rows, head_dim, block_tokens, wide, pages in SCALED)
     return Case(
         f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}",
         triton_attention.attend,
