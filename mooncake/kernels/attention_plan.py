@@ -9,7 +9,8 @@ Nothing here knows about tensors or devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,9 +19,10 @@ import numpy.typing as npt
 Int32s = npt.NDArray[np.int32]
 
 PIECE_FIELDS = 8
-"""table row, first query token, query tokens, first query's position, first key, end of keys, partial slot, unused"""
+"""table row, first query token, query tokens, first query's position, first key, end of keys, first row of its partial
+results, unused"""
 
-NO_SLOT = -1  # a piece that is alone with its tile writes the output itself
+NO_ROW = -1  # a piece that is alone with its tile writes the output itself
 BEHIND_ALL_KEYS = 1 << 30  # the position of queries that see a shared prefix whole
 
 PIECES_PER_PROCESSOR = 4
@@ -37,20 +39,33 @@ MIN_SHARED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """``tile_tokens`` query tokens a tile. Partial results live in rows: slot * tile_tokens + token of the tile."""
+class Pass:
+    """Pieces of tiles of up to ``tile_tokens`` query tokens: one launch, since a tile's size is compiled in."""
 
     tile_tokens: int
     pieces: Int32s  # [pieces, PIECE_FIELDS]
-    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The last pass reads what is left to each sequence; one before it, if there is one, reads what is shared."""
+
+    passes: tuple[Pass, ...]
+    num_rows: int  # of partial results
     merge_tokens: Int32s  # [tokens to merge]
     merge_starts: Int32s  # [tokens to merge + 1], into merge_rows
     merge_rows: Int32s  # rows of partial results
 
     @property
+    def pieces(self) -> Int32s:
+        """Of all passes."""
+        return np.concatenate([one.pieces for one in self.passes])
+
+    @property
     def keys_read(self) -> int:
         """Tokens of keys and values that one layer reads, per key and value head."""
-        return int((self.pieces[:, 5] - self.pieces[:, 4]).sum())
+        pieces = self.pieces
+        return int((pieces[:, 5] - pieces[:, 4]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +88,44 @@ def plan_attention(
     num_processors: int,
     window: int = 0,
     block_tables: Int32s | None = None,
+    shared_tile_tokens: Sequence[int] = (),
     piece_tokens: int = 0,
 ) -> AttentionPlan:
     """Cut a ragged batch (shapes as in ``reference``) into pieces of nearly equal numbers of keys.
 
     With ``block_tables`` ``[B, M]``, leading blocks that neighbouring one-token sequences share are read once for all
-    of them. ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what else is in the
-    batch; otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it excludes sharing.
+    of them, by tiles of the first of ``shared_tile_tokens`` that the largest group fits into, else of the last; without
+    them of ``tile_tokens``. ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what
+    else is in the batch; otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it
+    excludes sharing.
     """
     starts, contexts = query_starts.tolist(), context_lens.tolist()
-    shared: list[_Tile] = []
+    groups: list[_Tile] = []
     own_begin = [0] * len(contexts)
     if block_tables is not None and not window:
-        shared, own_begin = _shared_tiles(starts, contexts, block_tables, block_tokens, tile_tokens)
+        groups, own_begin = _shared_groups(starts, contexts, block_tables, block_tokens)
     own = [
         _Tile(b, first, min(tile_tokens, end - first), contexts[b] - (end - first), begin, 0)
         for b, ((start, end), begin) in enumerate(zip(pairwise(starts), own_begin, strict=True))
         for first in range(start, end, tile_tokens)
     ]
-    own = [_with_keys(tile, window, block_tokens) for tile in own]
-    tiles = [*own, *shared]
-    split = piece_tokens or _piece_tokens(tiles, block_tokens, num_kv_heads, num_processors)
-    return _cut(tiles, split, tile_tokens)
+    parts = [(tile_tokens, [_with_keys(tile, window, block_tokens) for tile in own])]
+    if groups:
+        sizes = shared_tile_tokens or (tile_tokens,)
+        largest = max(group.count for group in groups)
+        size = next((size for size in sizes if size >= largest), sizes[-1])
+        parts.insert(0, (size, [tile for group in groups for tile in _tiles(group, size)]))
+    return _cut(
+        [
+            (size, tiles, piece_tokens or _piece_tokens(tiles, block_tokens, num_kv_heads, num_processors))
+            for size, tiles in parts
+        ]
+    )
+
+
+def _tiles(group: _Tile, size: int) -> Iterator[_Tile]:
+    for offset in range(0, group.count, size):
+        yield replace(group, first=group.first + offset, count=min(size, group.count - offset))
 
 
 def _with_keys(tile: _Tile, window: int, block_tokens: int) -> _Tile:
@@ -111,32 +142,39 @@ def _piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: int, num_
     return -(-max(equal, MIN_PIECE_TOKENS) // block_tokens) * block_tokens
 
 
-def _cut(tiles: list[_Tile], split: int, tile_tokens: int) -> AttentionPlan:
-    """Pieces, the longest first so that the last ones to end are short, and the order in which tokens are merged."""
-    passes: dict[int, int] = {}  # how many tiles a query token has a part in
-    for tile in tiles:
-        for token in range(tile.first, tile.first + tile.count):
-            passes[token] = passes.get(token, 0) + 1
-    pieces: list[tuple[int, ...]] = []
+def _cut(parts: list[tuple[int, list[_Tile], int]]) -> AttentionPlan:
+    """Passes, given as the size of tiles, tiles, and keys a piece; and the order in which tokens are merged.
+
+    The longest pieces go first, so that the last ones to end are short; of these, such as read the same keys go
+    together, so that they find them in the cache of the GPU.
+    """
+    num_tiles: dict[int, int] = {}  # that a query token is in
+    for _, tiles, _ in parts:
+        for tile in tiles:
+            for token in range(tile.first, tile.first + tile.count):
+                num_tiles[token] = num_tiles.get(token, 0) + 1
+    passes: list[Pass] = []
     rows: dict[int, list[int]] = {}
-    slot = 0
-    for tile in tiles:
-        bounds = _bounds(tile, split)
-        alone = len(bounds) == 2 and passes[tile.first] == 1
-        for begin, end in pairwise(bounds):
-            mine = NO_SLOT if alone else slot
-            pieces.append((tile.table, tile.first, tile.count, tile.position, begin, end, mine, 0))
-            if alone:
-                continue
-            for offset in range(tile.count):
-                rows.setdefault(tile.first + offset, []).append(slot * tile_tokens + offset)
-            slot += 1
-    pieces.sort(key=lambda piece: (piece[4] - piece[5], piece))
+    num_rows = 0
+    for size, tiles, split in parts:
+        pieces: list[tuple[int, ...]] = []
+        for tile in tiles:
+            bounds = _bounds(tile, split)
+            alone = len(bounds) == 2 and num_tiles[tile.first] == 1
+            for begin, end in pairwise(bounds):
+                row = NO_ROW if alone else num_rows
+                pieces.append((tile.table, tile.first, tile.count, tile.position, begin, end, row, 0))
+                if alone:
+                    continue
+                for offset in range(tile.count):
+                    rows.setdefault(tile.first + offset, []).append(num_rows + offset)
+                num_rows += tile.count
+        pieces.sort(key=lambda piece: (piece[4] - piece[5], piece[0], piece[4], piece))
+        passes.append(Pass(size, np.array(pieces, dtype=np.int32).reshape(-1, PIECE_FIELDS)))
     merged = sorted(rows)
     return AttentionPlan(
-        tile_tokens=tile_tokens,
-        pieces=np.array(pieces, dtype=np.int32).reshape(-1, PIECE_FIELDS),
-        num_slots=slot,
+        tuple(passes),
+        num_rows=num_rows,
         merge_tokens=np.array(merged, dtype=np.int32),
         merge_starts=np.cumsum([0, *(len(rows[token]) for token in merged)], dtype=np.int32),
         merge_rows=np.array([row for token in merged for row in rows[token]], dtype=np.int32),
@@ -152,15 +190,15 @@ def _bounds(tile: _Tile, split: int) -> list[int]:
     return bounds
 
 
-def _shared_tiles(
-    starts: list[int], contexts: list[int], block_tables: Int32s, block_tokens: int, tile_tokens: int
+def _shared_groups(
+    starts: list[int], contexts: list[int], block_tables: Int32s, block_tokens: int
 ) -> tuple[list[_Tile], list[int]]:
-    """Tiles over shared prefixes, and for every sequence the first key that is left to itself.
+    """Tiles of any size over shared prefixes, and for every sequence the first key that is left to itself.
 
     Only neighbours in the batch are grouped, since a tile's rows are consecutive: whoever builds the batch keeps
     siblings together. Prefixes may nest: a group shares some blocks, and parts of it share more, to any depth.
     """
-    tiles: list[_Tile] = []
+    groups: list[_Tile] = []
     own_begin = [0] * len(contexts)
     # The block that holds the step's own token differs between sequences, and so it is never shared.
     full_blocks = [(context - 1) // block_tokens for context in contexts]
@@ -173,10 +211,7 @@ def _shared_tiles(
                 deep = _common_depth(begin, stop, depth)
                 if (stop - begin - 1) * (deep - depth) * block_tokens >= MIN_SHARED_TOKENS:
                     span = (depth * block_tokens, deep * block_tokens)
-                    tiles.extend(
-                        _Tile(begin, token, min(tile_tokens, starts[stop] - token), BEHIND_ALL_KEYS, *span)
-                        for token in range(starts[begin], starts[stop], tile_tokens)
-                    )
+                    groups.append(_Tile(begin, starts[begin], stop - begin, BEHIND_ALL_KEYS, *span))
                     own_begin[begin:stop] = [span[1]] * (stop - begin)
                     descend(begin, stop, deep)
             begin = stop
@@ -203,4 +238,4 @@ def _shared_tiles(
         return depth + (int(np.argmin(same)) if not same.all() else limit - depth)
 
     descend(0, len(contexts), 0)
-    return tiles, own_begin
+    return groups, own_begin

@@ -16,7 +16,7 @@ import triton
 from mooncake.kernels import reference
 from mooncake.kernels import triton_elementwise as elementwise
 from mooncake.kernels.attention_plan import Int32s, plan_attention
-from mooncake.kernels.gpu_attention import DECODE_ROWS, SHARED_ROWS, DevicePlan, most_rows, run_plan
+from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, DevicePlan, most_rows, run_plan
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
@@ -165,13 +165,9 @@ class GpuKernels:
         """
         group = triton.next_power_of_2(num_heads // num_kv_heads)
         longest = int(np.diff(query_starts).max(initial=1))
-        rows = DECODE_ROWS
-        if wide:
-            pass  # float32 tiles of more rows do not fit into registers
-        elif longest * group > SHARED_ROWS:
-            rows = most_rows(head_dim, scaled)
-        elif block_tables is not None:
-            rows = min(SHARED_ROWS, most_rows(head_dim, scaled))
+        # float32 tiles of more rows than the least do not fit into registers
+        most = DECODE_ROWS if wide else most_rows(head_dim, scaled)
+        rows = most if longest * group > SHARED_ROWS else DECODE_ROWS
         plan = plan_attention(
             query_starts,
             context_lens,
@@ -181,13 +177,13 @@ class GpuKernels:
             num_processors=self.num_processors,
             window=window,
             block_tables=block_tables,
+            shared_tile_tokens=[max(min(rows, most) // group, 1) for rows in (SHARED_ROWS, PREFILL_ROWS)],
             piece_tokens=piece_tokens,
         )
         if buffers is None or not buffers.fits(plan):
             buffers = DevicePlan.empty(
-                plan.tile_tokens,
-                len(plan.pieces),
-                plan.num_slots,
+                [(one.tile_tokens, len(one.pieces)) for one in plan.passes],
+                plan.num_rows,
                 len(plan.merge_tokens),
                 len(plan.merge_rows),
                 num_heads,

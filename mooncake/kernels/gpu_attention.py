@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +16,7 @@ from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan
 from mooncake.kernels.triton_launch import INTERPRETED
 
 DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
-SHARED_ROWS = 64  # where sequences share a prefix
+SHARED_ROWS = 64  # where a few sequences share a prefix
 PREFILL_ROWS = 128
 MERGES_PER_PROCESSOR = 32  # as many as it holds: a merge is of one warp, and waits for memory most of its time
 MERGED_PARTS = 8  # of a token that a merge loads at a time
@@ -48,7 +49,8 @@ def attention_launch(tile_rows: int, head_dim: int, block_tokens: int, wide: boo
         return Launch(tile_rows, keys=128, num_warps=8, num_stages=4, per_processor=1)
     if tile_rows >= most_rows(head_dim, scaled):
         return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 2, per_processor=1)
-    return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, per_processor=2)
+    stages = 5 if tile_rows < SHARED_ROWS else 4  # of which two programs fit
+    return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=stages, per_processor=2)
 
 
 def most_rows(head_dim: int, scaled: bool) -> int:
@@ -59,59 +61,71 @@ def most_rows(head_dim: int, scaled: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class DevicePass:
+    tile_tokens: int
+    pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
+    num_pieces: torch.Tensor  # int32 [1]
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
     """An ``AttentionPlan`` in device memory, with room for its partial results. Reused by every layer of a step."""
 
-    tile_tokens: int
     numbers: torch.Tensor  # int32: all that follow but the partial results, so that one copy brings them
-    pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
-    num_pieces: torch.Tensor  # int32 [1]
+    passes: tuple[DevicePass, ...]
     merge_tokens: torch.Tensor
     merge_starts: torch.Tensor
     merge_rows: torch.Tensor
     num_merged: torch.Tensor  # int32 [1]
-    partial: torch.Tensor  # float32 [slots * tile_tokens, Hq, D]
-    partial_lse: torch.Tensor  # float32 [slots * tile_tokens, Hq]
+    partial: torch.Tensor  # float32 [rows, Hq, D]
+    partial_lse: torch.Tensor  # float32 [rows, Hq]
 
     @classmethod
     def empty(
         cls,
-        tile_tokens: int,
-        num_pieces: int,
-        num_slots: int,
-        num_merged: int,
+        passes: Sequence[tuple[int, int]],
         num_rows: int,
+        num_merged: int,
+        num_merged_rows: int,
         num_heads: int,
         head_dim: int,
         device: torch.device,
     ) -> DevicePlan:
-        """Buffers for plans of up to these sizes: what a captured graph reads from."""
-        sizes = (max(num_pieces, 1) * PIECE_FIELDS, 1, max(num_merged, 1), num_merged + 1, max(num_rows, 1), 1)
+        """Buffers for plans of up to these sizes: what a captured graph reads from. ``passes`` are tokens of a tile,
+        and pieces."""
+        sizes = [size for _, pieces in passes for size in (max(pieces, 1) * PIECE_FIELDS, 1)]
+        sizes += [max(num_merged, 1), num_merged + 1, max(num_merged_rows, 1), 1]
         starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         numbers = torch.zeros(starts.pop(), dtype=torch.int32, device=device)
-        parts = [numbers[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        rows = max(num_slots, 1) * tile_tokens
+        parts = iter([numbers[start : start + size] for start, size in zip(starts, sizes, strict=True)])
         return cls(
-            tile_tokens,
             numbers,
-            pieces=parts[0].view(-1, PIECE_FIELDS),
-            num_pieces=parts[1],
-            merge_tokens=parts[2],
-            merge_starts=parts[3],
-            merge_rows=parts[4],
-            num_merged=parts[5],
-            partial=torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
-            partial_lse=torch.empty((rows, num_heads), dtype=torch.float32, device=device),
+            passes=tuple(
+                DevicePass(tile_tokens, pieces=next(parts).view(-1, PIECE_FIELDS), num_pieces=next(parts))
+                for tile_tokens, _ in passes
+            ),
+            merge_tokens=next(parts),
+            merge_starts=next(parts),
+            merge_rows=next(parts),
+            num_merged=next(parts),
+            partial=torch.empty((max(num_rows, 1), num_heads, head_dim), dtype=torch.float32, device=device),
+            partial_lse=torch.empty((max(num_rows, 1), num_heads), dtype=torch.float32, device=device),
         )
 
     def fits(self, plan: AttentionPlan) -> bool:
         return (
-            plan.tile_tokens == self.tile_tokens
-            and len(plan.pieces) <= self.pieces.shape[0]
-            and plan.num_slots * plan.tile_tokens <= self.partial.shape[0]
+            [one.tile_tokens for one in plan.passes] == [one.tile_tokens for one in self.passes]
+            and all(len(own.pieces) <= len(mine.pieces) for own, mine in zip(plan.passes, self.passes, strict=True))
+            and plan.num_rows <= self.partial.shape[0]
             and len(plan.merge_tokens) <= self.merge_tokens.shape[0]
             and len(plan.merge_rows) <= self.merge_rows.shape[0]
         )
+
+    @property
+    def keys_read(self) -> int:
+        """As ``AttentionPlan.keys_read``; waits for the device."""
+        pieces = torch.cat([one.pieces[: int(one.num_pieces)] for one in self.passes])
+        return int((pieces[:, 5] - pieces[:, 4]).sum())
 
     def load(self, plan: AttentionPlan) -> None:
         """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait.
@@ -122,8 +136,11 @@ class DevicePlan:
         host = torch.empty(self.numbers.shape, dtype=torch.int32, pin_memory=self.numbers.is_cuda)
         words = host.numpy()
         for target, source in (
-            (self.pieces, plan.pieces),
-            (self.num_pieces, np.array([len(plan.pieces)], np.int32)),
+            *((mine.pieces, own.pieces) for mine, own in zip(self.passes, plan.passes, strict=True)),
+            *(
+                (mine.num_pieces, np.array([len(own.pieces)], np.int32))
+                for mine, own in zip(self.passes, plan.passes, strict=True)
+            ),
             (self.merge_tokens, plan.merge_tokens),
             (self.merge_starts, plan.merge_starts),
             (self.merge_rows, plan.merge_rows),
@@ -150,39 +167,40 @@ def run_plan(
     group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     wide = INTERPRETED or query.dtype is torch.float32
-    launch = attention_launch(plan.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    kernels.attend[(num_processors * launch.per_processor,)](
-        query,
-        cache_layer,
-        plan.partial_lse if scales is None else scales,
-        block_tables,
-        plan.pieces,
-        plan.num_pieces,
-        output,
-        plan.partial,
-        plan.partial_lse,
-        query.stride(0),
-        *cache_layer.stride()[:4],
-        *((0, 0, 0, 0) if scales is None else scales.stride()),
-        block_tables.stride(0),
-        scale,
-        window,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        GROUP_PAD=group_pad,
-        **heads,
-        BLOCK_TOKENS=block_tokens,
-        TILE_TOKENS=plan.tile_tokens,
-        KEYS=launch.keys,
-        WINDOWED=window > 0,
-        SCALED=scales is not None,
-        WIDE=wide,
-        ROW_UNIT=math.gcd(cache_layer.stride(3), 16),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+    for one in plan.passes:
+        launch = attention_launch(one.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
+        kernels.attend[(num_processors * launch.per_processor,)](
+            query,
+            cache_layer,
+            plan.partial_lse if scales is None else scales,
+            block_tables,
+            one.pieces,
+            one.num_pieces,
+            output,
+            plan.partial,
+            plan.partial_lse,
+            query.stride(0),
+            *cache_layer.stride()[:4],
+            *((0, 0, 0, 0) if scales is None else scales.stride()),
+            block_tables.stride(0),
+            scale,
+            window,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            GROUP_PAD=group_pad,
+            **heads,
+            BLOCK_TOKENS=block_tokens,
+            TILE_TOKENS=one.tile_tokens,
+            KEYS=launch.keys,
+            WINDOWED=window > 0,
+            SCALED=scales is not None,
+            WIDE=wide,
+            ROW_UNIT=math.gcd(cache_layer.stride(3), 16),
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
     merging = (plan.merge_tokens, plan.merge_starts, plan.merge_rows, plan.num_merged)
     merges = min(num_processors * MERGES_PER_PROCESSOR, tokens * num_heads)
     kernels.merge[(merges,)](

@@ -159,7 +159,7 @@ def attend(
         first, count = tl.load(piece + 1), tl.load(piece + 2)
         position = tl.load(piece + 3)
         begin, end = tl.load(piece + 4), tl.load(piece + 5)
-        slot = tl.load(piece + 6)
+        row = tl.load(piece + 6)
 
         heads = kv_head * GROUP + row_head
         row_ok = (row_token < count) & (row_head < GROUP)
@@ -193,12 +193,12 @@ def attend(
             )  # fmt: skip
 
         result = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
-        if slot < 0:
+        if row < 0:
             at = (first + row_token).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM)
             at = at + heads[:, None] * HEAD_DIM + dims[None, :]
             tl.store(output + at, result.to(output.dtype.element_ty), mask=row_mask)
         else:
-            part = (slot * TILE_TOKENS + row_token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            part = (row + row_token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
             lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(total))
             tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], result, mask=row_mask)
             tl.store(partial_lse + part, lse, mask=row_ok)

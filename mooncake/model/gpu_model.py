@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake.kernels.attention_plan import PIECES_PER_PROCESSOR
+from mooncake.kernels.attention_plan import MIN_SHARED_TOKENS, PIECES_PER_PROCESSOR
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
@@ -182,6 +182,7 @@ class GpuModel:
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
             for tokens in WARM_UP_TOKENS:
                 self._forward(self._empty_chunk(min(tokens, self._max_blocks * cache.shape[4])), cache, NoHook())
+            self._run_eagerly(self._empty_siblings(cache), cache, NoHook())
             last = min(bisect.bisect_left(self._buckets, max_sequences), len(self._buckets) - 1)
             self._use(cache)
             for bucket in reversed(self._buckets[: last + 1]):  # the largest first: others fit into its memory
@@ -224,10 +225,16 @@ class GpuModel:
         is_captured = is_plain and not hook.wants_layers and bool(self._buckets) and size <= self._buckets[-1]
         if is_captured and not self._is_cascade(batch, cache):
             return self._replay(batch, cache, newest)
+        return self._run_eagerly(batch, cache, hook, newest)
+
+    def _run_eagerly(
+        self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, newest: Sequence[int] | None = None
+    ) -> torch.Tensor:
         self.kernels.step_plans = self._plan(batch, cache)
         moved = self._on_device(batch)
         if newest is not None:
-            moved = replace(moved, tokens=self._newest(torch.tensor(newest, device=self._device), moved.tokens))
+            rows = self._moved(np.asarray(newest, np.int64))
+            moved = replace(moved, tokens=self._newest(rows, moved.tokens))
         return self._model.forward(moved, cache, hook)
 
     def _is_cascade(self, batch: ForwardBatch, cache: torch.Tensor) -> bool:
@@ -285,7 +292,7 @@ class GpuModel:
                 head_dim=config.head_dim,
                 block_tokens=cache.shape[4],
                 window=window,
-                # A captured plan is one pass: its buffers have the smallest tiles, and a cascade has wider ones.
+                # A captured plan is one pass, and a cascade has another one.
                 block_tables=None if buffers is not None else batch.block_tables.numpy(),
                 wide=self._dtype is torch.float32,
                 scaled=cache.dtype is torch.int8,
@@ -340,7 +347,7 @@ class GpuModel:
         buffers = self._empty_batch(numbers)
         self._decode_plans = self._decode_plans or {window: self._largest_decode_plan() for window in self._windows}
         for plan in self._decode_plans.values():  # the recorded run computes nothing and writes nowhere
-            plan.num_pieces.zero_()
+            plan.passes[0].num_pieces.zero_()
             plan.num_merged.zero_()
 
         def step() -> torch.Tensor:
@@ -389,6 +396,19 @@ class GpuModel:
             logit_rows=torch.tensor([length - 1]),
         )
 
+    def _empty_siblings(self, cache: torch.Tensor) -> ForwardBatch:
+        """A step of two sequences that share enough to be read once, if one can be so long; nothing of it is kept."""
+        context = min(MIN_SHARED_TOKENS + cache.shape[4], self._max_blocks * cache.shape[4])
+        return ForwardBatch(
+            tokens=torch.zeros(2, dtype=torch.int64),
+            positions=torch.zeros(2, dtype=torch.int64),
+            query_starts=torch.arange(3, dtype=torch.int32),
+            context_lens=torch.full((2,), context, dtype=torch.int32),
+            block_tables=torch.zeros(2, self._max_blocks, dtype=torch.int32),
+            slots=torch.full((2,), NO_SLOT),
+            logit_rows=torch.arange(2),
+        )
+
     def _largest_decode_plan(self) -> DevicePlan:
         """Room for any decode plan: each sequence may have one piece more than equal shares of the whole give it."""
         config = self.config
@@ -396,8 +416,7 @@ class GpuModel:
         most = self._buckets[-1]
         pieces = most + self.kernels.num_processors * PIECES_PER_PROCESSOR
         return DevicePlan.empty(
-            max(DECODE_ROWS // group, 1),
-            pieces,
+            [(max(DECODE_ROWS // group, 1), pieces)],
             pieces,
             most,
             pieces,

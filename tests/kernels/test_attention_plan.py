@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.kernels.attention_plan import BEHIND_ALL_KEYS, NO_SLOT, AttentionPlan, plan_attention
+from mooncake.kernels.attention_plan import BEHIND_ALL_KEYS, NO_ROW, AttentionPlan, plan_attention
 
 BLOCK_TOKENS = 16
 
@@ -72,24 +72,23 @@ def test_every_query_reads_every_visible_key_once(
 
 @given(batches(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_slots_and_merges_name_each_part_once(batch: tuple[list[int], list[int], np.ndarray], share: bool) -> None:
+def test_rows_and_merges_name_each_part_once(batch: tuple[list[int], list[int], np.ndarray], share: bool) -> None:
     queries, contexts, tables = batch
     plan = plan_of(queries, contexts, piece_tokens=64, block_tables=tables if share else None)
-    slots = [slot for slot in plan.pieces[:, 6].tolist() if slot != NO_SLOT]
-    assert sorted(slots) == list(range(plan.num_slots))
-    written = {
-        int(piece[6]) * plan.tile_tokens + offset: int(piece[1]) + offset
-        for piece in plan.pieces
-        if piece[6] != NO_SLOT
-        for offset in range(int(piece[2]))
-    }
+    written = [
+        (row + offset, first + offset)
+        for _, first, count, _, _, _, row, _ in plan.pieces.tolist()
+        if row != NO_ROW
+        for offset in range(count)
+    ]
+    assert sorted(row for row, _ in written) == list(range(plan.num_rows))
     merged = {}
     for index, token in enumerate(plan.merge_tokens.tolist()):
         for row in plan.merge_rows[plan.merge_starts[index] : plan.merge_starts[index + 1]].tolist():
             assert row not in merged
             merged[row] = token
-    assert merged == written
-    alone = {int(piece[1]) + offset for piece in plan.pieces if piece[6] == NO_SLOT for offset in range(int(piece[2]))}
+    assert merged == dict(written)
+    alone = {int(piece[1]) + offset for piece in plan.pieces if piece[6] == NO_ROW for offset in range(int(piece[2]))}
     assert alone.isdisjoint(merged.values())
     assert alone | set(merged.values()) == set(range(sum(queries)))
 
@@ -112,6 +111,26 @@ def test_a_shared_prefix_is_read_once_for_the_group_and_nested_ones_too() -> Non
     assert tree.keys_read == 2_048 + 512 + 8 * 600 + 8 * 88
 
 
+@pytest.mark.parametrize(("sequences", "tile_tokens"), [(3, 16), (20, 32), (70, 32)])
+def test_shared_keys_take_tiles_that_fit_the_group_and_own_keys_the_smallest(sequences: int, tile_tokens: int) -> None:
+    tables = np.arange(sequences * 80, dtype=np.int32).reshape(sequences, 80)
+    tables[:, :64] = tables[0, :64]
+    options = {"tile_tokens": 4, "num_processors": 132, "shared_tile_tokens": (16, 32)}
+    plan = plan_of([1] * sequences, [1_100] * sequences, block_tables=tables, **options)
+    shared, own = plan.passes
+    assert (shared.tile_tokens, own.tile_tokens) == (tile_tokens, 4)
+    assert shared.pieces[:, 2].max() == min(sequences, tile_tokens)
+    assert (own.pieces[:, 4] == 1_024).all()
+    [flat] = plan_of([1] * sequences, [1_100] * sequences, **options).passes
+    assert flat.tile_tokens == 4
+
+
+def test_tiles_that_read_the_same_keys_are_neighbours() -> None:
+    pieces = plan_of([64], [4_096], piece_tokens=1_024).passes[0].pieces
+    begins = pieces[pieces[:, 5] - pieces[:, 4] == 1_024, 4].tolist()
+    assert begins == sorted(begins)
+
+
 @pytest.mark.parametrize("window", [1, 16, 100])
 def test_a_window_reads_only_the_blocks_it_touches(window: int) -> None:
     plan = plan_of([1], [1_000], window=window)
@@ -130,7 +149,7 @@ def test_a_fixed_split_makes_a_sequence_independent_of_its_batch() -> None:
 def test_a_short_rest_is_read_with_the_piece_before() -> None:
     equal = plan_of([1] * 64, [8_192] * 64, num_processors=33)  # equal shares are of 7,952 keys
     assert (equal.pieces[:, 5] - equal.pieces[:, 4]).tolist() == [8_192] * 64
-    assert equal.num_slots == 0
+    assert equal.num_rows == 0
     for rest, lengths in ((128, [1_152]), (144, [1_024, 144])):
         [*pieces] = plan_of([1], [1_024 + rest], piece_tokens=1_024).pieces.tolist()
         assert [end - begin for *_, begin, end, _, _ in pieces] == lengths

@@ -34,7 +34,7 @@ def check_limits(builds: list[dict[str, int | str | bool]]) -> None:
     for build in builds:
         name, threads = str(build["case"]), int(build["threads"])
         assert int(build["stack_bytes"]) + int(build["local_bytes"]) <= SPILL_BYTES[int(build["sm"])], build
-        programs = 2 if name.startswith("attend") and "-16-" in name else 1
+        programs = 2 if name.startswith("attend") and threads == 128 else 1
         if name in ("merge-64", "merge-128"):
             programs = MERGES_PER_PROCESSOR
         assert int(build["shared_bytes"]) * programs <= SHARED_BYTES[int(build["sm"])], build
