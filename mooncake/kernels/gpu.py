@@ -20,6 +20,7 @@ from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, SHARED_ROW
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
+COPY_WORDS = 4096  # of 8 bytes, that each has on their way: a thread loads eight times 16 bytes before it stores
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -315,7 +316,7 @@ def copy_pages(
         from_words.stride(0),
         to_words.stride(0),
         from_words.shape[1],
-        BLOCK=2048,
+        BLOCK=COPY_WORDS,
         num_warps=8,
     )
 

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mooncake.kernels import triton_attention, triton_elementwise
+from mooncake.kernels.gpu import COPY_WORDS
 from mooncake.kernels.gpu_attention import (
     DECODE_ROWS,
     MERGED_PARTS,
@@ -202,7 +203,7 @@ def elementwise_cases() -> Iterator[Case]:
             **dict.fromkeys(("source", "target", "source_pages", "target_pages"), "*i64"),
             **dict.fromkeys(("num_pages", "source_stride", "target_stride", "page_words"), "i32"),
         },
-        {"BLOCK": 2048},
+        {"BLOCK": COPY_WORDS},
         num_warps=8,
         plain=frozenset({"num_pages"}),
     )
