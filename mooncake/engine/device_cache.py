@@ -131,7 +131,8 @@ class _Lane:
     """Copies in one direction, on a stream of their own; in Triton's interpreter each is done when it returns."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Of few programs, which are let in before those of the computation that wait.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._block_ids: tuple[int, ...] = ()
         self._pages = torch.empty(0, dtype=torch.int64, device=device)  # the same, on the device
@@ -169,7 +170,10 @@ class _Lane:
         """One layer after the other asks for the same blocks."""
         if tuple(block_ids) != self._block_ids:
             self._block_ids = tuple(block_ids)
-            self._pages = torch.tensor(self._block_ids, device=self._pages.device)
+            pages = torch.tensor(self._block_ids)
+            if self._stream is not None:  # else the host would wait for what the device has before it
+                pages = pages.pin_memory()
+            self._pages = pages.to(self._pages.device, non_blocking=True)
         return self._pages, self._pages
 
 
