@@ -127,6 +127,56 @@ def test_a_cascade_over_a_shared_prefix_equals_the_flat_pass(kernels: GpuKernels
     torch.testing.assert_close(kernels.paged_attention(*batch.arguments, plan=plan), expected, atol=2e-5, rtol=2e-5)
 
 
+def check_within_rounding(batch: Batch, actual: torch.Tensor, layer: torch.Tensor) -> None:
+    """Against the definition in float32. Of long contexts all means are small: what counts is the error in each row's
+    own deviations, of which bfloat16 weights cost a hundredth or two."""
+    query, _, *rest = batch.arguments
+    expected = reference.paged_attention(query.float(), layer.float(), *rest)
+    deviation = expected.std(-1, keepdim=True)
+    torch.testing.assert_close(actual.float() / deviation, expected / deviation, atol=5e-2, rtol=1e-2)
+
+
+AS_SERVED = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # of an 8B model
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter takes other tiles, and minutes")
+
+
+@needs_gpu
+@pytest.mark.parametrize("pages", ["bfloat16", "int8", "int8 beside its scales"])
+@pytest.mark.parametrize("block_tokens", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("queries", "contexts"),
+    [([1] * 3, [300, 64, 1029]), ([40, 1, 33], [200, 90, 33]), ([2048], [2600]), ([1] * 4, [5000] * 3 + [31])],
+)
+def test_attention_as_it_is_served_equals_the_reference(
+    kernels: GpuKernels, queries: list[int], contexts: list[int], block_tokens: int, pages: str
+) -> None:
+    batch = Batch(queries, contexts, torch.bfloat16, block_tokens=block_tokens, **AS_SERVED)
+    query, layer, *rest = batch.arguments
+    if pages == "bfloat16":
+        check_within_rounding(batch, kernels.paged_attention(*batch.arguments), layer)
+        return
+    values = layer.float().nan_to_num()
+    scales = values.abs().amax(-1) / 127
+    codes = (values / scales.clamp(min=1e-9)[..., None]).round().to(torch.int8)
+    if pages == "int8":
+        rows = torch.cat([codes, scales[..., None].view(torch.int8)], -1)
+        actual = kernels.paged_attention(query, rows, *rest)
+    else:
+        actual = kernels.paged_attention(query, codes, *rest, scales=scales)
+    check_within_rounding(batch, actual, codes * scales[..., None])
+
+
+@needs_gpu
+@pytest.mark.parametrize("sequences", [5, 40])
+def test_a_cascade_as_it_is_served_equals_the_reference(kernels: GpuKernels, sequences: int) -> None:
+    contexts = [1024 + 5 + 3 * index for index in range(sequences)]
+    batch = Batch([1] * sequences, contexts, torch.bfloat16, block_tokens=64, shared_blocks=16, **AS_SERVED)
+    host = (batch.starts.cpu().numpy(), batch.contexts.cpu().numpy())
+    plan = kernels.plan(*host, block_tables=batch.tables.cpu().numpy(), block_tokens=64, **AS_SERVED)
+    assert plan.passes[0].tile_tokens == (16 if sequences <= 16 else 32)
+    check_within_rounding(batch, kernels.paged_attention(*batch.arguments, plan=plan), batch.layer)
+
+
 def test_where_pages_lie_changes_no_bit(kernels: GpuKernels) -> None:
     batch = Batch([1, 4], [120, 64], torch.bfloat16)
     before = kernels.paged_attention(*batch.arguments)
