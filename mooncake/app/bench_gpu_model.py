@@ -13,6 +13,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model_config import ModelConfig
 
 BLOCK = 64
+MOST_ERROR = 0.1  # of replayed logits, in their norm
 
 
 def model_of_8b(gpu: Gpu) -> ModelConfig:
@@ -64,6 +65,7 @@ def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
     """Decode steps and a prefill of random weights of an 8B model's shape: speed only."""
     model, step_bytes = build_model(gpu)
     config, graphs = model.config, gpu.device.type == "cuda"
+    _check_replays(gpu, model)
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * gpu.dtype.itemsize
     for batch, context in ((1, 1024), (64, 8192)):
         batch, context = gpu.scale.size(batch, min(batch, 2)), gpu.scale.size(context, 40)
@@ -79,15 +81,40 @@ def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
         roofline_s = (step_bytes + batch * context * token_bytes) / stream
         report.ratios[f"model_decode_{batch if batch == 1 else '64x8k'}_vs_roofline"] = roofline_s / min(seconds)
         if batch == 1 and graphs:
-            eager = GpuModel(
-                lambda _: model._model, config.max_model_len // BLOCK, gpu.dtype, buckets=(), host_logits=False
-            )
-            eager.kernels = model.kernels
+            eager = _kernel_by_kernel(gpu, model)
             eager_s = gpu.timed_s(lambda _, e=eager, s=step, c=cache: e.forward(s, c, NoHook()))  # type: ignore[misc]
             report.ratios["graph_vs_eager_batch_1"] = min(eager_s) / min(seconds)
         del cache
         gpu.free()
     _prefill(gpu, report, model)
+
+
+def _kernel_by_kernel(gpu: Gpu, model: GpuModel) -> GpuModel:
+    blocks = model.config.max_model_len // BLOCK
+    eager = GpuModel(lambda _: model._model, blocks, gpu.dtype, buckets=(), host_logits=False)
+    eager.kernels = model.kernels  # whose plan the model follows
+    return eager
+
+
+def _check_replays(gpu: Gpu, model: GpuModel) -> None:
+    """Replayed steps, some with rows that only fill the graph, give the logits of those that run kernel by kernel.
+
+    Raises AssertionError. What another order of sums costs in bfloat16 is a few hundredths of them; a page or a row
+    that is mistaken for another is all.
+    """
+    config, eager = model.config, _kernel_by_kernel(gpu, model)
+    for batch, context in ((1, 1000), (50, 700)):
+        batch, context = gpu.scale.size(batch, min(batch, 2)), gpu.scale.size(context, 40)
+        per_sequence = -(-context // BLOCK)
+        shape = (batch * per_sequence, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
+        cache = torch.randn(shape, dtype=gpu.dtype, device=gpu.device)
+        for _ in range(2):  # other tables in the same buffers
+            step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
+            replayed, plain = (one.forward(step, cache, NoHook()).float().clone() for one in (model, eager))
+            error = float((replayed - plain).norm() / plain.norm())
+            assert error < MOST_ERROR, f"replayed steps of {batch} are wrong by {error:.3f} of their logits"
+        del cache
+        gpu.free()
 
 
 def handed_off(gpu: Gpu, report: Report, _: float) -> None:
