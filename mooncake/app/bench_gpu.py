@@ -91,6 +91,7 @@ PARTS = (
     Part("whole model", 180, f"{_MODEL}:whole_model"),
     Part("kernel tests", 150, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
     Part("engine", 180, "mooncake.app.bench_gpu_engine:engine_steps"),
+    Part("tiles", 60, f"{_KERNELS}:tiles"),
     Part("elementwise", 60, f"{_KERNELS}:elementwise"),
     Part("int8 products", 90, f"{_KERNELS}:int8_products"),
     Part("hand-off", 150, f"{_MODEL}:handed_off"),

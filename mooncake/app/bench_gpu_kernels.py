@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from triton.runtime.errors import OutOfResources
 
 from mooncake.app.bench_report import Figure, Report
 from mooncake.kernels.gpu import GpuKernels, Int8Linear, codes_and_scales, copy_pages
-from mooncake.kernels.gpu_attention import DevicePlan
+from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, DevicePlan, Launch, run_plan
 from mooncake.kernels.reference import SCALE_BYTES
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.gpu_model import PlannedKernels
@@ -25,6 +26,8 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"
 REPETITION_S = 0.2
 RUNS_A_LAP = 8  # of a graph, at least
+_Given = tuple[DevicePlan, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""Of ``run_plan``: plan, query, pages, their scales, block tables."""
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -304,6 +307,58 @@ def prefill_attention(gpu: Gpu, report: Report, _: float) -> None:
             sdpa = gpu.timed_s(lambda _, q=rows, k=key, v=value: _sdpa(q, k, v, is_causal=True), captured=True)  # type: ignore[misc]
             report.ratios["prefill_2k_vs_sdpa"] = min(sdpa) / min(seconds)
         gpu.free()
+
+
+def tiles(gpu: Gpu, report: Report, _: float) -> None:
+    """What other launches than ours would give, for the next change of them. Such as do not fit are left out."""
+    small = gpu.scale.tiny
+    chunk, context = gpu.scale.size(2048, 128), gpu.scale.size(34_816, 256)
+    cache = torch.randn(context // 64, 2, KV_HEADS, 64, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
+    tables = torch.randperm(context // 64, device=gpu.device).int()[None]
+    query = torch.randn(chunk, HEADS, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
+    host = (np.array([0, chunk], np.int32), np.array([context], np.int32))
+    plan = gpu.kernels.plan(*host, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_tokens=64)
+    for keys, stages in ((64, 5), (128, 4), (128, 3), (128, 5)):
+        launch = Launch(PREFILL_ROWS, keys, num_warps=8, num_stages=stages, per_processor=1)
+        _other_launch(gpu, report, "prefill", launch, lambda _: (plan, query, cache, None, tables), 1)
+    shape = DecodeShape("64 x 8k", [8192] * 64 if not small else [70, 40], 64)
+    others = {"": [(64, 5, 2), (64, 7, 2), (64, 5, 3)], "int8": [(64, 5, 2), (64, 5, 3), (128, 3, 2), (128, 3, 3)]}
+    for pages, launches in others.items():
+        batch = DecodeBatch(gpu, shape, 2, pages)
+        decode_plan = batch.plan()
+
+        def given(layer: int, batch: DecodeBatch = batch, plan: DevicePlan = decode_plan) -> _Given:
+            coded = batch.cache[:, layer]
+            codes, scales = codes_and_scales(coded) if coded.dtype is torch.int8 else (coded, None)
+            return plan, batch.query, codes, scales, batch.tables
+
+        for keys, stages, per_processor in launches:
+            launch = Launch(DECODE_ROWS, keys, num_warps=4, num_stages=stages, per_processor=per_processor)
+            _other_launch(gpu, report, f"decode {pages}".strip(), launch, given, 2)
+        del batch, given
+        gpu.free()
+    page, count = 32 << 10, gpu.scale.size(16_384, 8)
+    memory = torch.empty(count, page, dtype=torch.uint8, pin_memory=gpu.device.type == "cuda")
+    target = torch.empty(count, page, dtype=torch.uint8, device=gpu.device)
+    order, amount = torch.randperm(count).to(gpu.device), memory.nbytes / 1e9
+    for programs, words in ((8, 2048), (8, 4096), (16, 2048), (16, 4096)):
+        seconds = gpu.timed_s(lambda _, n=programs, w=words: copy_pages(memory, target, order, order, n, w))  # type: ignore[misc]
+        report.add(rate("ours", "launch, page copies", "GB/s", amount, seconds, programs=programs, words=words))
+
+
+def _other_launch(
+    gpu: Gpu, report: Report, name: str, launch: Launch, given: Callable[[int], _Given], layers: int
+) -> None:
+    def run(layer: int) -> torch.Tensor:
+        processors = gpu.kernels.num_processors
+        return run_plan(given(layer)[0], processors, *given(layer)[1:], HEAD_DIM**-0.5, 0, lambda *_: launch)
+
+    try:
+        seconds = gpu.timed_s(run, layers, captured=True)
+    except OutOfResources:
+        return
+    chosen = {"keys": launch.keys, "stages": launch.num_stages, "programs": launch.per_processor}
+    report.add(Figure("ours", f"launch, {name}", "ms", tuple(1e3 * s for s in seconds), params=chosen))
 
 
 # Around attention

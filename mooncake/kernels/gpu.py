@@ -295,6 +295,7 @@ def copy_pages(
     source_pages: torch.Tensor,
     target_pages: torch.Tensor,
     programs: int = COPY_PROGRAMS,
+    words: int = COPY_WORDS,
 ) -> None:
     """``target[target_pages[i]] = source[source_pages[i]]`` by a few programs, in the current stream.
 
@@ -316,7 +317,7 @@ def copy_pages(
         from_words.stride(0),
         to_words.stride(0),
         from_words.shape[1],
-        BLOCK=COPY_WORDS,
+        BLOCK=words,
         num_warps=8,
     )
 

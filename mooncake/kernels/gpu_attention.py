@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -160,6 +160,7 @@ def run_plan(
     block_tables: torch.Tensor,
     scale: float,
     window: int,
+    choose: Callable[[int, int, int, bool, bool], Launch] = attention_launch,
 ) -> torch.Tensor:
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
     tokens, num_heads, head_dim = query.shape
@@ -170,7 +171,7 @@ def run_plan(
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     for one in plan.passes:
-        launch = attention_launch(one.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
+        launch = choose(one.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
         kernels.attend[(num_processors * launch.per_processor,)](
             query,
             cache_layer,
