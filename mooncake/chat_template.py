@@ -37,9 +37,12 @@ _PROBES = (  # innocent conversations; a template takes at least one of them
 )
 
 
+ROLES = ("assistant", "system", "user")
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: str  # "system", "user", "assistant"
+    role: str  # of ROLES
     content: str
 
 

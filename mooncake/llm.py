@@ -33,7 +33,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
 from mooncake.precision import resolve_precision
 from mooncake.text import TextAssembler, TextPiece
-from mooncake.tokenizer import ChatMessage
+from mooncake.tokenizer import ROLES, ChatMessage
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 Prompt = str | Sequence[int] | TokenIds
@@ -44,8 +44,8 @@ Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[TokenIds]
 Adapters = str | Sequence[str | None] | None
 """The name of an adapter for all prompts, or one each; None: the model itself."""
 
-Message = ChatMessage | Mapping[str, str]
-"""E.g. ``{"role": "user", "content": "Hello"}``."""
+Message = ChatMessage | Mapping[str, object]
+"""E.g. ``{"role": "user", "content": "Hello"}``; the content may be a list of ``{"type": "text", "text": …}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,14 +428,26 @@ def _conversation_list(
 
 
 def _message(message: Message) -> ChatMessage:
-    if isinstance(message, ChatMessage):
-        return message
-    if not isinstance(message, Mapping):
+    if not isinstance(message, (ChatMessage, Mapping)):
         raise InvalidRequest('a message is {"role": …, "content": …}', "messages")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            raise InvalidRequest(f"a message needs its {name}, as text", "messages")
-    return ChatMessage(message["role"], message["content"])
+    if isinstance(message, Mapping):
+        role, content = message.get("role"), _content(message.get("content"))
+        if not isinstance(role, str):
+            raise InvalidRequest("a message needs its role, as text", "messages")
+        message = ChatMessage(role, content)
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise InvalidRequest(f"the role {message.role[:32]!r} is not supported; known: {known}", "messages")
+    return message
+
+
+def _content(content: object) -> str:
+    """Parts a line each, as in vLLM."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("a message needs its content, as text or parts of text", "messages")
+    return "\n".join(map(str, texts))
 
 
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from mooncake.chat_template import ChatMessage, ChatTemplate
+from mooncake.chat_template import ROLES, ChatMessage, ChatTemplate
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import MAX_JSON_BYTES, read_json
@@ -25,7 +25,15 @@ from mooncake.types import TokenIds
 
 LONG_TEXT_CHARS = 64 << 10  # longer texts are best tokenized in a thread, and leave others the interpreter meanwhile
 
-__all__ = ["ChatMessage", "DetokenizeStream", "Tokenizer", "tokenizer_from_gguf", "tokenizer_from_hf"]
+__all__ = [
+    "LONG_TEXT_CHARS",
+    "ROLES",
+    "ChatMessage",
+    "DetokenizeStream",
+    "Tokenizer",
+    "tokenizer_from_gguf",
+    "tokenizer_from_hf",
+]
 
 TokenBytes = Callable[[str], bytes]
 """The UTF-8 bytes that a token's name in the vocabulary stands for."""

@@ -34,7 +34,7 @@ from mooncake.errors import (
 )
 from mooncake.guides import Guides
 from mooncake.text import bad_word_tokens, check_stop
-from mooncake.tokenizer import LONG_TEXT_CHARS, ChatMessage, Tokenizer
+from mooncake.tokenizer import LONG_TEXT_CHARS, ROLES, ChatMessage, Tokenizer
 from mooncake.types import Guide, SamplingParams, TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
@@ -48,7 +48,6 @@ T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
-_ROLES = frozenset({"system", "user", "assistant"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +149,8 @@ class Pipeline:
         if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param)
         for number, message in enumerate(messages):
-            if message.role not in _ROLES:
-                known = ", ".join(sorted(_ROLES))
+            if message.role not in ROLES:
+                known = ", ".join(ROLES)
                 raise InvalidRequest(
                     f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
                 )

@@ -12,6 +12,7 @@ import torch
 
 from mooncake import LLM, SamplingParams
 from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
+from mooncake.tokenizer import ChatMessage
 from mooncake.types import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -72,6 +73,19 @@ def test_a_conversation_reuses_its_first_turn(llm: LLM) -> None:
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And the sky?"}]
     [second] = llm.chat(messages, GREEDY)
     assert second.cached_tokens >= first.prompt_tokens // 64 * 64 > 0
+
+
+def test_a_conversation_has_known_roles_and_its_texts_may_come_in_parts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Hello."}, {"type": "text", "text": "Who are you?"}]
+    [whole] = llm.chat([{"role": "user", "content": "Hello.\nWho are you?"}], GREEDY)
+    [answer] = llm.chat([{"role": "user", "content": parts}], GREEDY)
+    assert (answer.text, answer.prompt_tokens) == (whole.text, whole.prompt_tokens)
+    for message in (ChatMessage("foo", "x"), {"role": "foo", "content": "x"}):
+        with pytest.raises(InvalidRequest, match="the role 'foo' is not supported; known: assistant, system, user"):
+            llm.chat([message], GREEDY)
+    for content in (None, 5, [{"type": "image_url"}], ["x"], [{"type": "text"}]):
+        with pytest.raises(InvalidRequest, match="needs its content, as text or parts of text"):
+            llm.chat([{"role": "user", "content": content}], GREEDY)
 
 
 def test_a_seed_repeats_an_answer_and_no_seed_does_not(llm: LLM) -> None:
