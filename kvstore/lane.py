@@ -26,6 +26,7 @@ from mooncake.rpc.server import MAX_MESSAGE_BYTES
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 256  # of one connection at once; more wait in its socket
+MAX_FRAMES = 256  # of one connection in a go; then it is somebody else's turn
 OPEN_TIMEOUT_S = 2.0
 _HEAD = struct.Struct("<IBI")  # bytes of the message, what it is, number of the call
 _FAILED = 255
@@ -52,11 +53,15 @@ class Servicer(Protocol):
 
 
 class _Frames(asyncio.Protocol, ABC):
-    """Cuts the stream into frames. Anything that is none ends the connection."""
+    """Cuts the stream into frames. Anything that is none ends the connection.
+
+    Frames that nobody has room for wait: what was read already in the buffer, the others in the socket.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
+        self._is_held = False  # frames wait in the buffer, and nothing is read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # by what it does: uvloop's are of no class of asyncio's
@@ -66,8 +71,27 @@ class _Frames(asyncio.Protocol, ABC):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        at = 0
+        if not self._is_held:
+            self._cut()
+
+    def has_room(self) -> bool:
+        """For another frame. Whoever says no calls ``go_on`` when there is."""
+        return True
+
+    def go_on(self) -> None:
+        if not self._is_held or self._transport is None or self._transport.is_closing() or not self.has_room():
+            return
+        self._is_held = False
+        self._cut()
+        if not (self._is_held or self._transport.is_closing()):
+            self._transport.resume_reading()
+
+    def _cut(self) -> None:
+        at, most = 0, MAX_FRAMES
         while len(self._buffer) - at >= _HEAD.size:
+            if most == 0 or not self.has_room():
+                self._hold(is_turn_over=most == 0)
+                break
             length, kind, call = _HEAD.unpack_from(self._buffer, at)
             if length > MAX_MESSAGE_BYTES:
                 self.abort()
@@ -77,12 +101,20 @@ class _Frames(asyncio.Protocol, ABC):
             at += _HEAD.size
             message = bytes(memoryview(self._buffer)[at : at + length])
             at += length
+            most -= 1
             try:
                 self.frame(kind, call, message)
             except (DecodeError, LookupError):
                 self.abort()
                 return
         del self._buffer[:at]
+
+    def _hold(self, is_turn_over: bool) -> None:
+        self._is_held = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        if is_turn_over:
+            asyncio.get_running_loop().call_soon(self.go_on)
 
     @abstractmethod
     def frame(self, kind: int, call: int, message: bytes) -> None:
@@ -105,6 +137,7 @@ class _Caller(_Frames):
         self._servicer = servicer
         self._callers = callers
         self._running: set[asyncio.Task[None]] = set()
+        self._is_unread = False  # the client leaves answers where they are
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -115,6 +148,16 @@ class _Caller(_Frames):
         for task in self._running:
             task.cancel()
 
+    def pause_writing(self) -> None:
+        self._is_unread = True
+
+    def resume_writing(self) -> None:
+        self._is_unread = False
+        self.go_on()
+
+    def has_room(self) -> bool:
+        return len(self._running) < MAX_CALLS and not self._is_unread
+
     def frame(self, kind: int, call: int, message: bytes) -> None:
         name, request_type, _ = _METHODS[kind]
         request = request_type.FromString(message)
@@ -124,13 +167,11 @@ class _Caller(_Frames):
         task = asyncio.get_running_loop().create_task(self._run(name, kind, call, request))
         self._running.add(task)
         task.add_done_callback(self._done)
-        if len(self._running) >= MAX_CALLS and self._transport is not None:
-            self._transport.pause_reading()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._is_held:
+            self.go_on()
 
     async def _run(self, name: str, kind: int, call: int, request: Message) -> None:
         try:

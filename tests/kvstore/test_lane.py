@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from kvstore.client import StoreClient
 from kvstore.client_calls import LOOK_AGAIN_S, StoreCalls
-from kvstore.lane import Lane, LaneServer
+from kvstore.lane import MAX_CALLS, MAX_FRAMES, Lane, LaneServer
 from kvstore.node import StoreNode
 from mooncake.app.role_main import run_async
 from mooncake.config import load_config
@@ -159,3 +161,82 @@ async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> 
             writer.close()
         assert await client.get(b"k") == b"bytes"
         node.store.check()
+
+
+FRAME = struct.Struct("<IBI")
+ACQUIRE, EXISTS = 3, 5
+
+
+class CountingShelf(Shelf):
+    """Counts what it is asked, and lets nobody acquire until its door is open."""
+
+    def __init__(self) -> None:
+        self.asked = self.running = self.most = 0
+        self.door = asyncio.Event()
+
+    async def Exists(self, request: store_pb2.ExistsRequest, context: None) -> store_pb2.ExistsResponse:  # noqa: N802
+        self.asked += 1
+        return await super().Exists(request, context)
+
+    async def Acquire(self, request: store_pb2.AcquireRequest, context: None) -> store_pb2.AcquireResponse:  # noqa: N802
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.door.wait()
+        self.running -= 1
+        return await super().Acquire(request, context)
+
+
+async def count_answers(sock: socket.socket, wanted: int) -> None:
+    """Reads so many, and fails when they do not come."""
+    loop, answered, heads = asyncio.get_running_loop(), 0, b""
+    async with asyncio.timeout(60):
+        while answered < wanted:
+            heads += await loop.sock_recv(sock, 1 << 20)
+            at = 0
+            while len(heads) - at >= FRAME.size and len(heads) - at >= FRAME.size + FRAME.unpack_from(heads, at)[0]:
+                at += FRAME.size + FRAME.unpack_from(heads, at)[0]
+                answered += 1
+            heads = heads[at:]
+
+
+async def send_until_it_blocks(sock: socket.socket, data: bytes, most: int) -> int:
+    """Bytes sent when nothing has been taken for a while."""
+    sent, stuck_at = 0, time.monotonic() + 0.5
+    while sent < most and time.monotonic() < stuck_at:
+        try:
+            sent += sock.send(data[sent % len(data) :])
+            stuck_at = time.monotonic() + 0.5
+        except BlockingIOError:
+            pass
+        await asyncio.sleep(0)
+    return sent
+
+
+async def test_after_some_frames_of_one_connection_it_is_the_turn_of_others() -> None:
+    shelf, loop = CountingShelf(), asyncio.get_running_loop()
+    server, before, most = LaneServer(shelf), 0, 0
+    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1"))) as sock:
+        sock.setblocking(False)
+        sending = loop.create_task(loop.sock_sendall(sock, FRAME.pack(0, EXISTS, 1) * 30_000))
+        answers = loop.create_task(count_answers(sock, 30_000))
+        while not answers.done():
+            await asyncio.sleep(0)  # once around the loop
+            most, before = max(most, shelf.asked - before), shelf.asked
+        await asyncio.gather(sending, answers)
+    assert shelf.asked == 30_000 and 0 < most <= MAX_FRAMES
+    await server.stop()
+
+
+@pytest.mark.parametrize("kind", [ACQUIRE, EXISTS])
+async def test_who_asks_without_end_and_reads_nothing_waits_and_is_answered_when_it_reads(kind: int) -> None:
+    shelf, keys = CountingShelf(), [b"k"] * 400
+    request = store_pb2.ExistsRequest(keys=keys) if kind == EXISTS else store_pb2.AcquireRequest(keys=keys)
+    frame = FRAME.pack(request.ByteSize(), kind, 1) + request.SerializeToString()
+    server = LaneServer(shelf)
+    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1"))) as sock:
+        sock.setblocking(False)
+        sent = await send_until_it_blocks(sock, frame * 200, 100_000 * len(frame))
+        assert sent < 100_000 * len(frame) and shelf.most <= MAX_CALLS
+        shelf.door.set()
+        await count_answers(sock, sent // len(frame))
+    await server.stop()
