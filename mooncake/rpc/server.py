@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -52,36 +54,58 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
+        read, serializer = _reader(handler.request_deserializer), handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary, method),
-                request_deserializer=handler.request_deserializer,
-                response_serializer=handler.response_serializer,
-            )
-        if handler.unary_stream is not None and hasattr(handler.unary_stream, "__code__"):
-            return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, method),
-                request_deserializer=handler.request_deserializer,
-                response_serializer=handler.response_serializer,
-            )
+            unary = _guard_unary(handler.unary_unary, read, method)
+            return grpc.unary_unary_rpc_method_handler(unary, response_serializer=serializer)
+        if handler.unary_stream is not None and inspect.isasyncgenfunction(handler.unary_stream):
+            stream = _guard_stream(handler.unary_stream, read, method)
+            return grpc.unary_stream_rpc_method_handler(stream, response_serializer=serializer)
+        if handler.unary_stream is not None:  # it writes by itself
+            writing = _guard_unary(handler.unary_stream, read, method)
+            return grpc.unary_stream_rpc_method_handler(writing, response_serializer=serializer)
+        if handler.stream_stream is not None:
+            stream = _guard_stream(handler.stream_stream, lambda requests: _read_each(requests, read), method)
+            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
         return handler
 
 
-def _guard_unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+Read = Callable[[Any], Any]  # makes a request of what was on the wire
+
+
+def _reader(deserializer: Read | None) -> Read:
+    """gRPC itself would tell a client's garbage as a failure of ours, in full."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return data if deserializer is None else deserializer(data)
+        except DecodeError:
+            raise InvalidRequest("the request is not the protobuf message that this method takes") from None
+
+    return read
+
+
+async def _read_each(requests: AsyncIterator[bytes], read: Read) -> AsyncIterator[Any]:
+    async for data in requests:
+        yield read(data)
+
+
+def _guard_unary(inner: Callable[..., Awaitable[Any]], read: Read, method: str) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await inner(request, context)
+            return await inner(read(request), context)
         except Exception as error:
             await _abort(context, error, method)
 
     return guarded
 
 
-def _guard_stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _guard_stream(inner: Callable[..., AsyncIterator[Any]], read: Read, method: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            message = read(request)
             await context.send_initial_metadata(((TAKEN_KEY, "1"),))
-            async for response in inner(request, context):
+            async for response in inner(message, context):
                 yield response
         except Exception as error:
             await _abort(context, error, method)

@@ -145,6 +145,31 @@ async def test_a_bug_is_logged_in_full_and_told_in_a_sentence(
     assert "ZeroDivisionError: secret detail" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "method",
+    [f"/{SERVICE}/Tokenize", f"/{SERVICE}/Generate", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"],
+)
+async def test_bytes_that_are_no_message_are_the_callers_fault_and_nothing_to_log(
+    live: Live, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_stream = method.endswith(("Generate", "Watch"))
+    open_call = live.channel.unary_stream if is_stream else live.channel.unary_unary
+    call = open_call(method)(b"\xff\xff", timeout=20)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (anext(aiter(call)) if is_stream else call)
+    assert isinstance(error_from_rpc(caught.value), errors.InvalidRequest)
+    assert caplog.text == "" and live.servicer.running == 0
+
+
+async def test_bytes_that_are_no_message_end_a_stream_of_requests(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    call = live.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(timeout=20)
+    await call.write(b"\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caplog.text == ""
+
+
 async def test_a_time_out_inside_is_a_deadline_outside(live: Live) -> None:
     live.servicer.error = TimeoutError()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -215,6 +240,12 @@ async def test_health_is_told_for_the_server_and_each_service(live: Live) -> Non
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Check(health_pb2.HealthCheckRequest(service="mooncake.v1.Nothing"), timeout=20)
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_can_be_watched(live: Live) -> None:
+    call = health_pb2_grpc.HealthStub(live.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+    assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+    call.cancel()
 
 
 async def test_a_server_that_drains_says_so() -> None:
