@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import math
 import resource
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,7 @@ MAX_HEADER_BYTES = 64 << 10
 UNREAD_TIMEOUT_S = 60.0  # for a client to take what was sent
 LINGER_S = 0.5
 STOP_GRACE_S = 2
+TELL_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,27 @@ class ConnectionLimits:
     def num_open(self) -> int:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return self.max_open if most == resource.RLIM_INFINITY else min(self.max_open, most // 4)
+
+
+class OneOfAKind(logging.Filter):
+    """Lets a warning pass once in a while: whoever can connect can make uvicorn say the same without end."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._told_at: dict[object, float] = {}  # by a format: there are as many as in uvicorn's source
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now = self._clock()
+        if now - self._told_at.get(record.msg, -math.inf) < TELL_EVERY_S:
+            return False
+        self._told_at[record.msg] = now
+        return True
+
+
+_one_of_a_kind = OneOfAKind()
 
 
 class _BoundedProtocol(HttpToolsProtocol):
@@ -141,6 +166,7 @@ class HttpServer:
         """``tls`` names the files of HTTPS, if it names any; ``check_tls`` has read them."""
         tls = tls or ConductorSection()
         limits = limits or ConnectionLimits()
+        logging.getLogger("uvicorn.error").addFilter(_one_of_a_kind)
         config = uvicorn.Config(
             app,
             http=functools.partial(_BoundedProtocol, limits),  # type: ignore[arg-type]

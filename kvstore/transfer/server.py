@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -42,6 +43,7 @@ _ZEROS = memoryview(bytes(1 << 16))
 _LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
+_TELL_EVERY_S = 10.0  # of connections that cannot be accepted
 
 
 class SegmentServer:
@@ -235,13 +237,16 @@ class SegmentServer:
             self._threads.add(thread)
 
     def _accept(self, listener: socket.socket, is_local: bool) -> None:
+        told_at = -math.inf
         while True:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
                 if self._stopping:
                     return
-                log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
+                if time.monotonic() - told_at >= _TELL_EVERY_S:
+                    log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
+                    told_at = time.monotonic()
                 time.sleep(0.1)  # out of file descriptors: let some end
                 continue
             connection = ServerConnection(Wire(sock), is_local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.ingress.http_server import ConnectionLimits, HttpServer
+from conductor.ingress.http_server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
 from mooncake.errors import NodeUnavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -250,6 +251,30 @@ async def test_a_connection_that_asks_for_nothing_is_closed(first, then):
         await asyncio.wait_for(reader.read(), 5)
 
         writer.close()
+
+
+async def test_what_is_no_http_is_told_once_in_a_while_and_not_for_every_connection(caplog):
+    async with listening(ConnectionLimits()) as port:
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            assert b"400" in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+
+    assert caplog.text.count("Invalid HTTP request received.") <= 1
+
+
+async def test_each_kind_of_warning_is_told_again_after_a_while():
+    now = 0.0
+    spare = OneOfAKind(lambda: now)
+
+    def passes(message, level=logging.WARNING):
+        return spare.filter(logging.LogRecord("uvicorn.error", level, "", 0, message, None, None))
+
+    assert [passes("bad"), passes("bad"), passes("worse"), passes("worse")] == [True, False, True, False]
+    assert all(passes("a bug", logging.ERROR) for _ in range(3))
+    now = TELL_EVERY_S
+    assert passes("bad")
 
 
 async def test_connections_have_a_bound_and_those_beyond_are_told_so():

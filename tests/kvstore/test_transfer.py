@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import sys
 import threading
@@ -497,3 +498,23 @@ def test_a_server_may_be_stopped_in_the_moment_in_which_somebody_comes():
     finally:
         sys.setswitchinterval(before)
         segment.close()
+
+
+def test_a_server_without_file_descriptors_says_so_once_and_goes_on_when_it_has_some(caplog):
+    segment = Segment.create("owner", 4096, 1)
+    server = SegmentServer(segment, "owner", ("shm",))
+    server.start()
+    path, (soft, hard) = server.address.unix_path, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            peer.connect("\0" + path[1:])
+            time.sleep(0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        peer.shutdown(socket.SHUT_WR)
+        assert peer.recv(1) == b""  # it was let in, and left without a greeting
+    assert caplog.text.count("cannot accept a connection: [Errno 24]") == 1
+    server.stop()
+    segment.close()
