@@ -50,7 +50,7 @@ MOVES: Mapping[tuple[Health, Sign], Health] = {
 class HealthMove(NamedTuple):
     node_id: str
     to: Health
-    why: str
+    why: str  # "" of one that is well
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class HealthWatch:
             if to is Health.PROBATION:
                 self._paces[node_id] = _Pace()
                 record.complained_since, record.errors = math.inf, None
-            moves.append(HealthMove(node_id, to, record.why))
+            moves.append(HealthMove(node_id, to, "" if to is Health.HEALTHY else record.why))
         return moves
 
     def _complaint(self, node_id: str, record: _Record, now: float) -> str:

@@ -177,7 +177,7 @@ class Registry:
         """How the node is found to be."""
         node = self._nodes.get(node_id)
         if node is not None:
-            node.health, node.why = health, why if health is not Health.HEALTHY else ""
+            node.health, node.why = health, why
             self.version += 1
 
     def is_draining(self, info: NodeInfo) -> bool:

@@ -1,5 +1,7 @@
 """A sick node in a running cluster: found by what its requests and probes show, taken out, and taken back."""
 
+import logging
+
 import pytest
 
 from conductor.health import Health
@@ -32,7 +34,8 @@ async def cluster(fake_cluster_of):
     )
 
 
-async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster) -> None:
+async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster, caplog) -> None:
+    caplog.set_level(logging.INFO, "conductor.ward")
     bad = cluster.prefill[0]
     bad.script.error = ChecksumMismatch("bytes differ")
     expected = cluster.answer([5, 6, 7, 8, 9], 4)
@@ -51,6 +54,8 @@ async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster)
     bad.script.error = None  # its memory was changed; probes find it well
     await cluster.eventually(lambda: health() is Health.HEALTHY, within_s=20)
     assert cluster.core.registry.get(bad.node_id).standing is NodeState.LIVE
+    assert cluster.core.registry.get(bad.node_id).why == ""
+    assert f"{bad.node_id} is healthy: it is well again" in caplog.messages
 
 
 async def test_a_slow_node_is_held_against_its_own_past_and_not_against_what_it_has_become(cluster) -> None:
