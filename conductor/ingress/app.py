@@ -104,7 +104,9 @@ class Ingress:
             Route("/status.json", guarded(self._status_json), methods=["GET"]),
             Route("/", guarded(self._page), methods=["GET"]),
         ]
-        return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
+        app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
+        app.router.redirect_slashes = False  # an empty 307 is no answer, and it was one to methods that no path takes
+        return app
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": project_version()})

@@ -161,6 +161,8 @@ async def test_affinity_is_taken_from_headers(front):
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/../../etc", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("PUT", "/v1/completions/", 404, "not_found"),
     ],
 )
 async def test_wrong_paths_and_methods_are_told_in_the_same_shape(front, method, path, status, code):
