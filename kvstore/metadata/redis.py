@@ -8,8 +8,8 @@
 
 A log has one writer: each conductor writes generations of its own, complete on their own, and the cursor points to one.
 Whatever goes wrong - gone, slow, full, emptied, restarted - the writer forgets what it had queued, tries again after a
-pause, and then writes whole tables. So Redis is never needed and memory here is bounded. The only module that imports
-redis; it must not know what a description says.
+pause, and then writes whole tables. A key of ours that somebody made something else of is deleted. So Redis is never
+needed and memory here is bounded. The only module that imports redis; it must not know what a description says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from kvstore.metadata.records import RECORD_BYTES, Cursor, pack_blocks, pack_events, unpack_log
 from mooncake.directory import BlocksOf, BlockTable, KnownNode
@@ -100,7 +100,13 @@ class RedisDirectory:
     async def load(self) -> list[KnownNode]:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                nodes = await self._load()
+                try:
+                    nodes = await self._load()
+                except ResponseError as error:
+                    if not _is_of_wrong_type(error):
+                        raise
+                    await self._delete_strangers()
+                    nodes = []
         except FAILURES as error:
             self._fail(error)
             return []
@@ -181,7 +187,13 @@ class RedisDirectory:
         pipeline = self._redis.pipeline(transaction=True)
         for start in range(0, cursor.length, PIECE_BYTES):
             pipeline.getrange(key, start, min(start + PIECE_BYTES, cursor.length) - 1)
-        records = b"".join(await pipeline.execute()) if cursor.length else b""
+        try:
+            records = b"".join(await pipeline.execute()) if cursor.length else b""
+        except ResponseError as error:
+            if not _is_of_wrong_type(error):
+                raise
+            await self._delete_stranger(key)
+            records = b""
         if len(records) != cursor.length:
             log.warning("the block table of %s in Redis is torn; asking the node instead", name)
             return BlockTable()
@@ -194,7 +206,7 @@ class RedisDirectory:
         while True:
             was_closing = self._is_closing  # then nothing changes any more: this write is the last
             try:
-                await self._write()
+                await self._write_and_mend()
             except FAILURES as error:
                 self._fail(error)
                 if was_closing:
@@ -218,8 +230,37 @@ class RedisDirectory:
         if not self._trouble:
             log.warning("Redis is away, going on with memory alone: %s", trouble)
         self._trouble = trouble
+        self._forget_written()
+
+    def _forget_written(self) -> None:
         for node in self._nodes.values():
             node.pending, node.is_announced = None, False
+
+    async def _write_and_mend(self) -> None:
+        try:
+            await self._write()
+        except ResponseError as error:
+            if not _is_of_wrong_type(error):
+                raise
+            await self._delete_strangers()
+            self._forget_written()
+            await self._write()
+
+    async def _delete_strangers(self) -> None:
+        """Keys of ours of another type than ours. The others are written whole, whatever was there."""
+        types = {self._key("nodes"): b"set", self._key("events"): b"stream"}
+        types |= {self._key("log", name, node.generation): b"string" for name, node in self._nodes.items()}
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in types:
+            pipeline.type(key)
+        found = zip(types.items(), await pipeline.execute(), strict=True)
+        for (key, ours), there in found:
+            if there not in (ours, b"none"):
+                await self._delete_stranger(key)
+
+    async def _delete_stranger(self, key: str) -> None:
+        log.warning("the key %s in Redis is of another type than ours: it is deleted and written anew", key)
+        await self._redis.unlink(key)
 
     async def _write(self) -> None:
         """Bring Redis up to date."""
@@ -261,7 +302,7 @@ class RedisDirectory:
             if not node.is_announced:
                 continue
             pipeline = self._redis.pipeline(transaction=True)
-            pipeline.pexpire(self._key("node", name), self._ttl_ms)
+            pipeline.set(self._key("node", name), node.description, px=self._ttl_ms, xx=True)
             pipeline.pexpire(self._key("cursor", name), self._ttl_ms)
             pipeline.pexpire(self._key("log", name, node.generation), self._ttl_ms)
             *lease, held = await pipeline.execute()
@@ -333,6 +374,11 @@ class RedisDirectory:
 
     def _key(self, *parts: object) -> str:
         return ":".join((self._prefix, *map(str, parts)))
+
+
+def _is_of_wrong_type(error: ResponseError) -> bool:
+    """Some command met a key of another type; a pipeline puts the command before that."""
+    return "WRONGTYPE" in str(error)
 
 
 async def _answer(reply: object) -> Any:

@@ -203,6 +203,52 @@ async def test_a_redis_that_is_emptied_is_noticed(server: RedisProcess, conducto
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("part", ["nodes", "events", "node", "cursor", "log"])
+async def test_a_key_that_somebody_made_something_else_of_is_deleted_and_written_anew(
+    server: RedisProcess, conductor: Conductor, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    conductor.join("s1")
+    conductor.change("s1", stored(*range(50)))
+    await until_kept(conductor, server.url, "s1")
+    redis = Redis.from_url(server.url)
+    [name] = [name async for name in redis.scan_iter(f"{PREFIX}:{part}*") if name.decode().split(":")[2] == part]
+
+    await redis.delete(name)
+    await redis.hset(name, "some", "hash")
+    conductor.directory._refresh_at_s = 0.0  # as if a third of the expiry had passed
+    conductor.change("s1", stored(77))
+    conductor.join("s2")
+    async with asyncio.timeout(10):
+        while await redis.type(name) == b"hash":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await until_kept(conductor, server.url, "s1")
+    assert "Redis is away" not in caplog.text
+    if part in ("nodes", "events", "log"):  # the others are simply written
+        assert f"the key {name.decode()} in Redis" in caplog.text
+    await redis.aclose()
+
+
+async def test_who_starts_with_keys_that_are_not_ours_deletes_them(
+    server: RedisProcess, conductor: Conductor, caplog: pytest.LogCaptureFixture
+) -> None:
+    conductor.join("s1", "s2")
+    conductor.change("s1", stored(1))
+    conductor.change("s2", stored(2))
+    await until_kept(conductor, server.url, "s1")
+    await until_kept(conductor, server.url, "s2")
+    redis = Redis.from_url(server.url)
+    [name] = [name async for name in redis.scan_iter(f"{PREFIX}:log:s1:*")]
+    await redis.delete(name)
+    await redis.sadd(name, "x")
+    known = await restarted(server.url)
+    assert not known["s1"].table.blocks and known["s2"].table.blocks == {Tier.DRAM: list(cut(2))}
+    assert f"the key {name.decode()} in Redis" in caplog.text and not await redis.exists(name)
+    await redis.set(f"{PREFIX}:nodes", b"garbage")
+    assert await restarted(server.url) == {} and not await redis.exists(f"{PREFIX}:nodes")
+    assert "Redis is away" not in caplog.text
+    await redis.aclose()
+
+
 async def test_a_redis_that_hangs_delays_nobody(server: RedisProcess, conductor: Conductor) -> None:
     conductor.join("s1")
     conductor.change("s1", stored(1))
