@@ -78,7 +78,7 @@ class Guides:
                 self._tokenizer = _tokenizer(self._load_tokenizer(), self._vocab_size)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise InvalidRequest(f"the {guide.kind} guide is not valid: {matcher.get_error()[:500]}", "guide")
+            raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(matcher.get_error())}", "guide")
         return matcher
 
 
@@ -127,7 +127,12 @@ def _grammar(guide: Guide) -> str:
                 check_grammar(guide.text)
                 return grammar_from("grammar", guide.text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"the {guide.kind} guide is not valid: {error}", "guide") from None
+        raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(str(error))}", "guide") from None
+
+
+def _sentence(report: str) -> str:
+    """What the grammar engine says, without its drawings of where."""
+    return " ".join(line for line in report.splitlines() if line and not line.startswith(" "))[:500]
 
 
 def _json_grammar(schema: str) -> str:

@@ -6,9 +6,10 @@ generate anything itself (``pipeline.py``).
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -152,8 +153,9 @@ class OpenAIApi:
             self.pipeline.check_room(len(tokens), body.max_tokens, "max_tokens")
             max_tokens = self.pipeline.max_tokens(len(tokens), asked, None)
             scores = body.logprobs if body.echo else None
-            sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
-            await self.pipeline.check_guide(sampling.guide)
+            with _guide_named(body.guide_field):
+                sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
+                await self.pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self.pipeline.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
             ids = tokens.tolist()
@@ -199,12 +201,15 @@ class OpenAIApi:
         )
         max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, None)
         bad_words = self.pipeline.bad_words(fields.bad_words or ())
-        sampling = sampling_of(fields, max_tokens, logprobs, bad_words=bad_words)
+        with _guide_named(fields.guide_field):
+            sampling = sampling_of(fields, max_tokens, logprobs, bad_words=bad_words)
+            await self.pipeline.check_guide(sampling.guide)
         if tools is not None and (guide := tools.guide()) is not None:
             if sampling.guide is not None:
                 raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
-            sampling = replace(sampling, guide=guide)
-        await self.pipeline.check_guide(sampling.guide)
+            with _guide_named("tools"):
+                sampling = replace(sampling, guide=guide)
+                await self.pipeline.check_guide(guide)
         return self._job(call, tokens, sampling, 0)
 
     async def tokenize(self, request: Request) -> Response:
@@ -371,6 +376,15 @@ def guarded(handler: Handler) -> Handler:
             return error_response(known_error(error, request.url.path))
 
     return endpoint
+
+
+@contextlib.contextmanager
+def _guide_named(field: str) -> Iterator[None]:
+    """An error of the guide is one of the field that it comes from."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(error.message, field) if error.param == "guide" else error from None
 
 
 def _warning(ignored: Sequence[str]) -> dict[str, str]:

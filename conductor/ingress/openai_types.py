@@ -100,6 +100,12 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    @property
+    def guide_field(self) -> str:
+        """Where the guide comes from."""
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+        return next((name for name in names if getattr(self, name) is not None), "response_format")
+
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]

@@ -69,6 +69,11 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
+    @property
+    def guide_field(self) -> str:
+        name = super().guide_field
+        return "text.format" if name == "response_format" else name
+
 
 # ---------------------------------------------------------------- responses
 

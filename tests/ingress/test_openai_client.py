@@ -286,16 +286,19 @@ async def test_token_ids_come_back_when_asked_for(client):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"guided_regex": "(["}, "guide"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guide"),
-        ({"guided_json": {"type": 3}}, "guide"),
-        ({"guided_json": {"allOf": [{"pattern": f"[a-z]{{3,}}{number}"} for number in range(37)]}}, "guide"),
+        ({"guided_regex": "(["}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"guided_choice": ["a"], "min_tokens": 2}, "guided_choice"),
+        ({"structured_outputs": {"regex": "(["}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}, "response_format"),
+        ({"guided_json": {"type": 3}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"pattern": f"[a-z]{{3,}}{number}"} for number in range(37)]}}, "guided_json"),
         ({"guided_json": [1]}, "guided_json"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
         ({"structured_outputs": {"regx": "[0-9]"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "[0-9]", "whitespace_pattern": " "}}, "structured_outputs"),
-        ({"guided_grammar": "root ::= ::"}, "guide"),
+        ({"guided_grammar": "root ::= ::"}, "guided_grammar"),
         ({"use_beam_search": True, "presence_penalty": 1.0}, "n"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -546,6 +549,13 @@ async def test_guides_have_the_names_that_openai_and_vllm_give_them(front, clien
     guide = asked.sampling.guide
     assert guide.kind == kind
     assert (guide.text if isinstance(text, str) else json.loads(guide.text)) == text
+
+
+async def test_what_is_wrong_with_a_guide_is_told_in_a_line(client):
+    for guided in ({"guided_regex": "([a-z"}, {"guided_grammar": "start: foo\n"}):
+        with pytest.raises(openai.BadRequestError, match=r"unclosed character class|unknown name") as caught:
+            await client.chat.completions.create(model="bytes", messages=HELLO, extra_body=guided)
+        assert "\n" not in caught.value.body["message"] and len(caught.value.body["message"]) < 150
 
 
 async def test_beam_search_has_vllms_names(front, client):

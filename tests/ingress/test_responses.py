@@ -227,6 +227,7 @@ async def test_what_is_stored_elsewhere_is_not_stored_here(front, client):
         ({"truncation": "some"}, "truncation"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 3}}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "bad name"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -232,7 +232,7 @@ async def test_a_turn_without_content_and_calls_is_an_empty_one(front, client, m
         ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tools": [BROKEN], "tool_choice": "required"}, "guide"),
+        ({"tools": [BROKEN], "tool_choice": "required"}, "tools"),
     ],
 )
 async def test_what_makes_no_sense_is_refused(client, fields, param):
