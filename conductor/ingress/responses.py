@@ -20,7 +20,7 @@ from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.choices import Extras, content_logprob
 from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
 from conductor.ingress.http_client import unless_gone
-from conductor.ingress.http_errors import json_response
+from conductor.ingress.http_errors import NoSuchRoute, json_response
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai import WARNING_HEADER, Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentLogprob, ContentPart, JsonSchema, ResponseFormat
@@ -63,6 +63,7 @@ from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
+_OTHER_CALLS = ("input_tokens", "compact")  # of OpenAI's, which stand where the names of responses do
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -80,6 +81,8 @@ class ResponsesApi:
         ]
 
     async def not_stored(self, request: Request) -> Response:
+        if request.path_params["response_id"] in _OTHER_CALLS:
+            raise NoSuchRoute(f"{request.url.path} is not offered here; POST /tokenize counts the tokens of a chat")
         raise NotFound("responses are not stored here: each is told once, when it is made")
 
     async def respond(self, request: Request) -> Response:
@@ -249,9 +252,11 @@ def check(body: ResponsesRequest) -> None:
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} is no field of a response", name)
-    if body.previous_response_id is not None:
-        what = "responses are not stored here: send the conversation so far as input"
-        raise InvalidRequest(what, "previous_response_id")
+    for name in ("previous_response_id", "conversation"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name}: nothing is stored here, send the conversation so far as input", name)
+    if body.prompt is not None:
+        raise InvalidRequest("prompts are not stored here: send what it says as instructions and input", "prompt")
     if body.background:
         raise InvalidRequest(
             "responses are not made in the background here: they would have to be stored", "background"
@@ -314,8 +319,10 @@ def _tools(body: ResponsesRequest) -> Tools | None:
             raise InvalidRequest("only tools of the type function are called here", f"tools[{number}].type")
     tools = [Tool(Function(tool.name, tool.description, tool.parameters)) for tool in body.tools or ()]
     choice = body.tool_choice
-    named = NamedTool(FunctionName(choice.name)) if isinstance(choice, ChosenTool) else choice
-    return tools_of(tools, named, body.parallel_tool_calls)
+    if isinstance(choice, ChosenTool):
+        named = FunctionName(choice.name) if choice.type == "function" else None
+        return tools_of(tools, NamedTool(named, choice.type), body.parallel_tool_calls)
+    return tools_of(tools, choice, body.parallel_tool_calls)
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:

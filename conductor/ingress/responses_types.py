@@ -67,6 +67,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | dict[str, object] | None = None
+    prompt: dict[str, object] | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
     @property

@@ -54,7 +54,7 @@ class FunctionName(msgspec.Struct, frozen=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    function: FunctionName
+    function: FunctionName | None = None
     type: str = "function"
 
 
@@ -135,6 +135,11 @@ def tools_of(
     tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None = None
 ) -> Tools | None:
     """None when nothing may be called; not ``parallel`` is once at most. Raises InvalidRequest, naming the field."""
+    if isinstance(choice, NamedTool) and (choice.type != "function" or choice.function is None):
+        what = (
+            f"a tool_choice of the type {choice.type[:32]!r} is not supported; known: none, auto, required, a function"
+        )
+        raise InvalidRequest(what, "tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
@@ -153,10 +158,10 @@ def tools_of(
             return Tools(functions, must_call=True)
         case "none":
             return None
-        case NamedTool():
-            named = tuple(function for function in functions if function.name == choice.function.name)
+        case NamedTool(FunctionName(name)):
+            named = tuple(function for function in functions if function.name == name)
             if not named:
-                raise InvalidRequest(f"there is no tool {choice.function.name[:64]!r} to choose", "tool_choice")
+                raise InvalidRequest(f"there is no tool {name[:64]!r} to choose", "tool_choice")
             return Tools(named, must_call=True)
     raise InvalidRequest("tool_choice is none, auto, required or a function", "tool_choice")
 

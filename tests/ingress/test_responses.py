@@ -208,6 +208,14 @@ async def test_what_is_stored_elsewhere_is_not_stored_here(front, client):
         await client.responses.retrieve(raw.parse().id)
     with pytest.raises(openai.BadRequestError, match="send the conversation"):
         await client.responses.create(model="bytes", input="And?", previous_response_id=raw.parse().id)
+    with pytest.raises(openai.BadRequestError, match="send the conversation"):
+        await client.responses.create(model="bytes", input="And?", conversation="conv_1")
+
+
+async def test_a_call_that_is_not_offered_is_not_taken_for_a_response(front):
+    refused = await front.http.post("/v1/responses/input_tokens", json={"input": "Hi"})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"].startswith("/v1/responses/input_tokens is not offered here")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +232,9 @@ async def test_what_is_stored_elsewhere_is_not_stored_here(front, client):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"background": True}, "background"),
+        ({"conversation": {"id": "conv_1"}}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"truncation": "some"}, "truncation"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),

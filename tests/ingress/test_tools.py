@@ -241,6 +241,17 @@ async def test_what_makes_no_sense_is_refused(client, fields, param):
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("kind", ["allowed_tools", "custom"])
+async def test_a_choice_of_another_type_is_refused_by_its_name(client, kind):
+    choice = {"type": kind, kind: {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}}
+    sentence = f"the type '{kind}' is not supported; known: none, auto, required, a function"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        await client.chat.completions.create(model="bytes", messages=ASK, tools=[TIME], tool_choice=choice)
+    tool = {"type": "function"} | TIME["function"]
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        await client.responses.create(model="bytes", input="W?", tools=[tool], tool_choice={"type": kind})
+
+
 async def test_json_that_nests_without_end_is_no_call(client):
     nested = '{"a":' * 5000 + "1" + "}" * 5000
     said = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested}}]}
