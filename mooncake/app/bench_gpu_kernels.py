@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from triton.runtime.errors import OutOfResources
 
 from mooncake.app.bench_report import Figure, Report
 from mooncake.kernels.gpu import GpuKernels, Int8Linear, codes_and_scales, copy_pages
 from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, DevicePlan, Launch, run_plan
 from mooncake.kernels.reference import SCALE_BYTES
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.triton_launch import INTERPRETED, DoesNotFit
 from mooncake.model.gpu_model import PlannedKernels
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
@@ -355,7 +354,7 @@ def _other_launch(
 
     try:
         seconds = gpu.timed_s(run, layers, captured=True)
-    except OutOfResources:
+    except DoesNotFit:
         return
     chosen = {"keys": launch.keys, "stages": launch.num_stages, "programs": launch.per_processor}
     report.add(Figure("ours", f"launch, {name}", "ms", tuple(1e3 * s for s in seconds), params=chosen))

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import triton
+from triton.runtime.errors import OutOfResources
+
+DoesNotFit = OutOfResources
+"""Raised by a launch that needs more registers or shared memory than the device has."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
