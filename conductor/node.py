@@ -63,7 +63,13 @@ class ConductorNode:
         server = self._server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")
         ingress = self._ingress = Ingress(
-            config, checkpoint, tokenizer, core.dispatcher, cluster.status, core.dispatcher.stats
+            config,
+            checkpoint,
+            tokenizer,
+            core.dispatcher,
+            cluster.status,
+            core.dispatcher.stats,
+            most_tokens=core.registry.most_tokens,
         )
         ingress.add_grpc(server)
         await core.start()

@@ -227,6 +227,11 @@ class Registry:
                 return found
         return [node for node in of_role if node.state is NodeState.LIVE]
 
+    def most_tokens(self) -> int:
+        """Of one sequence, that the decode node with the most memory can hold; 0 while none has said."""
+        nodes = (node for node in self._nodes.values() if node.info.role is Role.DECODE)
+        return max((node.load.blocks_total for node in nodes), default=0) * self.block_tokens
+
     def _move(self, node: Node, event: NodeEvent) -> None:
         before, node.state = node.state, TRANSITIONS[node.state, event]
         if node.state is not before:

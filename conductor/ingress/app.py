@@ -56,7 +56,9 @@ class Ingress:
         status: Callable[[], StatusResponse],
         stats: DispatchStats,
         keep_alive_s: float = KEEP_ALIVE_S,
+        most_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
+        """``most_tokens`` as ``Pipeline`` takes it."""
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
@@ -64,7 +66,9 @@ class Ingress:
         model = served_model(config, checkpoint)
         self._metrics = Metrics(model.name, status, stats)
         # the core refuses with a better retry time; this bound only keeps what waits before it finite
-        self._pipeline = Pipeline(model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests)
+        self._pipeline = Pipeline(
+            model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, most_tokens=most_tokens
+        )
         api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
         app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
         if limits.allowed_origins:  # outside of the keys: a browser asks first, without any

@@ -71,7 +71,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         infos = [
             pb.ModelInfo(
                 id=name,
-                max_model_len=model.max_model_len,
+                max_model_len=self._pipeline.context_len,
                 vocab_size=model.vocab_size,
                 block_tokens=model.block_tokens,
                 dtype=model.dtype,

@@ -229,7 +229,7 @@ class OpenAIApi:
             tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         name = self.pipeline.tokenizer.token_name
         names = [name(token_id) for token_id in tokens.tolist()] if body.return_token_strs else UNSET
-        answer = TokenizeResponse(len(tokens), self.pipeline.model.max_model_len, tokens.tolist(), names)
+        answer = TokenizeResponse(len(tokens), self.pipeline.context_len, tokens.tolist(), names)
         return json_response(answer, headers=_warning(ignored))
 
     async def detokenize(self, request: Request) -> Response:
@@ -361,7 +361,8 @@ class OpenAIApi:
     def _card(self, name: str) -> ModelCard:
         """An adapter's names the model that it adapts, as vLLM's does."""
         model = self.pipeline.model
-        return ModelCard(name, model.created, model.max_model_len, parent=None if name == model.name else model.name)
+        parent = None if name == model.name else model.name
+        return ModelCard(name, model.created, self.pipeline.context_len, parent=parent)
 
 
 def guarded(handler: Handler) -> Handler:

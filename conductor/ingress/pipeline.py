@@ -78,8 +78,11 @@ class Pipeline:
         observer: Observer,
         max_running: int,
         clock: Callable[[], float] = time.monotonic,
+        most_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
+        """``most_tokens`` are those of one sequence that the nodes have memory for; 0: not known yet."""
         self.model = model
+        self._most_tokens = most_tokens
         self.tokenizer = tokenizer
         self._generator = generator
         self._observer = observer
@@ -96,6 +99,11 @@ class Pipeline:
 
     def now(self) -> float:
         return self._clock()
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of prompt plus answer, as far as the model reads and the nodes have memory."""
+        return min(self.model.max_model_len, self._most_tokens() or self.model.max_model_len)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -178,9 +186,9 @@ class Pipeline:
     def num_to_keep(self, truncate_prompt_tokens: int | None, num_answer: int) -> int | None:
         """How many of a prompt's last tokens are wanted; None: all. -1 stands for as many as leave room for an answer
         of ``num_answer`` tokens. Raises InvalidRequest."""
-        asked, limit = truncate_prompt_tokens, self.model.max_model_len
-        if asked is None:
+        if truncate_prompt_tokens is None:
             return None
+        asked, limit = truncate_prompt_tokens, self.context_len
         if asked == -1:
             return max(1, limit - max(1, num_answer))
         if not 1 <= asked <= limit:
@@ -409,8 +417,7 @@ class Pipeline:
         return tokens
 
     def _too_long(self, what: str, param: str) -> ContextTooLong:
-        limit = self.model.max_model_len
-        return ContextTooLong(f"{what} leaves no room for an answer: the context is {limit} tokens", param)
+        return ContextTooLong(f"{what} leaves no room for an answer: the context is {self.context_len} tokens", param)
 
 
 def _as_told(variables: Mapping[str, object] | None) -> str:

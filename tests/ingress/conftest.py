@@ -216,12 +216,15 @@ async def running_front(script=None, **limits):
     keep_alive_s = limits.pop("keep_alive_s", 5.0)
     tokenizer = ByteTokenizer()
     tokenizer.takes_tools = limits.pop("takes_tools", False)
+    most_tokens = limits.pop("most_tokens", 0)
     config = Config(conductor=ConductorSection(**limits))
     checkpoint = SimpleNamespace(
         name="bytes", digest="0123456789abcdef", config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=257)
     )
     status = cluster_status()
-    ingress = Ingress(config, checkpoint, tokenizer, script, lambda: status, DispatchStats(), keep_alive_s)
+    ingress = Ingress(
+        config, checkpoint, tokenizer, script, lambda: status, DispatchStats(), keep_alive_s, lambda: most_tokens
+    )
     server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
     ingress.add_grpc(server)
     grpc_port = await server.start("127.0.0.1", 0)

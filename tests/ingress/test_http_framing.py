@@ -10,11 +10,13 @@ import socket
 import threading
 import time
 
+import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.ingress.http_server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
 from mooncake.errors import NodeUnavailable
+from mooncake.rpc import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -170,6 +172,20 @@ async def test_wrong_paths_and_methods_are_told_in_the_same_shape(front, method,
 
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(("most_tokens", "context"), [(0, 4096), (640, 640), (8192, 4096)])
+async def test_the_context_is_what_the_nodes_have_memory_for_if_that_is_less(open_front, most_tokens, context):
+    async with open_front(most_tokens=most_tokens) as front:
+        models = (await front.http.get("/v1/models")).json()["data"]
+        tokenized = (await front.http.post("/tokenize", json={"prompt": "x"})).json()
+        refused = (await front.http.post("/v1/completions", json={"prompt": "x" * 5000})).json()
+        async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+            listed = await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest())
+
+    told = [models[0]["max_model_len"], tokenized["max_model_len"], listed.models[0].max_model_len]
+    assert told == [context] * 3
+    assert f"the context is {context} tokens" in refused["error"]["message"]
 
 
 async def test_open_requests_have_a_bound_and_health_does_not_count(open_front):
