@@ -56,6 +56,9 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the li
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answer; 0: random.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.", show_default=False)]
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
+Adapter = Annotated[
+    str, typer.Option("--model", metavar="NAME", help="An adapter of --lora.", show_default="the model itself")
+]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
 
 # flags of theirs, --help too, are for the module behind them to read
@@ -161,6 +164,7 @@ def generate(
     config: ConfigFile = None,
     overrides: Overrides = None,
     address: Address = "",
+    model: Adapter = "",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: System = "",
     max_tokens: MaxTokens = 256,
@@ -186,6 +190,7 @@ def generate(
         tuple(stop or ()),
         system,
         timeout_s,
+        model,
     )
     generate_once(sys.stdin.read() if prompt == "-" else prompt, options, raw, as_json)
 
@@ -195,6 +200,7 @@ def chat(
     config: ConfigFile = None,
     overrides: Overrides = None,
     address: Address = "",
+    model: Adapter = "",
     system: System = "",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
@@ -207,7 +213,7 @@ def chat(
     from mooncake.app.talk import chat as converse
 
     sampling = _sampling(max_tokens, temperature, top_p, seed)
-    converse(TalkOptions(_address(address, config, overrides), sampling, tuple(stop or ()), system))
+    converse(TalkOptions(_address(address, config, overrides), sampling, tuple(stop or ()), system, model=model))
 
 
 @app.command()

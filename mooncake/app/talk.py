@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.markup import escape
@@ -23,18 +23,28 @@ class TalkOptions:
     stop: tuple[str, ...] = ()
     system: str = ""
     timeout_s: float | None = None  # None: as long as the cluster lets a request take
+    model: str = ""  # an adapter
+
+    def ask(
+        self, client: Client, prompt: str | None = None, messages: Sequence[Mapping[str, str]] | None = None
+    ) -> Iterator[GenerateChunk]:
+        return client.stream(
+            prompt,
+            messages=messages,
+            sampling=self.sampling,
+            stop=self.stop,
+            model=self.model,
+            timeout_s=self.timeout_s,
+        )
 
 
 def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> None:
     """One answer. ``raw`` continues the prompt as it is, without the chat template."""
     with reach(options.address) as client:
         if raw:
-            chunks = client.stream(prompt, sampling=options.sampling, stop=options.stop, timeout_s=options.timeout_s)
+            chunks = options.ask(client, prompt)
         else:
-            messages = [*_system_turn(options), {"role": "user", "content": prompt}]
-            chunks = client.stream(
-                messages=messages, sampling=options.sampling, stop=options.stop, timeout_s=options.timeout_s
-            )
+            chunks = options.ask(client, messages=[*_system_turn(options), {"role": "user", "content": prompt}])
         answer = Answer()
         try:
             for chunk in chunks:
@@ -85,12 +95,7 @@ class Conversation:
         """Stream the answer. A turn that does not end well is forgotten: the next one starts before it."""
         question = {"role": "user", "content": text}
         answer = Answer()
-        for chunk in self.client.stream(
-            messages=[*self.messages, question],
-            sampling=self.options.sampling,
-            stop=self.options.stop,
-            timeout_s=self.options.timeout_s,
-        ):
+        for chunk in self.options.ask(self.client, messages=[*self.messages, question]):
             answer.add(chunk)
             yield chunk
         self.messages += [question, {"role": "assistant", "content": answer.text}]
@@ -99,7 +104,7 @@ class Conversation:
 def chat(options: TalkOptions) -> None:
     """A conversation until end of input."""
     with reach(options.address) as client:
-        client.models()  # fails now, not after the first question
+        client.tokenize("x", model=options.model)  # fails now, not after the first question
         conversation = Conversation(client, options, _system_turn(options))
         err.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation, /new forgets it[/]")
         while (text := _read_line()) is not None:

@@ -193,6 +193,15 @@ def test_chat_reuses_the_turns_before(cluster: LocalCluster) -> None:
     assert "· 64 of" in reused[1] or "· 128 of" in reused[1]
 
 
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)])
+def test_who_is_asked_can_be_named(cluster: LocalCluster, command: tuple[str, ...]) -> None:
+    done = run(*command, "--address", cluster.grpc_address, "--model", "poems", stdin="")
+    assert done.returncode == 2
+    assert done.stderr.startswith("mooncake: the model 'poems' is not served here; served: 'SmolLM2-135M-Instruct'")
+    own = run(*command, "--address", cluster.grpc_address, "--model", "SmolLM2-135M-Instruct", stdin="")
+    assert own.returncode == 0
+
+
 def test_status_shows_every_node(cluster: LocalCluster) -> None:
     status = json.loads(run("status", "--address", cluster.grpc_address, "--json").stdout)
     assert status["ready"] is True
