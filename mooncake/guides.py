@@ -99,13 +99,21 @@ class GuideState:
             self._matcher.consume_tokens(answer[self._num_tokens :].tolist())
         self._num_tokens = len(answer)
 
-    def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """By token id; None when the guide has nothing more to say (then the answer has to end)."""
-        if self._matcher.is_error():
-            return None
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """By token id; only tokens that end the answer when the guide has nothing more to say.
+
+        Raises InvalidRequest when the guide cannot be followed any further.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():  # before, or found just now: the mask allows the end then
+            raise InvalidRequest(f"the guide cannot be followed any further: {_reason(self._matcher)}", "guide")
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocab_size]
-        return bits.view(np.bool_) if bits.any() else None
+        return bits.view(np.bool_)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Of its error, in one line: what follows in others is its whole state."""
+    return matcher.get_error().partition("\n")[0][:500]
 
 
 def _grammar(guide: Guide) -> str:

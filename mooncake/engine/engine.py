@@ -342,9 +342,12 @@ class Engine:
     def _take_tokens(
         self, answers: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
     ) -> list[Sequence]:
-        """Returns those whose last token it was."""
+        """Returns those whose last token it was, or that cannot have it."""
         finished: list[Sequence] = []
         for sequence, (token_id, logprob) in zip(answers, tokens, strict=True):
+            if sequence.failure is not None:
+                finished.append(sequence)
+                continue
             output = grown(sequence, token_id, logprob)
             self._outputs.append(output)
             if output.finish_reason is not None:
@@ -371,9 +374,7 @@ class Engine:
                 break
             num_accepted += 1
             sequence.num_computed += 1
-            [(token_id, logprob)] = self._sampler.sample(logits[place : place + 1], [sequence])
-            self._outputs.append(grown(sequence, token_id, logprob))
-            ends = self._outputs[-1].finish_reason is not None
+            ends = bool(self._take_tokens([sequence], self._sampler.sample(logits[place : place + 1], [sequence])))
         if (sequence.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
             self._seal(sequence)
         self._scheduler.roll_back(sequence)
@@ -437,8 +438,11 @@ class Engine:
         sequence.num_sealed = end
 
     def _complete(self, sequence: Sequence) -> None:
-        """It has its last token."""
-        self._roster.close(sequence.root_id)
+        """It has its last token, or cannot have it."""
+        if sequence.failure is None:
+            self._roster.close(sequence.root_id)
+        else:
+            self._tell_end(sequence, sequence.failure)
         if sequence.hold_blocks:
             self._scheduler.finish(sequence, hold=True)
         elif sequence.request_id in self._roster:

@@ -22,7 +22,7 @@ import torch
 
 from mooncake.engine.randomness import uniforms
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import InternalError
+from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import DRAW, CpuKernels
@@ -48,7 +48,10 @@ class Sampler:
         self._library = kernels if isinstance(kernels, CpuKernels) else None
 
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are."""
+        """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are.
+
+        One whose guide fails gets its ``failure`` instead: the token that is drawn for it means nothing.
+        """
         is_plain = all(map(_IS_PLAIN, sequences))
         edited = {} if is_plain else self._edits(logits, sequences)
         if self._library is None:
@@ -106,17 +109,18 @@ class Sampler:
         return _without(logits, _ends_of_bad_words(sequence)) if sampling.bad_words else logits
 
     def _guided(self, logits: Row, sequence: Sequence) -> Row:
-        """Only what the guide allows after the answer so far; the end, when it has nothing more to say."""
+        """Only what the guide allows after the answer so far."""
         assert sequence.sampling.guide is not None
         if self._guides is None:
             raise InternalError("this engine does not know the vocabulary that a guide needs")
-        if sequence.guide_state is None:
-            sequence.guide_state = self._guides.state(sequence.sampling.guide)
-        sequence.guide_state.follow(sequence.tokens[sequence.num_prompt :])
-        allowed = sequence.guide_state.allowed()
-        if allowed is None:
-            allowed = np.zeros(len(logits), np.bool_)
-            allowed[list(sequence.stop_ids)] = True
+        try:
+            if sequence.guide_state is None:
+                sequence.guide_state = self._guides.state(sequence.sampling.guide)
+            sequence.guide_state.follow(sequence.tokens[sequence.num_prompt :])
+            allowed = sequence.guide_state.allowed()
+        except InvalidRequest as error:  # the other sequences of the step have nothing to do with it
+            sequence.failure = error
+            return logits
         return np.where(allowed, logits, np.float32(-np.inf))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mooncake.errors import ContextTooLong, InternalError, InvalidRequest
+from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError
 from mooncake.guides import GuideState
 from mooncake.hashing import extend_chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -56,6 +56,7 @@ class Sequence:
         "draw",
         "edits_logits",
         "external_blocks",
+        "failure",
         "first_step_s",
         "guide_state",
         "has_forked",
@@ -169,6 +170,7 @@ class Sequence:
         self.sampler_memory: object = None  # of the sampler alone
         self.draw = b""  # likewise
         self.guide_state: GuideState | None = None  # likewise
+        self.failure: MooncakeError | None = None  # why the sampler could not draw its next token: it ends
         self.draft_memory: DraftMemory | None = None  # of speculation alone
 
         self.num_cached_tokens = 0  # found in this engine's own cache when first admitted

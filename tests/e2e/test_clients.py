@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import openai
 import pytest
@@ -142,3 +143,19 @@ async def test_a_response_streams_in_the_form_that_was_asked_for(cluster: LocalC
         turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": done.output_text}]
         again = await client.responses.create(model="", input=[*turns, turns[0]], max_output_tokens=4, temperature=0)
         assert again.output_text and again.usage.output_tokens <= 4
+
+
+@pytest.mark.timeout(240)
+async def test_an_answer_whose_guide_fails_on_the_way_is_an_error_to_its_client(cluster: LocalCluster) -> None:
+    """Half an object that is said to be complete would be taken for a whole one."""
+    properties = {f"p{number}": {"type": "string"} for number in range(1000)}
+    wide = {"type": "object", "properties": properties, "required": ["p999"]}  # more than the grammar engine looks at
+    async with client_of(cluster) as client:
+        ask = partial(client.completions.create, model="", prompt="JSON: ", extra_body={"guided_json": wide})
+        reasons = []
+        with pytest.raises(openai.APIError, match="cannot be followed any further"):
+            async for chunk in await ask(stream=True):
+                reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+        assert not reasons
+        with pytest.raises(openai.BadRequestError, match="cannot be followed any further"):
+            await ask()

@@ -32,6 +32,10 @@ SCHEMA = {
     "required": ["city", "people", "tags"],
     "additionalProperties": False,
 }
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+WIDE["required"] = ["p999"]
+"""Any of a thousand properties may come first: more than the grammar engine looks at."""
+
 PROMPT = "Tell me about a city as JSON: "
 
 
@@ -122,6 +126,38 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
         llm.generate(PROMPT, guided(GuideKind.CHOICE, "[" * 5000))
 
 
+def test_an_answer_whose_guide_fails_on_the_way_ends_with_an_error_and_the_others_go_on(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode(PROMPT)
+
+    def add(name: str, sampling: SamplingParams) -> engine_sequence.Sequence:
+        eos_ids, length = llm.tokenizer.eos_ids, len(prompt)
+        sequence = engine_sequence.Sequence(
+            name, prompt, length, sampling, b"s", eos_ids=eos_ids, max_model_len=1024, hold_blocks=name == "held"
+        )
+        llm.engine.add(sequence)
+        return sequence
+
+    add("wide", guided(GuideKind.JSON_SCHEMA, json.dumps(WIDE)))
+    add("several", guided(GuideKind.JSON_SCHEMA, json.dumps(WIDE), n=2))
+    held = add("held", guided(GuideKind.JSON_SCHEMA, json.dumps(WIDE)))
+    city = add("city", guided(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+    outputs = []
+    while llm.engine.has_work:
+        outputs += llm.engine.step()
+
+    failed = llm.engine.take_ended()
+    assert sorted(request_id for request_id, _ in failed) == ["held", "several", "several", "wide"]
+    for _, error in failed:
+        assert isinstance(error, InvalidRequest) and "Current row has" in error.message
+        assert "\n" not in error.message
+    told = [(output.request_id, output.finish_reason) for output in outputs if output.finish_reason]
+    assert told == [("city", FinishReason.STOP)]
+    assert {output.request_id for output in outputs} == {"wide", "several", "held", "city"}  # each had begun
+    check_city(llm.tokenizer.decode(city.tokens[len(prompt) :], skip_special=True))
+    assert held.state is engine_sequence.SequenceState.HELD  # someone may be reading its blocks
+    llm.engine.release("held")
+
+
 def test_nobody_waits_for_the_compilation_of_another_guide(llm: LLM) -> None:
     guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
     ready = Guide(GuideKind.REGEX, "ab*c")
@@ -161,4 +197,12 @@ def test_a_state_can_go_back(llm: LLM) -> None:
     state.follow(np.array([a, b, b, c], np.uint32))
     state.follow(np.array([a], np.uint32))
     allowed = state.allowed()
-    assert allowed is not None and allowed[b] and allowed[c] and not allowed[a]
+    assert allowed[b] and allowed[c] and not allowed[a]
+
+
+def test_a_token_that_the_guide_does_not_allow_is_an_error(llm: LLM) -> None:
+    guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+    state = guides.state(Guide(GuideKind.REGEX, "ab*c"))
+    state.follow(llm.tokenizer.encode("c"))
+    with pytest.raises(InvalidRequest, match="cannot be followed any further"):
+        state.allowed()
