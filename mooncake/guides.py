@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from mooncake.errors import InvalidRequest
 from mooncake.guide_limits import check_grammar, check_schema
@@ -22,6 +22,10 @@ from mooncake.tokenizer import Tokenizer
 from mooncake.types import Guide, GuideKind, TokenIds
 
 MAX_COMPILED = 64  # guides kept ready
+# Ways to read what may come next, at one token, looked at on the thread that makes everybody's tokens. Usual schemas
+# and grammars have a few hundred, those with hundreds of cases some thousand; where one text can be read in many ways
+# there are more with every token, and each takes longer.
+MAX_READINGS = 5000
 
 
 class Guides:
@@ -76,7 +80,7 @@ class Guides:
         with self._reading:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer(self._load_tokenizer(), self._vocab_size)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(step_max_items=MAX_READINGS))
         if matcher.is_error():
             raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(matcher.get_error())}", "guide")
         return matcher

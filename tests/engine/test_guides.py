@@ -158,6 +158,16 @@ def test_an_answer_whose_guide_fails_on_the_way_ends_with_an_error_and_the_other
     llm.engine.release("held")
 
 
+def test_a_grammar_that_reads_a_text_in_ever_more_ways_ends_before_it_holds_up_the_others(llm: LLM) -> None:
+    guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+    state = guides.state(Guide(GuideKind.GRAMMAR, 'start: s\ns: s s s s | s s s | s s | "a" | "b"'))
+    [a] = llm.tokenizer.encode("a")
+    with pytest.raises(InvalidRequest, match="Too many items"):
+        for length in range(80):  # 0.02 seconds for the slowest; without a limit it goes on and takes ever longer
+            state.follow(np.full(length, a, np.uint32))
+            state.allowed()
+
+
 def test_nobody_waits_for_the_compilation_of_another_guide(llm: LLM) -> None:
     guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
     ready = Guide(GuideKind.REGEX, "ab*c")
