@@ -83,6 +83,7 @@ class Guides:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(step_max_items=MAX_READINGS))
         if matcher.is_error():
             raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(matcher.get_error())}", "guide")
+        GuideState(matcher.deep_copy(), self._vocab_size).allowed()  # raises when no answer can begin
         return matcher
 
 
@@ -117,7 +118,8 @@ class GuideState:
 
 def _reason(matcher: LLMatcher) -> str:
     """Of its error, in one line: what follows in others is its whole state."""
-    return matcher.get_error().partition("\n")[0][:500]
+    reason = matcher.get_error().partition("\n")[0][:500]
+    return "no text can satisfy it" if reason == "NoExtensionBias" else reason
 
 
 def _grammar(guide: Guide) -> str:

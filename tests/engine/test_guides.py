@@ -126,6 +126,24 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
         llm.generate(PROMPT, guided(GuideKind.CHOICE, "[" * 5000))
 
 
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide(GuideKind.JSON_SCHEMA, '{"$ref": "#"}'),
+        Guide(GuideKind.GRAMMAR, "start: start"),
+        Guide(GuideKind.REGEX, r"a&&b[^\x00-\U0010ffff]"),
+    ],
+)
+def test_a_guide_that_nothing_can_satisfy_is_refused(llm: LLM, guide: Guide) -> None:
+    with pytest.raises(InvalidRequest, match="no text can satisfy it"):
+        Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size).compile(guide)
+
+
+def test_a_guide_that_only_an_empty_answer_satisfies_is_taken(llm: LLM) -> None:
+    [answer] = llm.generate(PROMPT, guided(GuideKind.REGEX, ""))
+    assert answer.text == "" and answer.finish_reason is FinishReason.STOP
+
+
 def test_an_answer_whose_guide_fails_on_the_way_ends_with_an_error_and_the_others_go_on(llm: LLM) -> None:
     prompt = llm.tokenizer.encode(PROMPT)
 
