@@ -33,15 +33,16 @@ def measure(options: ScaleOptions) -> None:
     """Raises ConfigError, ModelError."""
     writable(options.out)
     checkpoint = open_checkpoint(options.model)
-    text = "" if options.text is None else _read(options.text)
+    text = None if options.text is None else _read(options.text)
     scales = measured(checkpoint, options.tokens, text)
     save_key_scales(options.out, scales, checkpoint.name, options.tokens)
     err.print(f"written: {options.out}. Use it with model.kv_dtype=int8 model.key_scales={options.out} on every node.")
 
 
-def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str = "") -> KeyScales:
+def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str | None = None) -> KeyScales:
     """On the first tokens of ``text``, or of a module of Python's own. Raises ConfigError, ModelError."""
-    text = text or inspect.getsource(argparse)  # English and code, and every Python has it
+    if text is None:
+        text = inspect.getsource(argparse)  # English and code, and every Python has it
     ids = checkpoint.load_tokenizer().encode(text[: 32 * num_tokens])[:num_tokens]
     if len(ids) < BLOCK_TOKENS:
         raise ConfigError(f"{len(ids)} tokens of text tell too little of keys; {BLOCK_TOKENS} are the least")

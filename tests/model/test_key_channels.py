@@ -90,6 +90,15 @@ def test_measured_on_a_text_they_find_the_uneven_channel(family: str, tmp_path: 
     assert len(answer.token_ids) == 4
 
 
+def test_an_empty_text_is_not_measured_on_another_one(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", "llama", max_position_embeddings=512)
+    text = tmp_path / "empty.txt"
+    text.touch()
+    with pytest.raises(ConfigError, match="0 tokens of text tell too little of keys"):
+        measure(ScaleOptions(str(tmp_path / "model"), tmp_path / "keys.json", text, tokens=128))
+    assert not (tmp_path / "keys.json").exists()
+
+
 def test_its_kv_is_never_taken_for_that_of_plain_int8(tmp_path: Path) -> None:
     files = []
     for exponent in (1, 2):
