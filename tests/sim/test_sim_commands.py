@@ -85,6 +85,13 @@ def test_simulate_prints_the_same_line_twice(trace: Path) -> None:
     assert first["requests"] == first["done"] == 150
 
 
+def test_a_preset_with_other_machines_is_not_told_as_it_was(trace: Path) -> None:
+    note = load_preset("paper-16").note
+    for count, is_told in (("8", True), ("100", False)):
+        said = call("simulate", trace, "--preset", "paper-16", "--prefill", count)
+        assert (note in " ".join(said.split())) == is_told
+
+
 def test_simulate_writes_a_page_that_needs_nothing_else_and_every_request(trace: Path, tmp_path: Path) -> None:
     page, requests = tmp_path / "page.html", tmp_path / "requests.jsonl"
     call("simulate", trace, "--preset", "paper-16", "--report", page, "--requests", requests)

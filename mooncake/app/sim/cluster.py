@@ -157,6 +157,7 @@ class Cluster(Frozen, frozen=True):
 
     def with_counts(self, **counts: int) -> Cluster:
         """So many machines of each role named; the first group of a role takes all of them, none: it is left out.
+        A note counts machines, so with others there is none.
 
         Raises ConfigError for machines of a role that the cluster does not have."""
         self.check_roles(*(role for role, count in counts.items() if count))
@@ -168,7 +169,8 @@ class Cluster(Frozen, frozen=True):
                 left[group.role] = 0
             if wanted:
                 machines.append(msgspec.structs.replace(group, count=wanted))
-        return msgspec.structs.replace(self, machines=tuple(machines))
+        note = self.note if tuple(machines) == self.machines else ""
+        return msgspec.structs.replace(self, machines=tuple(machines), note=note)
 
     def with_machines(self, role: str = "", **values: object) -> Cluster:
         """The same values changed on every group of ``role`` (or all). Raises ConfigError when there is none of it, or
