@@ -71,6 +71,7 @@ class Completion:
     cached_tokens: int  # of the prompt, whose KV was there already
     outputs: list[Answer]
     prompt_logprobs: list[TokenLogprob] | None = None  # of its tokens but the first, when they were asked for
+    prompt: str | None = None  # its text, a conversation's with control tokens; None when it was given as token ids
 
     @property
     def token_ids(self) -> list[int]:
@@ -203,9 +204,13 @@ class LLM:
         times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
-        token_ids = [self._encode(prompt) for prompt in _prompt_list(prompts)]
+        given = _prompt_list(prompts)
+        token_ids = [self._encode(prompt) for prompt in given]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         samplings = _one_each(sampling or SamplingParams(), len(token_ids))
-        return self._answer(token_ids, samplings, self._places(adapter, len(token_ids)), _stop_strings(stop), use_tqdm)
+        places = self._places(adapter, len(token_ids))
+        completions = self._answer(token_ids, samplings, places, _stop_strings(stop), use_tqdm)
+        return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     def chat(
         self,
@@ -218,8 +223,11 @@ class LLM:
     ) -> list[Completion]:
         """Answer one conversation, or each of several, written with the model's own chat template."""
         token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
+        texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
         samplings = _one_each(sampling or SamplingParams(), len(token_ids))
-        return self._answer(token_ids, samplings, self._places(adapter, len(token_ids)), _stop_strings(stop), use_tqdm)
+        places = self._places(adapter, len(token_ids))
+        completions = self._answer(token_ids, samplings, places, _stop_strings(stop), use_tqdm)
+        return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     def beam_search(
         self,

@@ -50,6 +50,15 @@ def test_many_prompts_are_answered_in_their_order(llm: LLM) -> None:
     assert [answer.token_ids for answer in llm.generate(ids, GREEDY)] == [answer.token_ids for answer in together]
 
 
+def test_each_answer_says_what_it_answers(llm: LLM) -> None:
+    short = SamplingParams(max_tokens=1, temperature=0.0)
+    assert [answer.prompt for answer in llm.generate(["Hello", "Hi"], short)] == ["Hello", "Hi"]
+    assert llm.generate([[1, 2, 3]], short)[0].prompt is None
+    assert "<|im_start|>user\nHello<|im_end|>" in (
+        llm.chat([{"role": "user", "content": "Hello"}], short)[0].prompt or ""
+    )
+
+
 def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
     samplings = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (1, 5)]
     answers = llm.generate(["Hello", "Hello"], samplings)
