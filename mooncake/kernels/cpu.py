@@ -36,6 +36,7 @@ _SIGNATURES = {
     ],
     "mc_add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT, _FLOAT, _INT],
     "mc_silu_mul": [_POINTER, _POINTER, _LONG, _INT, _INT],
+    "mc_size_of": [ctypes.c_char_p],
     "mc_panel_width": [],
     "mc_activation_unit": [_INT],
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
@@ -115,6 +116,12 @@ class _Rope(ctypes.Structure):
         ("key_norm", _POINTER),
         ("eps", _FLOAT),
     ]
+
+
+def check_mirrors(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]]) -> None:
+    """That these are as large as their namesakes in C++: the library would read what is not there."""
+    for name, mirror in mirrors.items():
+        assert library.mc_size_of(name.encode()) == ctypes.sizeof(mirror), f"{name} has changed on one side alone"
 
 
 def activation_unit(library: ctypes.CDLL) -> int:
@@ -211,6 +218,8 @@ class CpuKernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _INT
+        check_mirrors(library, {"PackedLinear": _PackedLinear, "CacheLayer": _Pages, "Rope": _Rope})
+        assert library.mc_size_of(b"Draw") == DRAW.size
         self.library = library
         self.weight_memory = WeightMemory()
         unit = activation_unit(library)

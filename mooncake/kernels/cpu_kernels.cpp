@@ -10,6 +10,18 @@ using namespace mooncake;
 
 extern "C" {
 
+// Bytes of a structure that Python lays out itself; 0 for one that is not here.
+int mc_size_of(const char* name) {
+    static constexpr std::pair<const char*, size_t> SIZES[] = {
+        {"PackedLinear", sizeof(PackedLinear)}, {"CacheLayer", sizeof(CacheLayer)}, {"Rope", sizeof(Rope)},
+        {"Draw", sizeof(Draw)},                 {"DecoderLayer", sizeof(DecoderLayer)}, {"Decoder", sizeof(Decoder)},
+        {"LayerAdapter", sizeof(LayerAdapter)}, {"Step", sizeof(Step)},                 {"Cache", sizeof(Cache)},
+    };
+    for (const auto& [known, size] : SIZES)
+        if (!std::strcmp(name, known)) return int(size);
+    return 0;
+}
+
 int mc_paged_attention(const float* query, int64_t query_stride, float* output, const CacheLayer* cache, int num_heads,
                        const int32_t* block_tables, int64_t table_stride, const int32_t* query_starts,
                        const int32_t* context_lens, int num_sequences, float scale, int window, int threads) {

@@ -16,7 +16,15 @@ from typing import ClassVar
 import torch
 
 from mooncake.checkpoint import ModelConfig
-from mooncake.kernels.cpu import PROBLEMS, STOPPED_BY_HOOK, CpuKernels, PanelLinear, num_threads, page_kind
+from mooncake.kernels.cpu import (
+    PROBLEMS,
+    STOPPED_BY_HOOK,
+    CpuKernels,
+    PanelLinear,
+    check_mirrors,
+    num_threads,
+    page_kind,
+)
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, vector, weight
@@ -66,6 +74,15 @@ class _Cache(ctypes.Structure):
     ]
 
 
+_MIRRORS: dict[str, type[ctypes.Structure]] = {
+    "DecoderLayer": _Layer,
+    "Decoder": _Decoder,
+    "LayerAdapter": _LayerAdapter,
+    "Step": _Step,
+    "Cache": _Cache,
+}
+
+
 class CpuDecoder:
     """Llama, Mistral, Qwen2 and Qwen3 over packed weights, once ``takes`` has said yes."""
 
@@ -80,6 +97,7 @@ class CpuDecoder:
         adapters: Sequence[Sequence[LayerAdapter]] = (),
     ) -> None:
         """``tables`` are cosines and sines of all positions. Raises ModelError when a weight is missing."""
+        check_mirrors(kernels.library, _MIRRORS)
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
         self._results = _Results()

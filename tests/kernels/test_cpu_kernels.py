@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 
 from mooncake.kernels import Kernels, reference, warn_of_unused_units
-from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu import CpuKernels, check_mirrors
 from mooncake.kernels.cpu_build import load_library
 from mooncake.kernels.reference import Coding
 from mooncake.precision import cpu_features
@@ -290,6 +292,14 @@ def test_positions_and_slots_outside_are_refused_and_nothing_is_written(cpu: Cpu
         with pytest.raises(IndexError):
             cpu.rope_write_kv(qkv, table, table, positions, cache[:, 0], slots)
     assert not cache.any()
+
+
+def test_a_structure_that_changes_on_one_side_alone_is_noticed_before_it_is_used(cpu: CpuKernels) -> None:
+    class Rope(ctypes.Structure):
+        _fields_: ClassVar = [("cos", ctypes.c_void_p)]
+
+    with pytest.raises(AssertionError, match="Rope has changed on one side alone"):
+        check_mirrors(cpu.library, {"Rope": Rope})
 
 
 LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100), (64, 96), (32, 48)]
