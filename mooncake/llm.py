@@ -50,13 +50,15 @@ Message = ChatMessage | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``logprobs`` runs along ``token_ids``, and is empty when none were asked for."""
+    """``logprobs`` runs along ``token_ids``, and is empty when none were asked for. ``stop_reason`` is the stop string,
+    or the one of ``stop_token_ids``, that ended it."""
 
     index: int
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
     logprobs: list[TokenLogprob]
+    stop_reason: str | int | None = None
 
     @property
     def cumulative_logprob(self) -> float:
@@ -288,7 +290,11 @@ class LLM:
             _Draft(
                 self._sequence(prompt, _ranking(sampling), place),
                 sampling,
-                [TextAssembler(self.tokenizer, stop) for _ in range(sampling.num_answers)],
+                [
+                    TextAssembler(self.tokenizer, stop, min_tokens=sampling.min_tokens)
+                    for _ in range(sampling.num_answers)
+                ],
+                frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else set(self._eos_ids)),
             )
             for prompt, sampling, place in zip(prompts, samplings, places, strict=True)
         ]
@@ -341,11 +347,16 @@ class _Draft:
     """The answers to one prompt in the making."""
 
     def __init__(
-        self, sequence: engine_sequence.Sequence, sampling: SamplingParams, assemblers: list[TextAssembler]
+        self,
+        sequence: engine_sequence.Sequence,
+        sampling: SamplingParams,
+        assemblers: list[TextAssembler],
+        stop_ids: frozenset[int],
     ) -> None:
+        """``stop_ids`` are the request's own."""
         self.sequence = sequence
         self._sampling = sampling
-        self._answers = [_DraftAnswer(assembler) for assembler in assemblers]
+        self._answers = [_DraftAnswer(assembler, stop_ids) for assembler in assemblers]
         self._prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
@@ -372,9 +383,10 @@ class _Draft:
 
 
 class _DraftAnswer:
-    def __init__(self, assembler: TextAssembler) -> None:
+    def __init__(self, assembler: TextAssembler, stop_ids: frozenset[int]) -> None:
         self.finish_reason: FinishReason | None = None
         self._assembler = assembler
+        self._stop_ids = stop_ids
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -395,7 +407,20 @@ class _DraftAnswer:
     def answer(self, index: int, wants_logprobs: bool) -> Answer:
         assert self.finish_reason is not None
         logprobs = self._logprobs if wants_logprobs else []
-        return Answer(index, self._token_ids, "".join(self._text), self.finish_reason, logprobs)
+        return Answer(
+            index,
+            self._token_ids,
+            "".join(self._text),
+            self.finish_reason,
+            logprobs,
+            self._stop_reason(self.finish_reason),
+        )
+
+    def _stop_reason(self, reason: FinishReason) -> str | int | None:
+        if self._assembler.stopped_by:
+            return self._assembler.stopped_by
+        last_id = self._token_ids[-1]
+        return last_id if reason is FinishReason.STOP and last_id in self._stop_ids else None
 
     def _add(self, piece: TextPiece) -> None:
         self._text.append(piece.text)

@@ -56,9 +56,15 @@ class TextAssembler:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        """``include_stop``: the stop string is the end of the text. Raises as ``check_stop``."""
+        """``include_stop``: the stop string is the end of the text. One that is complete within the first
+        ``min_tokens`` tokens is text. Raises as ``check_stop``."""
         check_stop(stop)
         self._stream = tokenizer.stream(skip_special)
         self.stopped_by = ""  # the stop string that has come
@@ -67,11 +73,13 @@ class TextAssembler:
         self._longest = max(map(len, stop), default=0)
         self._held = ""
         self._stopped = False
+        self._protected = min_tokens  # tokens to come that cannot complete a stop string
 
     def push(self, token_id: int) -> TextPiece:
         """What this token adds to the answer, maybe nothing yet."""
         if self._stopped:
             return TextPiece("", stopped=True)
+        self._protected -= 1
         return self._take(self._stream.push(token_id))
 
     def flush(self) -> TextPiece:
@@ -83,8 +91,8 @@ class TextAssembler:
         return TextPiece(piece.text + held, piece.stopped)
 
     def _take(self, new: str) -> TextPiece:
-        text = self._held + new
-        if (found := self._first_stop(text)) is not None:
+        text, known = self._held + new, len(self._held)
+        if self._protected < 0 and (found := self._first_stop(text, known)) is not None:
             end, begin = found
             self._held, self._stopped, self.stopped_by = "", True, text[begin:end]
             return TextPiece(text[: end if self._include_stop else begin], stopped=True)
@@ -92,9 +100,10 @@ class TextAssembler:
         self._held = text[len(text) - held :]
         return TextPiece(text[: len(text) - held])
 
-    def _first_stop(self, text: str) -> tuple[int, int] | None:
-        """Where a stop string ends and begins, or None when there is none in ``text``."""
-        return min(((at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
+    def _first_stop(self, text: str, known: int) -> tuple[int, int] | None:
+        """Where a stop string ends and begins, or None when none ends behind the ``known`` characters of ``text``."""
+        places = ((text.find(stop, max(0, known + 1 - len(stop))), len(stop)) for stop in self._stop)
+        return min(((at + length, at) for at, length in places if at >= 0), default=None)
 
     def _open_chars(self, text: str) -> int:
         """How many characters at the end of ``text`` may be the beginning of a stop string."""

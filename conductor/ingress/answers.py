@@ -107,7 +107,7 @@ class Answer:
         self._job = job
         self._choice = choice
         self._observer = observer
-        self._assembler = TextAssembler(tokenizer, job.stop, job.include_stop, job.skip_special)
+        self._assembler = TextAssembler(tokenizer, job.stop, job.include_stop, job.skip_special, sampling.min_tokens)
         self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
         self._stop_ids = frozenset(sampling.stop_token_ids) - (
             frozenset() if sampling.ignore_eos else {*tokenizer.eos_ids}

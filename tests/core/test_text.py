@@ -99,9 +99,10 @@ def test_which_stop_string_wins_does_not_depend_on_tokens(
     assert pieces[-1].stopped
 
 
-def first_stop(text: str, stop: tuple[str, ...]) -> str | None:
-    """The definition, a character at a time: the text before the stop string that is complete first."""
-    for end in range(1, len(text) + 1):
+def first_stop(text: str, stop: tuple[str, ...], known: int = 0) -> str | None:
+    """The definition, a character at a time: the text before the stop string that is complete first, behind those that
+    are ``known``."""
+    for end in range(known + 1, len(text) + 1):
         ending = [word for word in stop if text[:end].endswith(word)]
         if ending:
             return text[: end - max(map(len, ending))]
@@ -118,6 +119,20 @@ def test_any_cut_into_tokens_gives_the_same_text(tokenizer: Tokenizer, parts: li
     pieces = run(TextAssembler(tokenizer, stop), [int(i) for part in parts for i in tokenizer.encode(part)])
     expected = first_stop(text, stop)
     assert "".join(piece.text for piece in pieces) == (text if expected is None else expected)
+    assert pieces[-1].stopped == (expected is not None)
+
+
+@settings(max_examples=500, deadline=None)
+@given(parts=st.lists(words, max_size=12), stop=st.lists(words, max_size=4).map(tuple), min_tokens=st.integers(0, 12))
+def test_a_stop_string_within_the_tokens_that_an_answer_must_have_is_text(
+    tokenizer: Tokenizer, parts: list[str], stop: tuple[str, ...], min_tokens: int
+) -> None:
+    ids = [int(i) for part in parts for i in tokenizer.encode(part)]
+    free = TextAssembler(tokenizer)
+    known = sum(len(free.push(token_id).text) for token_id in ids[:min_tokens])
+    pieces = run(TextAssembler(tokenizer, stop, min_tokens=min_tokens), ids)
+    expected = first_stop("".join(parts), stop, known)
+    assert "".join(piece.text for piece in pieces) == ("".join(parts) if expected is None else expected)
     assert pieces[-1].stopped == (expected is not None)
 
 

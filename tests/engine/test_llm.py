@@ -75,6 +75,17 @@ def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
     assert llm.engine.block_pool.num_in_use == 0
 
 
+def test_an_answer_says_what_it_stopped_at_and_not_before_it_has_its_least_tokens(llm: LLM) -> None:
+    [free] = llm.generate("1, 2, 3, 4,", GREEDY)
+    [stopped] = llm.generate("1, 2, 3, 4,", GREEDY, stop=("never", " 6"))
+    assert (free.outputs[0].stop_reason, stopped.outputs[0].stop_reason) == (None, " 6")
+    [later] = llm.generate("1, 2, 3, 4,", replace(GREEDY, min_tokens=len(stopped.token_ids)), stop=" 6")
+    assert (later.text, later.outputs[0].stop_reason) == (free.text, None) and free.text.count(" 6") == 1
+    stop_id = stopped.token_ids[-1]
+    [by_id] = llm.generate("1, 2, 3, 4,", replace(GREEDY, stop_token_ids=(stop_id,)))
+    assert by_id.outputs[0].stop_reason == stop_id and by_id.token_ids[-1] == stop_id
+
+
 def test_a_conversation_reuses_its_first_turn(llm: LLM) -> None:
     story = "Tell me about the sea. " * 20
     messages = [{"role": "user", "content": story}]
