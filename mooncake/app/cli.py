@@ -316,7 +316,8 @@ def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from mooncake.app.demo import demo as show_demo
     from mooncake.app.role_main import run_async
 
-    run_async(show_demo(_load(config, overrides, {})))
+    any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # beside any cluster that is there already
+    run_async(show_demo(_load(config, [*any_ports, *(overrides or [])], {})))
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.markup import escape
 
 from mooncake.app.console import err, gigabytes, ms, out, plain_table, tokens_per_s
@@ -35,8 +34,7 @@ REPLAY_OUTPUT_TOKENS = 8
 
 
 async def demo(config: Config) -> None:
-    """Run on free ports, beside any cluster that is there already. Raises MooncakeError, Cancelled among them."""
-    config = replace(config, conductor=replace(config.conductor, http_port=0, grpc_port=0))
+    """Raises MooncakeError, Cancelled among them."""
     cluster = LocalCluster(config, tell=_tell, tell_log=lambda line: err.print(line, markup=False, soft_wrap=True))
     await unless_stopped(_show(cluster), at_once=cluster.kill)
 

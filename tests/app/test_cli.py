@@ -123,6 +123,15 @@ async def test_an_answer_may_take_as_long_as_the_cluster_lets_it_unless_one_says
     await server.stop(0)
 
 
+def test_the_demo_takes_any_ports_but_those_that_are_set(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("[conductor]\nhttp_port = 1\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        done = run("demo", "--config", str(tmp_path / "cluster.toml"), "--set", f"conductor.grpc_port={port}")
+    assert done.returncode == 2
+    assert f"port {port} is taken by process " in done.stderr
+
+
 def test_help_loads_nothing_that_takes_long() -> None:
     """That is what makes it answer at once; how fast is for a benchmark to say."""
     done = subprocess.run(
