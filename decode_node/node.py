@@ -70,6 +70,7 @@ class DecodeNode:
         """What it was given ends first, within ``node.drain_s``."""
         await self._membership.drain(lambda: not self._role.is_answering, self.config.node.drain_s)
         await self._membership.stop()
+        self.host.events.end()
         await self._server.stop()
         await self._role.drain()
         await self._role.finish_writing()

@@ -158,6 +158,7 @@ class StoreNode:
         server.add(replica_pb2_grpc.add_ReplicaServicer_to_server, replicas, "mooncake.v1.Replica")
         port = await server.start(config.node.host, config.node.port)
         cleanup.push_async_callback(server.stop)
+        cleanup.callback(events.end)
         lane = LaneServer(servicer)
         cleanup.push_async_callback(lane.stop)
         servicer.lane_port = await lane.start(config.node.host)

@@ -30,6 +30,7 @@ class EventLog:
         self._kept: deque[BlockEvent] = deque(maxlen=keep)
         self._stored: dict[BlockKey, tuple[bytes, Tier]] = {}  # parent: what a snapshot holds, in order of storing
         self._changed = asyncio.Event()
+        self._has_ended = False
 
     def begin_anew(self, incarnation: int) -> None:
         """The same blocks under another life of their owner: whoever followed starts from a snapshot."""
@@ -55,11 +56,17 @@ class EventLog:
     def snapshot(self) -> list[BlockEvent]:
         return [BlockEvent(True, key, parent, tier) for key, (parent, tier) in self._stored.items()]
 
-    async def wait(self, sequence: int) -> None:
-        """Return once there is something after ``sequence``."""
-        while self.next_sequence <= sequence:
+    async def wait(self, sequence: int) -> bool:
+        """Return once there is something after ``sequence``; False when the log has ended."""
+        while self.next_sequence <= sequence and not self._has_ended:
             self._changed.clear()  # whoever waited until now has been woken already
             await self._changed.wait()
+        return not self._has_ended
+
+    def end(self) -> None:
+        """Let subscribers go, before the server stops: it would wait for them, and then cut them off."""
+        self._has_ended = True
+        self._changed.set()
 
 
 class CacheEventsServicer(common_pb2_grpc.CacheEventsServicer):
@@ -83,7 +90,8 @@ class CacheEventsServicer(common_pb2_grpc.CacheEventsServicer):
                 first, sequence = sequence, sequence + len(events)
             for message in self._messages(events, first, sequence, reset):
                 yield message
-            await self._log.wait(sequence)
+            if not await self._log.wait(sequence):
+                return
 
     def _messages(self, events: list[BlockEvent], first: int, end: int, reset: bool) -> Iterator[pb.BlockEvents]:
         """Cut into parts. Numbers of events advance one each; a snapshot leads to ``end`` with its last part only."""

@@ -68,6 +68,7 @@ class PrefillNode:
         """What it was given ends first, within ``node.drain_s``."""
         await self._membership.drain(lambda: not self._role.is_answering, self.config.node.drain_s)
         await self._membership.stop()
+        self.host.events.end()
         await self._server.stop()
         await self._role.drain()
         await self.host.stop()

@@ -122,6 +122,7 @@ class ComputeNode:
             await asyncio.gather(self._switching, return_exceptions=True)
         await self._membership.drain(lambda: not self._is_answering, self.config.node.drain_s)
         await self._membership.stop()
+        self.host.events.end()
         await self._server.stop()
         await self._prefill.drain()
         await self._decode.drain()

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.node import StoreNode
+from mooncake.config import load_config
 from mooncake.events import EVENTS_PER_MESSAGE, CacheEventsServicer, EventLog
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc import common_pb2_grpc
@@ -170,6 +172,19 @@ async def test_a_large_cache_comes_in_parts_while_it_changes() -> None:
                 break
         call.cancel()
     assert (parts, follower.resets) == (4, 1)
+
+
+async def test_a_node_that_stops_ends_the_streams_of_its_subscribers() -> None:
+    """The server would wait for them, and cut them off at last: gRPC tells some of those as errors of ours."""
+    node, channels = StoreNode(load_config(None, ["store.dram_gb=0.001"]), 4096, join_cluster=False), Channels()
+    await node.start()
+    call = common_pb2_grpc.CacheEventsStub(channels.get(node.control_address)).Subscribe(pb.SubscribeRequest())
+    await call.read()
+
+    await node.stop()
+
+    assert await call.read() == grpc.aio.EOF and await call.code() == grpc.StatusCode.OK
+    await channels.close()
 
 
 async def test_a_subscriber_that_leaves_is_forgotten() -> None:
