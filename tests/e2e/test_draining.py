@@ -24,7 +24,7 @@ PAUSE_S = 1.5  # more than the server gives a stream once it stops, and than a c
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcessCluster]:
     write_tiny_model(tmp_path / "model", max_position_embeddings=1024)
-    settings = ("conductor.retries=0", "conductor.node_timeout_s=1", "cluster.switchable=true", "node.drain_s=60")
+    settings = ("conductor.retries=0", "conductor.node_timeout_s=5", "cluster.switchable=true", "node.drain_s=60")
     cluster = InProcessCluster(tmp_path / "model", *settings)
     await cluster.start()
     yield cluster
