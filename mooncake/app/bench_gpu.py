@@ -194,6 +194,7 @@ class _Run:
 def _failure(command: list[str], limit_s: float) -> str:
     """Of a command that is interrupted after ``limit_s``; "" if there was none. What it prints is seen on stderr."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would start it deaf to that
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
         code = process.wait(limit_s)
