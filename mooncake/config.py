@@ -154,6 +154,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coupled: int = 0  # nodes that do both, by [prefill], in place of all the others: a baseline without hand-offs
     switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node cores of its own, as many as it has threads
+    decode_nice: int = 5  # by how much decode gives way to prefill where they share cores, as `nice` has it; 0: not
 
     @property
     def num_prefill(self) -> int:
@@ -176,6 +177,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conductor: str = ""  # its gRPC address; "": from [conductor]
     drain_s: float = 25.0  # that requests on a prefill or decode node have to end when it is asked to stop
     cores: tuple[int, ...] = ()  # that the process may run on; (): all
+    nice: int = 0  # by how much it gives way to others on its cores, up to 19
 
     @property
     def reached_at(self) -> str:
@@ -329,6 +331,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "model.max_model_len",
     "cluster.coupled",
+    "cluster.decode_nice",
     "conductor.node_wait_s",
     "conductor.retries",
     "conductor.ttft_limit_ms",
@@ -348,6 +351,7 @@ _NOT_NEGATIVE = (
     "decode.speculative_tokens",
     "transfer.max_mb_per_s",
     "node.drain_s",
+    "node.nice",
     "pool_layout.tensor_parallel",
     "pool_layout.block_tokens",
     "store.block_bytes",

@@ -28,6 +28,7 @@ from mooncake.app.preflight import (
     check_memory,
     check_ports,
     cores_of_nodes,
+    niceness,
     openmp_threads,
     resolve,
 )
@@ -215,6 +216,7 @@ class LocalCluster:
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
         threads = openmp_threads(section, self.config) if section else 1
         cores = self._cores.get(child.node_id, ())
+        nice = niceness(child.role, self.config)
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # a folder named like a role where the user happens to be must not win over ours
@@ -226,6 +228,7 @@ class LocalCluster:
             f"node.id={child.node_id}",
             *(("--set", f"node.role={child.role}") if self._package(child) == SWITCHABLE else ()),
             *(("--set", f"node.cores={list(cores)}") if cores else ()),
+            *(("--set", f"node.nice={nice}") if nice else ()),
             "--log-level",
             self._log_level,
             stdin=asyncio.subprocess.DEVNULL,

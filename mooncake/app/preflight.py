@@ -68,6 +68,20 @@ def _share_of_cores(config: Config) -> int:
     return max(1, available_cores() // (config.cluster.num_prefill + config.cluster.num_decode))
 
 
+def niceness(child_role: str, config: Config) -> int:
+    """By how much a node gives way where prefill and decode share cores.
+
+    A decode step takes as long for one sequence as for a few: it reads the same weights. With half of the cores for
+    small batches, prompts queue and the batches stay small. A switchable node does not give way: it could not take
+    that back when it changes to prefill.
+    """
+    cluster, cores = config.cluster, available_cores()
+    threads = cluster.num_prefill * config.prefill.threads + cluster.num_decode * config.decode.threads
+    on_cpu = config.prefill.device == config.decode.device == "cpu"
+    gives_way = child_role == "decode" and on_cpu and threads > cores and not (cluster.pin or cluster.switchable)
+    return cluster.decode_nice if gives_way else 0
+
+
 def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:
     """With ``cluster.pin``, the cores of each prefill and decode node by its id, disjoint; else empty.
 

@@ -58,6 +58,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
         die_with_parent()
         pin_to(config.node.cores)
+        give_way(config.node.nice)
         run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
     except (ConfigError, ModelError) as error:
         _leave(name, error, 2)
@@ -217,6 +218,16 @@ def pin_to(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
     except (AttributeError, OSError, ValueError) as error:
         raise ConfigError(f"this process cannot run on the cores {list(cores)} (node.cores): {error}") from None
+
+
+def give_way(nice: int) -> None:
+    """Let this process, and every thread it will start, run after others that want the same cores."""
+    if not nice:
+        return
+    os.nice(nice)
+    # Where Linux divides the cores among sessions first, niceness within one says nothing: the session has its own.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _leave(name: str, error: MooncakeError, code: int) -> None:

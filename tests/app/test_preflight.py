@@ -20,6 +20,7 @@ from mooncake.app.preflight import (
     cores_of_nodes,
     free_port,
     memory_need,
+    niceness,
     openmp_threads,
     parameter_count,
     port_holder,
@@ -138,3 +139,25 @@ def test_a_process_stays_on_the_cores_it_was_given() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == f"[{core}]"
     assert "cannot run on the cores [9999] (node.cores)" in done.stderr
+
+
+def test_decode_gives_way_only_where_it_shares_cores_with_prefill() -> None:
+    cores = available_cores()
+    shared = [f"prefill.threads={cores}", f"decode.threads={cores}"]
+    assert niceness("decode", load_config(overrides=shared)) == 5
+    assert niceness("prefill", load_config(overrides=shared)) == 0
+    assert niceness("decode", load_config(overrides=[*shared, "cluster.decode_nice=0"])) == 0
+    assert niceness("decode", load_config(overrides=[*shared, "cluster.switchable=true"])) == 0
+    assert niceness("decode", load_config(overrides=[*shared, "prefill.device='cuda'"])) == 0
+    if cores > 1:
+        assert niceness("decode", load_config(overrides=["prefill.threads=1", "decode.threads=1"])) == 0
+
+
+def test_a_process_and_its_threads_give_way() -> None:
+    program = (
+        "import os, threading\nfrom mooncake.app.role_main import give_way\n"
+        "before = os.nice(0)\ngive_way(3)\n"
+        "thread = threading.Thread(target=lambda: print(os.nice(0) - before))\nthread.start()\nthread.join()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "3"
