@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.appointments import Appointments
+from conductor.fairness import Band
 from conductor.fleet import Ticket
 from conductor.lengths import Kind, OutputLengths, Turns, sample_beyond
 from conductor.scheduler import Placement
@@ -50,6 +52,7 @@ class Verdict(NamedTuple):
     prefill_load: float
     decode_load: float
     retry_after_s: float = 0.0
+    is_kept: bool = False  # refused for others whose time has come
 
     @property
     def load(self) -> float:
@@ -71,6 +74,8 @@ class AdmissionStats:
     refused_after_prefill: int = 0
     could_have_served: int = 0  # refused, and when its time came there was room after all
     looked_back: int = 0  # refusals of which that is known
+    came_as_told: int = 0  # at the time that an earlier refusal had told
+    came_in_vain: int = 0  # of those: refused again
 
 
 class Coming(NamedTuple):
@@ -107,6 +112,7 @@ class Admission:
         self.turns = Turns()
         self.flights = Flights()
         self.recent_room = RecentRoom()
+        self.appointments = Appointments()
         self.stats = AdmissionStats()
         self.rng = rng if rng is not None else np.random.default_rng(0)
         self.decode_s = FIRST_DECODE_S  # mean time that a request decodes
@@ -118,19 +124,32 @@ class Admission:
         """Whether ``prefill_ended`` wants to be asked a question."""
         return self.rule is baseline
 
-    def decide(self, question: Question, placement: Placement, now: float, max_tokens: int) -> Verdict:
-        """Whether the request fits where it would be placed."""
+    def decide(
+        self, question: Question, placement: Placement, now: float, max_tokens: int, band: Band = Band.NORMAL
+    ) -> Verdict:
+        """Whether the request fits where it would be placed, and is not in the way of who was told to come now."""
         self._look_back(question, now)
         coming = self._coming(question, placement, now, max_tokens)
         verdict = self._judge(coming)
         self.recent_room.found(coming.prefill_wait_ms, verdict.decode_load, now)
+        name = (question.facts.keys[-1] if question.facts.keys else b"", question.facts.num_tokens)
+        is_told = self.mode is Mode.HARD and band is not Band.BATCH  # others wait, and are not refused
+        comes_as_told = is_told and self.appointments.comes(name, now)
+        self.stats.came_as_told += comes_as_told
+        if not comes_as_told and band is not Band.URGENT and verdict.is_admitted and self.appointments.is_owed(now):
+            verdict = verdict._replace(is_admitted=False, is_kept=True)
         if verdict.is_admitted:
             self.stats.admitted += 1
+            self.appointments.let_in(name, now)
             return verdict
         self.stats.refused += 1
+        self.stats.came_in_vain += comes_as_told
         if verdict.decode_load > 1.0 and placement.decode is not None:
             self._refused.append((coming.joins_at, verdict.decode_load, placement.decode.node_id))
-        return verdict._replace(is_admitted=self.mode is Mode.OFF, retry_after_s=self._retry_s(coming, verdict))
+        wait_s = self._retry_s(coming, verdict)
+        if is_told:
+            wait_s = self.appointments.make(name, wait_s, now, comes_as_told)
+        return verdict._replace(is_admitted=self.mode is Mode.OFF, retry_after_s=wait_s)
 
     def fits(
         self, question: Question, placement: Placement, now: float, max_tokens: int, rng: np.random.Generator

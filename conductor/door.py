@@ -60,7 +60,7 @@ class Door:
         """
         if self.is_open:
             return
-        verdict = self._ask(facts, max_tokens)
+        verdict = self._ask(facts, max_tokens, band)
         if self._fits(verdict) and self._goes_before_others(band, verdict):
             return
         if self.admission.mode is Mode.HARD and band is not Band.BATCH:
@@ -96,10 +96,10 @@ class Door:
             self.admission.finished(ticket, self._clock(), output_tokens)
             self._look()
 
-    def _ask(self, facts: RequestFacts, max_tokens: int) -> Verdict:
+    def _ask(self, facts: RequestFacts, max_tokens: int, band: Band) -> Verdict:
         now = self._clock()
         question = self._scheduler.ask(facts, now)
-        return self.admission.decide(question, self._scheduler.answer(question), now, max_tokens)
+        return self.admission.decide(question, self._scheduler.answer(question), now, max_tokens, band)
 
     def _fits(self, verdict: Verdict) -> bool:
         """Nobody is held back for room that an empty cluster does not have either: it will not become emptier."""
@@ -133,7 +133,7 @@ class Door:
         while (waiting := self._room.peek(is_idle=True)) is not None:
             guest = waiting.item
             try:
-                verdict = self._ask(guest.facts, guest.max_tokens)
+                verdict = self._ask(guest.facts, guest.max_tokens, waiting.band)
             except NodeUnavailable as error:
                 self._room.remove(guest)
                 if not guest.is_in.done():
@@ -160,5 +160,7 @@ class Door:
 
 
 def _why(verdict: Verdict) -> str:
+    if verdict.is_kept:
+        return "what room there is is kept for requests that were told to come now"
     what = "the first token" if verdict.prefill_load >= verdict.decode_load else "the time between tokens"
     return f"{what} is predicted at {verdict.load:.1f} times its limit"

@@ -73,6 +73,7 @@ def simulate(
     ] = None,
     max_output: MaxOutput = None,
     tokens_per_block: TokensPerBlock = 512,
+    returns: Annotated[int, typer.Option(min=0, help="How often who is refused comes back when told to.")] = 0,
     report: Page = None,
     requests: Annotated[
         Path | None,
@@ -86,7 +87,7 @@ def simulate(
 
     chosen = command.choose_cluster(preset, cluster)
     chosen = command.changed(chosen, policy, admission, prefill, decode)
-    run = Run(seed, speed, jitter_ms / 1e3, max_output, tokens_per_block)
+    run = Run(seed, speed, jitter_ms / 1e3, max_output, tokens_per_block, returns)
     command.simulate(trace, limit, resample, chosen, run, command.Output(as_json, report, requests))
 
 

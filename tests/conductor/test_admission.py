@@ -10,6 +10,7 @@ from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, _
 from conductor.fleet import Ticket
 from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
+from conductor.view import RequestFacts
 
 CHAT = Kind(b"chat", 640)
 
@@ -32,9 +33,9 @@ class Door:
         return self.cluster.now
 
     def ask(
-        self, num_tokens: int = 640, max_tokens: int = 400, enter: bool = True
+        self, num_tokens: int = 640, max_tokens: int = 400, enter: bool = True, facts: RequestFacts | None = None
     ) -> tuple[bool, float, Ticket | None]:
-        facts = self.cluster.facts(num_tokens)
+        facts = facts or self.cluster.facts(num_tokens)
         scheduler = self.cluster.scheduler
         question = scheduler.ask(facts, self.now)
         placement = scheduler.answer(question)
@@ -224,3 +225,28 @@ class TestLengths:
     def test_nothing_known_is_the_limit(self) -> None:
         assert OutputLengths().mean(CHAT, 77) == 77.0
         assert (OutputLengths().sample(CHAT, 77, 4, np.random.default_rng(0)) == 77.0).all()
+
+
+def test_room_goes_to_who_was_told_to_come_now_and_not_to_a_stranger() -> None:
+    door = Door("early", tbt_ms=14.0)
+    one, another = door.cluster.facts(620), door.cluster.facts(630)
+    while (visit := door.ask(600))[0]:
+        door.joins(visit[2])
+    for number in range(3):  # clients keep their appointments here
+        mine = door.cluster.facts(610 + number)
+        refused, wait_s, _ = door.ask(facts=mine)
+        assert not refused
+        door.cluster.now += wait_s
+        door.ends(door.open[0])
+        came, _, ticket = door.ask(facts=mine)
+        assert came
+        door.joins(ticket)
+    assert door.admission.stats.came_as_told == 3
+    _, wait_s, _ = door.ask(facts=one)
+    door.cluster.now += wait_s
+    door.ends(door.open[0])
+    stranger_goes_in, later_s, _ = door.ask(facts=another)
+    assert not stranger_goes_in, "there is room, for somebody else"
+    assert later_s > 0.0
+    assert door.ask(facts=one)[0]
+    assert door.admission.stats.came_in_vain == 0

@@ -3,7 +3,13 @@
 import numpy as np
 
 from mooncake.app.sim.cluster import Cluster, load_preset
-from mooncake.app.sim.hindsight import RetryProbe, false_rejections, keep_placements, told_with_hindsight
+from mooncake.app.sim.hindsight import (
+    RetryProbe,
+    false_rejections,
+    keep_placements,
+    telling_errors,
+    told_with_hindsight,
+)
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.trace_shapes import generate
@@ -85,3 +91,24 @@ def test_with_hindsight_is_told_what_is_right_for_most_that_are_alike() -> None:
     told_s = told_with_hindsight(features, is_slow, true_s)
     right = np.abs(told_s / true_s - 1.0) <= 0.25
     assert right.sum() == 87 and not right[::30].any()
+
+
+def test_clients_that_come_back_when_told_are_let_in_then() -> None:
+    trace = [*prompts(60, every_ms=500.0), LATER]
+    simulation = Simulation(cluster(), trace, Run(jitter_s=0.0, returns=5))
+    results = simulation.run()
+    assert len(results.tellings) > 20, "half of them found no room at once"
+    assert (results.fate == Fate.DONE).mean() > 0.9
+    assert np.median(telling_errors(results)) <= 0.25
+    strangers = Simulation(cluster(), trace, Run(jitter_s=0.0)).run()
+    assert (strangers.fate == Fate.REJECTED).sum() > 20
+    assert not strangers.tellings
+
+
+def test_who_gives_up_waited_as_long_as_can_be_told() -> None:
+    simulation = Simulation(cluster(), [*prompts(60, every_ms=50.0), LATER], Run(jitter_s=0.0, returns=1))
+    results = simulation.run()
+    lost = [telling for telling in results.tellings if results.fate[telling.index] == Fate.REJECTED]
+    assert lost
+    errors = dict(zip((telling.index for telling in results.tellings), telling_errors(results), strict=True))
+    assert all(errors[telling.index] == abs(telling.told_s / 60 - 1) for telling in lost)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.waits import MAX_RETRY_S, WAITS
-from mooncake.app.sim.requests import Fate, Flight
+from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
 
@@ -179,6 +179,20 @@ class RetryProbe:
             self.waits_s[flight.index] = np.inf
         else:
             simulation.agenda.after(1.0, self._ask, flight, waited_s + 1.0)
+
+
+def telling_errors(results: Results) -> Floats:
+    """|told / true - 1| of each time that a refused client was told, and came back at (``Run.returns``).
+
+    True is how long it took until it was let in. Neither is longer than the longest that is told; who gave up counts as
+    one who waited so long.
+    """
+    told_s = np.array([telling.told_s for telling in results.tellings], dtype=np.float64)
+    index = np.array([telling.index for telling in results.tellings], dtype=np.int64)
+    waited_s = results.arrival_s[index] - np.array([telling.at_s for telling in results.tellings])
+    waited_s[results.fate[index] == Fate.REJECTED] = np.inf
+    errors: Floats = np.abs(told_s / np.minimum(waited_s, MAX_RETRY_S) - 1.0)
+    return errors
 
 
 def told_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floats:

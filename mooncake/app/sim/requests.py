@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,14 @@ class Fate(IntEnum):
     REJECTED = 2  # at arrival, before anything was spent
     REJECTED_LATE = 3  # after its prefill
     FAILED = 4  # its nodes died once too often
+
+
+class Telling(NamedTuple):
+    """A client that will come back was refused at ``at_s`` and told to wait ``told_s``."""
+
+    index: int
+    at_s: float
+    told_s: int
 
 
 class Flight:
@@ -55,6 +64,7 @@ class Flight:
         "prefill_id",
         "reserved_tokens",
         "retries",
+        "returns",
         "session",
         "source_held",
         "source_id",
@@ -73,6 +83,7 @@ class Flight:
         self.output_tokens = output_tokens  # still to generate
         self.attempts = 0
         self.retries = 0  # of those, after a loss that counts
+        self.returns = 0  # of its client, after it was refused
         self.predicted_ttft_s = math.nan
         self.first_token_s = math.nan  # of the answer, whichever attempt gave it
         self.session = ""
@@ -125,3 +136,4 @@ class Results:
         self.prefill_ms = np.zeros(size)  # of the machine's time, over all attempts
         self.retry_after_s = np.full(size, np.nan)
         self.attempts = np.zeros(size, dtype=np.int16)
+        self.tellings: list[Telling] = []

@@ -28,7 +28,7 @@ from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.fetches import Fetches
 from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.prefill import PrefillMachine
-from mooncake.app.sim.requests import Fate, Flight, Results
+from mooncake.app.sim.requests import Fate, Flight, Results, Telling
 from mooncake.app.sim.tiered import TieredCache
 from mooncake.app.sim.timeline import Timeline
 from mooncake.config import ConductorSection
@@ -51,6 +51,7 @@ class Run:
     jitter_s: float = 3.0
     max_output: int | None = None
     tokens_per_block: int = TRACE_BLOCK_TOKENS  # that an id of the trace stands for; fewer in a scaled trace
+    returns: int = 0  # how often a client that was refused comes back when it was told to; its times then count anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Simulation:
         try:
             self.brain.place(flight, self.agenda.now)
         except Refused as refusal:
-            self._end(flight, Fate.REJECTED, refusal.retry_after_s)
+            self._refused(flight, refusal.retry_after_s)
             return
         except NodeUnavailable:
             self._wait_for_machine(flight)
@@ -189,6 +190,19 @@ class Simulation:
         else:
             self.fetches.begin(flight)
             self.prefill[flight.prefill_id].submit(flight)
+
+    def _refused(self, flight: Flight, retry_s: float) -> None:
+        if flight.returns == self.options.returns or math.isnan(retry_s):
+            self._end(flight, Fate.REJECTED, retry_s)
+            return
+        flight.returns += 1
+        told_s = math.ceil(retry_s)  # as Retry-After has it
+        self.results.tellings.append(Telling(flight.index, self.agenda.now, told_s))
+        self.agenda.after(told_s, self._come_back, flight)
+
+    def _come_back(self, flight: Flight) -> None:
+        self.results.arrival_s[flight.index] = self.agenda.now
+        self._place(flight)
 
     def _wait_for_machine(self, flight: Flight) -> None:
         """All of a role are down: wait as long as live requests do, for they are mostly being started again."""
