@@ -1,8 +1,9 @@
-"""One request's journey: name its blocks, place it, tell both nodes at once, merge what they say into one stream.
+"""Runs requests: name their blocks, place them, tell both nodes at once, merge what they say into one stream.
 
 It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
 here and nowhere else: an attempt that fails is taken off both nodes and tried on another pair, from the last token
-that the client has seen, which sampling keyed by position makes exact.
+that the client has seen, which sampling keyed by position makes exact. What a request has come to stands in its
+``journey``, what its failures have shown in ``retry``; here are the calls, the waiting and the books.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-import numpy as np
-
 from conductor.absence import Absence
-from conductor.api import Delta, InferenceRequest, RequestSummary
+from conductor.api import Delta, InferenceRequest
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
 from conductor.door import Door
 from conductor.fairness import band_of
 from conductor.fleet import Fleet, Ticket
-from conductor.lifecycle import Lifecycle, RequestState, handoff_lifecycle, request_lifecycle
+from conductor.journey import Journey
+from conductor.lifecycle import RequestState, handoff_lifecycle
 from conductor.merge import Merger
 from conductor.policies import POLICIES, Policy
 from conductor.registry import NodeInfo
+from conductor.retry import Failure, Incarnations
 from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.tails import on_decode_node
@@ -45,7 +46,7 @@ from mooncake.errors import (
 from mooncake.hashing import chain_seed, extend_chain
 from mooncake.hashing import prepare as prepare_hashing
 from mooncake.rpc.server import Channels
-from mooncake.types import FinishReason, PrefillReport, Role, TokenIds
+from mooncake.types import PrefillReport, Role, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -62,50 +63,11 @@ class ModelFacts:
 
 
 @dataclass(slots=True)
-class _Journey:
-    """One request while it runs."""
+class _Running(Journey):
+    """A journey with what runs for it now."""
 
-    request: InferenceRequest
-    started_at: float
-    lifecycle: Lifecycle[RequestState]
-    emitted: list[list[int]] = field(default_factory=list)  # by answer: token ids that the client has
-    ended: set[int] = field(default_factory=set)  # answers that are complete, or that nobody wants any more
-    attempt: Attempt | None = None  # the one under way
+    attempt: Attempt | None = None
     parts: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # answers that go on by themselves
-    summary: RequestSummary = field(default_factory=RequestSummary)
-    has_report: bool = False
-    error: MooncakeError | None = None  # of the last attempt
-    retries: int = 0
-    dead: frozenset[int] = frozenset()  # incarnations that could not be reached, and have not been heard since
-    unreached: frozenset[int] = frozenset()  # these, and those that were heard again
-    left: frozenset[int] = frozenset()  # incarnations that were draining when an attempt on them failed
-    avoid: frozenset[int] = frozenset()  # incarnations of failed attempts: only when there is no other
-
-    @property
-    def num_emitted(self) -> int:
-        """Tokens of the longest answer."""
-        return max(map(len, self.emitted))
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.ended) == len(self.emitted)
-
-    @property
-    def is_search(self) -> bool:
-        """A beam search says nothing before its end, so it always starts over."""
-        return self.request.sampling.beam_search is not None
-
-    @property
-    def num_kept(self) -> int:
-        """Tokens of the answer that another try goes on from."""
-        return 0 if self.is_search else self.num_emitted
-
-    @property
-    def tokens(self) -> TokenIds:
-        """To go on from; several answers only begin together."""
-        if not self.num_kept:
-            return self.request.tokens
-        return np.concatenate([self.request.tokens, np.array(self.emitted[0], dtype=np.uint32)])
 
 
 class Dispatcher:
@@ -134,7 +96,7 @@ class Dispatcher:
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by incarnation of node
-        self._journeys: dict[str, _Journey] = {}  # by request id
+        self._journeys: dict[str, _Running] = {}  # by request id
         self.stats = DispatchStats()
         self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # told of every request, once
         self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # bytes went wrong between them
@@ -166,7 +128,7 @@ class Dispatcher:
         elif journey.attempt is not None and not journey.is_whole:  # the end of the last ends the attempt
             journey.attempt.end_choice(choice)
 
-    async def _deltas(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, journey: _Running) -> AsyncGenerator[Delta, None]:
         """Try until every answer is complete."""
         while True:
             attempt = journey.attempt = await self._placed(journey)
@@ -186,18 +148,18 @@ class Dispatcher:
                     async for delta in deltas:
                         yield delta
                 return
-            if not journey.is_search and (reason := self._ended_by(journey)):
+            if not journey.is_search and (reason := journey.ended_by(self._model.eos_ids)):
                 journey.ended.add(0)
                 yield Delta((), reason, journey.summary)
                 return
 
-    async def _each_alone(self, journey: _Journey) -> AsyncGenerator[Delta, None]:
+    async def _each_alone(self, journey: _Running) -> AsyncGenerator[Delta, None]:
         """The answers of a failed attempt have become different prompts: each goes on by itself."""
         deltas: asyncio.Queue[Delta] = asyncio.Queue(MAX_QUEUED_DELTAS)
 
         async def go_on(choice: int) -> None:
-            part = self._part(journey, choice)
-            if reason := self._ended_by(part):
+            part = journey.part(choice)
+            if reason := part.ended_by(self._model.eos_ids):
                 await deltas.put(Delta((), reason, part.summary, choice))
                 return
             async with contextlib.aclosing(self._deltas(part)) as own:
@@ -221,37 +183,13 @@ class Dispatcher:
                 getting = asyncio.create_task(deltas.get())
                 if delta.choice in journey.ended:
                     continue
-                journey.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
-                if delta.finish_reason is not None:
-                    journey.ended.add(delta.choice)
+                journey.take(delta)
                 yield delta
         finally:
             getting.cancel()
             for task in journey.parts.values():
                 task.cancel()
             await asyncio.gather(getting, *journey.parts.values(), return_exceptions=True)
-
-    def _part(self, journey: _Journey, choice: int) -> _Journey:
-        """One answer of several as a request of its own. Its prompt was counted and reported already."""
-        request = replace(
-            journey.request,
-            request_id=f"{journey.request.request_id}#{choice}",
-            sampling=journey.request.sampling.for_answer(choice),
-        )
-        return _Journey(
-            request,
-            journey.started_at,
-            request_lifecycle(request.request_id),
-            emitted=[list(journey.emitted[choice])],
-            summary=journey.summary,
-            has_report=True,
-            error=journey.error,
-            retries=journey.retries,
-            dead=journey.dead,
-            unreached=journey.unreached,
-            left=journey.left,
-            avoid=journey.avoid,
-        )
 
     def node_gone(self, info: NodeInfo, why: str) -> None:
         """A node is out of the cluster: whatever runs there fails now and is tried elsewhere."""
@@ -274,7 +212,7 @@ class Dispatcher:
     def _lost(self, info: NodeInfo) -> None:
         self._fleet.registry.call_failed(info, self._clock())
 
-    def _admit(self, request: InferenceRequest) -> _Journey:
+    def _admit(self, request: InferenceRequest) -> _Running:
         """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything was spent."""
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
@@ -287,10 +225,9 @@ class Dispatcher:
             self.stats.failures[DeadlineExceeded.code] += 1
             raise DeadlineExceeded("the request's time was over when it arrived")
         self.stats.running += 1
-        answers: list[list[int]] = [[] for _ in range(request.sampling.num_answers)]
-        return _Journey(request, now, request_lifecycle(request.request_id), answers)
+        return _Running.begin(request, now, self._limits.retries)
 
-    async def _placed(self, journey: _Journey) -> Attempt:
+    async def _placed(self, journey: _Running) -> Attempt:
         """Start on a pair, or wait for a node that is on its way back. Raises as ``_let_in`` and ``_start``."""
         while True:
             try:
@@ -299,11 +236,11 @@ class Dispatcher:
             except NodeUnavailable as error:
                 if not await self.absence.change(min(self.absence.until(), journey.request.deadline)):
                     raise journey.error or error from None  # why the last attempt failed tells more
-                journey.dead -= self._fleet.registry.live()  # only the connection was lost
+                journey.retries.heard(self._fleet.registry.live())
 
-    async def _let_in(self, journey: _Journey) -> None:
+    async def _let_in(self, journey: _Running) -> None:
         """Wait for room where the limits say so. Who was let in once may try again. Raises as ``Door.enter``."""
-        if self.door.is_open or journey.retries or journey.num_emitted:
+        if self.door.is_open or not journey.is_new:
             return
         request = journey.request
         facts = self._facts(journey, journey.tokens, self._clock())
@@ -315,7 +252,7 @@ class Dispatcher:
                 self._best(facts, journey, self._clock())
             raise
 
-    def _facts(self, journey: _Journey, tokens: TokenIds, now: float) -> RequestFacts:
+    def _facts(self, journey: _Running, tokens: TokenIds, now: float) -> RequestFacts:
         """What placement depends on, of what is left of the request."""
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
@@ -326,12 +263,12 @@ class Dispatcher:
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
-            budget_ms=float("inf") if journey.retries else (request.deadline - now) * 1e3,
+            budget_ms=float("inf") if journey.retries.count else (request.deadline - now) * 1e3,
             session=request.session,
             number=self.stats.requests,
         )
 
-    def _start(self, journey: _Journey) -> Attempt:
+    def _start(self, journey: _Running) -> Attempt:
         """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
         request, now, tokens = journey.request, self._clock(), journey.tokens
         facts = self._facts(journey, tokens, now)
@@ -369,25 +306,23 @@ class Dispatcher:
             journey.summary,
             prefill_node=placement.prefill.node_id,
             decode_node=placement.decode.node_id if placement.decode else "",
-            retries=journey.retries,
+            retries=journey.retries.count,
             predicted_ttft_ms=journey.summary.predicted_ttft_ms or placement.predicted_ttft_ms,
         )
         log.debug("%s placed: %s", request.request_id, placement)
         return attempt
 
-    def _place(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
+    def _place(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
         """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all of their role."""
-        if journey.avoid:
-            with contextlib.suppress(NodeUnavailable):
-                excluded = self._avoidable(journey) | journey.dead
-                return self._best(facts._replace(excluded=excluded), journey, now)
-        return self._best(facts._replace(excluded=journey.dead), journey, now)
+        registry = self._fleet.registry
+        usable = (_incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
+        return self._best(facts._replace(excluded=journey.retries.excluded(usable)), journey, now)
 
-    def _best(self, facts: RequestFacts, journey: _Journey, now: float) -> Placement:
+    def _best(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
         """The scheduler's pair, or the decode node that has nearly the whole prompt."""
         question = self._scheduler.ask(facts, now)
         placement = self._scheduler.answer(question)
-        if not journey.retries and not journey.num_emitted:
+        if journey.is_new:
             for tell in self.on_arrival:
                 tell(question, placement, now)
         if not facts.needs_decode or len(journey.emitted) > 1 or not self._limits.max_tail_tokens:
@@ -395,85 +330,56 @@ class Dispatcher:
         costs = self._fleet.costs
         return on_decode_node(question, placement, costs, self._limits.max_tail_tokens) or placement
 
-    def _avoidable(self, journey: _Journey) -> frozenset[int]:
-        """Nodes to avoid whose role others have too."""
-        found: set[int] = set()
-        for role in (Role.PREFILL, Role.DECODE):
-            of_role = {node.info.incarnation for node in self._fleet.registry.usable(role)} - journey.dead
-            if not of_role <= journey.avoid:
-                found |= of_role & journey.avoid
-        return frozenset(found)
-
-    def _note(self, journey: _Journey, attempt: Attempt, delta: Delta) -> Delta:
+    def _note(self, journey: _Running, attempt: Attempt, delta: Delta) -> Delta:
         """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
-        now = self._clock()
-        if delta.tokens:
-            if self.door.looks_late and not (journey.retries or journey.num_emitted):
-                self.door.look_late(attempt.ticket, self._facts(journey, journey.tokens, now))
-            if not journey.num_emitted and attempt.placement.is_known and not journey.retries:
-                self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
-            if journey.lifecycle.state is RequestState.PLACED:
-                journey.lifecycle.move(RequestState.STREAMING)
-            journey.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
-            self.stats.output_tokens += len(delta.tokens)
-        if delta.finish_reason is not None:
-            journey.ended.add(delta.choice)
+        if delta.tokens and journey.is_new:
+            self._note_first(journey, attempt)
+        self.stats.output_tokens += len(delta.tokens)
+        journey.take(delta)
         report = attempt.merger.report
         is_news = report is not None and not journey.has_report
-        if is_news and report is not None:
-            self._note_report(journey, report)
+        if report is not None and is_news:
+            self._count_prompt(journey.take_report(report))
         return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
 
-    def _note_report(self, journey: _Journey, report: PrefillReport) -> None:
-        """The first report counts: a retry also finds what the request itself has stored."""
-        journey.has_report = True
-        prompt = len(journey.request.tokens)
-        local = min(report.local_cached_tokens, prompt)
-        pool = min(report.pool_cached_tokens, prompt - local)
-        report = replace(report, prompt_tokens=prompt, local_cached_tokens=local, pool_cached_tokens=pool)
-        journey.summary = replace(journey.summary, report=report)
+    def _note_first(self, journey: _Running, attempt: Attempt) -> None:
+        """Its first token is there. Raises Overloaded as ``Door.look_late``."""
+        now = self._clock()
+        if self.door.looks_late:
+            self.door.look_late(attempt.ticket, self._facts(journey, journey.tokens, now))
+        if attempt.placement.is_known:
+            self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
+
+    def _count_prompt(self, report: PrefillReport) -> None:
         block_tokens = self._model.shape.block_tokens
-        self.stats.prompt_tokens += prompt
+        self.stats.prompt_tokens += report.prompt_tokens
         self.stats.cached_tokens += report.cached_tokens
-        self.stats.block_queries += prompt // block_tokens
+        self.stats.block_queries += report.prompt_tokens // block_tokens
         self.stats.block_hits += report.cached_tokens // block_tokens
 
-    def _ended_by(self, journey: _Journey) -> FinishReason | None:
-        """Whether the tokens of failed attempts are the whole answer: only the word that it ended was lost."""
-        sampling, emitted = journey.request.sampling, journey.emitted[0]
-        if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in self._stop_ids(journey.request):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None
-
-    def _stop_ids(self, request: InferenceRequest) -> frozenset[int]:
-        eos_ids = () if request.sampling.ignore_eos else self._model.eos_ids
-        return frozenset((*request.sampling.stop_token_ids, *eos_ids))
-
-    def _prepare_retry(self, journey: _Journey, attempt: Attempt, failure: AttemptFailed) -> None:
+    def _prepare_retry(self, journey: _Running, attempt: Attempt, failure: AttemptFailed) -> None:
         """Learn from a failed attempt. Raises its error when there is nothing left to try."""
         self.stats.failed_attempts[failure.error.code] += 1
-        request_id = journey.request.request_id
         journey.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
             self.on_corrupt(attempt.nodes)
-        lost = {info.incarnation for info in attempt.lost_nodes}
-        # Free: the failure before was this loss, as the other node had seen it; or the node was gone already. But one
-        # that goes on beating where nobody can reach it would be tried until the deadline.
-        is_free = bool(lost & journey.avoid) or (attempt.met_nobody and not lost & journey.unreached)
-        # Nor is a node's leaving anybody's failure, whichever end of the hand-off tells of it first; but once each.
-        leaving = frozenset(info.incarnation for info in attempt.nodes if self._fleet.registry.is_draining(info))
-        is_free = is_free or not leaving <= journey.left
-        journey.left |= leaving
-        journey.unreached |= lost
-        journey.dead |= lost
-        journey.avoid = journey.avoid - lost if lost else journey.avoid | {info.incarnation for info in attempt.nodes}
-        if not failure.is_retryable or (journey.retries >= self._limits.retries and not is_free):
+        may_try = journey.retries.learn(self._blame(attempt))
+        if not (may_try and failure.is_retryable):
             raise failure.error from None
-        journey.retries += not is_free
         self.stats.retries += 1
+        request_id = journey.request.request_id
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
 
-    def _end_attempt(self, journey: _Journey, attempt: Attempt) -> None:
+    def _blame(self, attempt: Attempt) -> Failure:
+        """What became of the nodes of a failed attempt."""
+        return Failure(
+            nodes=_incarnations(attempt.nodes),
+            lost=_incarnations(attempt.lost_nodes),
+            leaving=_incarnations(filter(self._fleet.registry.is_draining, attempt.nodes)),
+            met_nobody=attempt.met_nobody,
+        )
+
+    def _end_attempt(self, journey: _Running, attempt: Attempt) -> None:
         attempt.close()
         self._scheduler.close(attempt.ticket, self._clock())
         self.door.ended(attempt.ticket, journey.num_emitted if journey.is_whole else 0)
@@ -485,12 +391,12 @@ class Dispatcher:
             if not attempts:
                 del self._attempts[info.incarnation]
 
-    def _end_failed(self, journey: _Journey, error: Exception) -> None:
+    def _end_failed(self, journey: _Running, error: Exception) -> None:
         self.stats.failures[error.code if isinstance(error, MooncakeError) else InternalError.code] += 1
         expired = isinstance(error, DeadlineExceeded)
         journey.lifecycle.move(RequestState.EXPIRED if expired else RequestState.FAILED)
 
-    def _end(self, journey: _Journey) -> None:
+    def _end(self, journey: _Running) -> None:
         self.stats.running -= 1
         if journey.lifecycle.has_ended:  # it failed
             return
@@ -499,6 +405,10 @@ class Dispatcher:
         self.stats.cancelled += not journey.is_whole
         self.stats.recent_durations_s.append(self._clock() - journey.started_at)
         self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
+
+
+def _incarnations(nodes: Iterable[NodeInfo]) -> Incarnations:
+    return frozenset(info.incarnation for info in nodes)
 
 
 def _policy(name: str) -> Policy:

@@ -1,0 +1,115 @@
+"""One request from arrival to end, as far as it is known without any node: what the client has of its answers, what
+another attempt goes on from, and what is told of it at the end.
+
+Pure. ``retry`` learns from its failures, ``lifecycle`` is the table of its states, and ``dispatch`` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from conductor.api import Delta, InferenceRequest, RequestSummary
+from conductor.lifecycle import Lifecycle, RequestState, request_lifecycle
+from conductor.retry import Retries
+from mooncake.errors import MooncakeError
+from mooncake.types import FinishReason, PrefillReport, TokenIds
+
+
+@dataclass(slots=True)
+class Journey:
+    """One owner: the dispatcher."""
+
+    request: InferenceRequest
+    started_at: float  # s
+    lifecycle: Lifecycle[RequestState]
+    retries: Retries
+    emitted: list[list[int]]  # by answer: token ids that the client has
+    ended: set[int] = field(default_factory=set)  # answers that are complete, or that nobody wants any more
+    summary: RequestSummary = field(default_factory=RequestSummary)
+    has_report: bool = False
+    error: MooncakeError | None = None  # of the last attempt
+
+    @classmethod
+    def begin(cls, request: InferenceRequest, now: float, max_retries: int) -> Self:
+        answers: list[list[int]] = [[] for _ in range(request.sampling.num_answers)]
+        return cls(request, now, request_lifecycle(request.request_id), Retries(max_retries), answers)
+
+    def part(self, choice: int) -> Self:
+        """One answer of several as a request of its own. Its prompt was counted and reported already."""
+        request = replace(
+            self.request,
+            request_id=f"{self.request.request_id}#{choice}",
+            sampling=self.request.sampling.for_answer(choice),
+        )
+        return type(self)(
+            request,
+            self.started_at,
+            request_lifecycle(request.request_id),
+            replace(self.retries),
+            emitted=[list(self.emitted[choice])],
+            summary=self.summary,
+            has_report=True,
+            error=self.error,
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing was spent on it that counts: it may still be refused."""
+        return not (self.retries.count or self.num_emitted)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.ended) == len(self.emitted)
+
+    @property
+    def is_search(self) -> bool:
+        """A beam search says nothing before its end, so it always starts over."""
+        return self.request.sampling.beam_search is not None
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the longest answer."""
+        return max(map(len, self.emitted))
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of the answer that another attempt goes on from."""
+        return 0 if self.is_search else self.num_emitted
+
+    @property
+    def tokens(self) -> TokenIds:
+        """To go on from; several answers only begin together."""
+        if not self.num_kept:
+            return self.request.tokens
+        return np.concatenate([self.request.tokens, np.array(self.emitted[0], dtype=np.uint32)])
+
+    def take(self, delta: Delta) -> None:
+        """The client is about to have it."""
+        if delta.tokens:
+            if self.lifecycle.state is RequestState.PLACED:
+                self.lifecycle.move(RequestState.STREAMING)
+            self.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
+        if delta.finish_reason is not None:
+            self.ended.add(delta.choice)
+
+    def take_report(self, report: PrefillReport) -> PrefillReport:
+        """The first one counts, for a retry also finds what the request itself has stored. As it is told: of the prompt
+        that was asked, which may be shorter than what was computed."""
+        prompt = len(self.request.tokens)
+        local = min(report.local_cached_tokens, prompt)
+        pool = min(report.pool_cached_tokens, prompt - local)
+        report = replace(report, prompt_tokens=prompt, local_cached_tokens=local, pool_cached_tokens=pool)
+        self.summary, self.has_report = replace(self.summary, report=report), True
+        return report
+
+    def ended_by(self, eos_ids: Iterable[int]) -> FinishReason | None:
+        """Why its one answer is complete, if it is: of failed attempts only the word that it ended was lost."""
+        sampling, emitted = self.request.sampling, self.emitted[0]
+        stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
+        if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None

@@ -1,0 +1,70 @@
+"""What the failed attempts of one request have shown: whom the next one is to spare, and whether there is a next one.
+
+Pure. Nodes are known by their incarnations, so one that was started anew is another node. A request has a few tries,
+and whoever did not fail because of it costs none: a node that was gone before the call came, one that had said that it
+leaves, and a loss that was charged for already when the other node of the hand-off told of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Incarnations = frozenset[int]
+NOBODY: Incarnations = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One attempt that failed, by its nodes."""
+
+    nodes: Incarnations
+    lost: Incarnations = NOBODY  # of those, could not be reached
+    leaving: Incarnations = NOBODY  # of those, had said that they are about to go
+    met_nobody: bool = False  # a lost one was gone before it had the call: it did not die of this request
+
+
+@dataclass(slots=True)
+class Retries:
+    """One owner: the request's journey. ``most`` failures may be charged to it; one more ends it."""
+
+    most: int
+    count: int = 0  # failures that were charged
+    dead: Incarnations = NOBODY  # could not be reached, and have not been heard since
+    unreached: Incarnations = NOBODY  # these, and those that were heard again
+    left: Incarnations = NOBODY  # were leaving when an attempt on them failed
+    avoid: Incarnations = NOBODY  # of failed attempts that lost nobody: only when there is no other
+
+    def learn(self, failure: Failure) -> bool:
+        """Take a failure in. Whether the request may be tried again."""
+        self.count += not self._is_free(failure)
+        self.left |= failure.leaving
+        self.unreached |= failure.lost
+        self.dead |= failure.lost
+        # Who is lost is to blame, for what came before, too; else it may be any of them.
+        self.avoid = self.avoid - failure.lost if failure.lost else self.avoid | failure.nodes
+        return self.count <= self.most
+
+    def heard(self, live: Incarnations) -> None:
+        """These nodes are there: only the connection to them was lost."""
+        self.dead -= live
+
+    def excluded(self, roles: Iterable[Incarnations]) -> Incarnations:
+        """Whom the next attempt must not meet: the dead, and of each role's usable nodes those to avoid, unless that is
+        all of them that are alive. ``roles`` is looked at only when there is somebody to avoid."""
+        if not self.avoid:
+            return self.dead
+        spared = NOBODY
+        for usable in roles:
+            alive = usable - self.dead
+            if not alive <= self.avoid:
+                spared |= alive & self.avoid
+        return self.dead | spared
+
+    def _is_free(self, failure: Failure) -> bool:
+        if failure.lost & self.avoid:  # the failure before was this loss, as the other node had seen it
+            return True
+        if not failure.leaving <= self.left:  # whichever end of the hand-off tells of it first; but once each
+            return True
+        # A second time it counts: one that goes on beating where nobody can reach it would be tried until the deadline.
+        return failure.met_nobody and not failure.lost & self.unreached

@@ -1,0 +1,112 @@
+"""What failed attempts teach a request: which of them cost a try, and whom the next one spares."""
+
+from __future__ import annotations
+
+from conductor.retry import Failure, Retries
+
+P0, P1, D0, D1 = 1, 2, 11, 12
+PREFILL, DECODE = frozenset({P0, P1}), frozenset({D0, D1})
+
+
+def failed(*nodes: int, lost: int = 0, leaving: int = 0, met_nobody: bool = False) -> Failure:
+    return Failure(
+        frozenset(nodes),
+        lost=frozenset({lost} - {0}),
+        leaving=frozenset({leaving} - {0}),
+        met_nobody=met_nobody,
+    )
+
+
+def test_a_request_has_so_many_tries() -> None:
+    retries = Retries(most=2)
+    assert retries.learn(failed(P0, D0))
+    assert retries.learn(failed(P1, D1))
+    assert not retries.learn(failed(P0, D0))
+    assert not Retries(most=0).learn(failed(P0, D0))
+
+
+def test_nobody_is_excluded_before_anything_has_failed() -> None:
+    assert Retries(1).excluded([PREFILL, DECODE]) == set()
+
+
+def test_of_a_pair_that_failed_either_may_be_the_reason_so_both_are_spared() -> None:
+    retries = Retries(1)
+    retries.learn(failed(P0, D0))
+    assert retries.excluded([PREFILL, DECODE]) == {P0, D0}
+
+
+def test_nodes_that_failed_are_taken_again_when_they_are_all_of_their_role() -> None:
+    retries = Retries(1)
+    retries.learn(failed(P0, D0))
+    assert retries.excluded([frozenset({P0}), DECODE]) == {D0}
+    assert retries.excluded([frozenset({P0}), frozenset({D0})]) == set()
+    assert retries.excluded([frozenset(), frozenset()]) == set()
+
+
+def test_who_could_not_be_reached_is_not_taken_again_even_if_nobody_else_is_there() -> None:
+    retries = Retries(1)
+    retries.learn(failed(P0, D0, lost=D0))
+    assert retries.excluded([PREFILL, frozenset({D0})]) == {D0}
+
+
+def test_a_node_is_not_avoided_for_the_sake_of_one_that_is_dead() -> None:
+    retries = Retries(2)
+    retries.learn(failed(P0, D0, lost=D0))
+    retries.learn(failed(P0, D1))
+    assert retries.excluded([PREFILL, DECODE]) == {P0, D0}, "d1 failed, and is all that is alive of its role"
+
+
+def test_a_loss_clears_its_own_name_only() -> None:
+    retries = Retries(2)
+    retries.learn(failed(P0, D0))
+    retries.learn(failed(P1, D0, lost=D0))
+    retries.heard(DECODE)
+    assert retries.excluded([PREFILL, DECODE]) == {P0}, "d0 is there again, and what happened to p0 is not settled"
+
+
+def test_who_is_heard_again_was_not_dead() -> None:
+    retries = Retries(1)
+    retries.learn(failed(P0, D0, lost=D0))
+    retries.heard(frozenset({P0, D0}))
+    assert retries.excluded([PREFILL, frozenset({D0})]) == set()
+
+
+def test_a_node_that_was_gone_before_the_call_costs_no_try_but_only_once() -> None:
+    retries = Retries(most=0)
+    gone = failed(P0, D0, lost=D0, met_nobody=True)
+    assert retries.learn(gone)
+    retries.heard(DECODE)  # it beats where nobody can reach it
+    assert not retries.learn(gone)
+
+
+def test_a_node_that_dies_of_a_call_costs_a_try() -> None:
+    assert not Retries(most=0).learn(failed(P0, D0, lost=D0))
+
+
+def test_nodes_that_were_gone_one_after_the_other_cost_nothing() -> None:
+    retries = Retries(most=0)
+    for node in (D0, D1, 13, 14):
+        assert retries.learn(failed(P0, node, lost=node, met_nobody=True))
+    assert retries.count == 0
+
+
+def test_a_loss_that_the_other_node_told_of_first_is_charged_once() -> None:
+    retries = Retries(most=1)
+    assert retries.learn(failed(P0, D0)), "the prefill node says that the hand-off failed"
+    assert retries.learn(failed(P0, D0, lost=D0)), "because this one was dying"
+    assert retries.count == 1
+
+
+def test_a_node_that_leaves_costs_no_try_whoever_tells_of_it_but_only_once() -> None:
+    retries = Retries(most=0)
+    assert retries.learn(failed(P0, D0, leaving=D0))
+    assert retries.learn(failed(P0, D1, leaving=D1)), "another one"
+    assert not retries.learn(failed(P0, D0, leaving=D0)), "the same one again"
+
+
+def test_the_incarnation_that_follows_is_another_node() -> None:
+    retries = Retries(most=0)
+    retries.learn(failed(P0, D0, lost=D0, met_nobody=True))
+    restarted = 1000 + D0
+    assert retries.excluded([PREFILL, frozenset({restarted})]) == {D0}
+    assert retries.learn(failed(P0, restarted, lost=restarted, met_nobody=True))
