@@ -246,7 +246,7 @@ def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
         for step in range(60):
             cluster.now += 0.02
             name = f"{'pd'[rng.integers(2)]}{rng.integers(5)}"
-            match rng.integers(4):
+            match rng.integers(5):
                 case 0:
                     tickets.append(
                         Ticket(f"p{rng.integers(6)}", f"d{rng.integers(5)}", 10, 40.0, 64, int(rng.integers(4)))
@@ -257,6 +257,9 @@ def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
                     (fleet.prefill_done if rng.integers(2) else fleet.close)(ticket, cluster.now)
                 case 2:
                     fleet.costs.observe_decode(f"d{rng.integers(5)}", 4, 400, float(rng.uniform(5, 50)))
+                case 3:
+                    peer = f"{'ds'[rng.integers(2)]}{rng.integers(5)}"
+                    fleet.costs.observe_transfer(f"p{rng.integers(5)}", peer, 1 << 20, float(rng.uniform(1, 50)))
                 case _:  # often what it said before
                     load = NodeLoad(
                         int(rng.integers(2)), 0, 64 * int(rng.integers(2)), 0, 100, 50 * int(rng.integers(2))
@@ -276,6 +279,10 @@ def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
                         if isinstance(a, np.ndarray) and part.name != "slots":
                             np.testing.assert_allclose(a, b, err_msg=f"{side}.{part.name}")
                             compared += 1
+                for links in ("fetch_link", "send_link"):  # which numbers they have is nobody's business
+                    costs = [view.links[getattr(view, links)] for view in (kept, built)]
+                    np.testing.assert_allclose(*costs, err_msg=links)
+                np.testing.assert_allclose(kept.least_send, built.least_send)
     assert compared > 500
 
 
