@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.accounts import Ticket
 from conductor.appointments import Appointments
 from conductor.fairness import Band
-from conductor.fleet import Ticket
 from conductor.lengths import Kind, OutputLengths, Turns, sample_beyond
 from conductor.scheduler import Placement
 from conductor.view import NONE, Bools, Floats, Question, RequestFacts

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from conductor.accounts import Ticket
 from conductor.api import Delta, InferenceRequest
-from conductor.fleet import Ticket
 from conductor.lifecycle import HandoffState
 from conductor.merge import Merger
 from conductor.registry import NodeInfo

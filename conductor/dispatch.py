@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from conductor.absence import Absence
+from conductor.accounts import Ticket
 from conductor.api import Delta, InferenceRequest
 from conductor.attempt import Attempt, AttemptFailed, wire_requests
 from conductor.door import Door
 from conductor.fairness import band_of
-from conductor.fleet import Fleet, Ticket
+from conductor.fleet import Fleet
 from conductor.journey import Journey
 from conductor.lifecycle import RequestState, handoff_lifecycle
 from conductor.merge import Merger

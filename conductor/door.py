@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from conductor.accounts import Ticket
 from conductor.admission import ADMISSIONS, Admission, Limits, Mode, Verdict
 from conductor.fairness import Band, Waiting, WaitingRoom
-from conductor.fleet import Ticket
 from conductor.scheduler import Placement, Scheduler
 from conductor.view import RequestFacts
 from mooncake.config import ConductorSection

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conductor.fleet import Ticket
+from conductor.accounts import Ticket
 from conductor.view import Floats, View
 
 MARK_TOKENS = 1024  # between two marks

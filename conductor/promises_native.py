@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from conductor.fleet import Ticket
+from conductor.accounts import Ticket
 from conductor.native import load_or_warn
 from conductor.promises import Promises, stride_blocks
 from conductor.view import Floats, View

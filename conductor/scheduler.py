@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.fleet import Fleet, Ticket
+from conductor.accounts import Ticket
+from conductor.fleet import Fleet
 from conductor.native import NativeSearch, load_search
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.policies.milliseconds import milliseconds

@@ -1,7 +1,7 @@
 """What a decision looks at: flat arrays over the usable nodes, and the request that asks. No rule lives here.
 
-Arrays are over ``P`` prefill nodes, ``D`` decode nodes and ``S`` stores, in the order of the tuples of nodes. The fleet
-keeps them true; policies read them and change nothing.
+Arrays are over ``P`` prefill nodes, ``D`` decode nodes and ``S`` stores, in the order of the tuples of nodes.
+``view_keeper`` keeps them true; policies read them and change nothing.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
+from conductor.accounts import Ticket
 from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
-from conductor.fleet import Fleet, Ticket
+from conductor.fleet import Fleet
 from conductor.policies import DEFAULT_POLICY, POLICIES
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, Registry

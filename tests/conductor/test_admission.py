@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import Cluster
 
+from conductor.accounts import Ticket
 from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, _peak_tokens
-from conductor.fleet import Ticket
 from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
 from conductor.view import RequestFacts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from placing import SHAPE, Cluster, incarnations
 
-from conductor.fleet import Ticket
+from conductor.accounts import Ticket
 from conductor.scheduler import Placement
 
 LONG = 20 * 64 + 30  # tokens of a prompt of 20 full blocks

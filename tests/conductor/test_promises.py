@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from placing import Cluster, pair
 
-from conductor.fleet import Ticket
+from conductor.accounts import Ticket
 from conductor.promises import MARK_TOKENS
 from conductor.promises_native import new_promises
 from conductor.view import RequestFacts

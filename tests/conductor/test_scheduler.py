@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from placing import Cluster, incarnation, incarnations, pair
 
-from conductor.fleet import Ticket
+from conductor.accounts import Ticket
 from conductor.health import Health
 from conductor.policies.milliseconds import COPY_RENT
 from conductor.registry import NodeLoad

@@ -8,8 +8,9 @@ from itertools import count
 
 import numpy as np
 
+from conductor.accounts import Ticket
 from conductor.cost import CostModel
-from conductor.fleet import Fleet, Ticket
+from conductor.fleet import Fleet
 from conductor.policies import DEFAULT_POLICY, POLICIES
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, Registry

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.fleet import Ticket
+from conductor.accounts import Ticket
 from conductor.scheduler import Placement
 from mooncake.app.sim.links import Flow
 from mooncake.app.sim.tiered import Loading
