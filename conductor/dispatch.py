@@ -264,7 +264,7 @@ class Dispatcher:
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
-            budget_ms=float("inf") if journey.retries.count else (request.deadline - now) * 1e3,
+            budget_ms=(request.deadline - now) * 1e3 if journey.is_new else float("inf"),
             session=request.session,
             number=self.stats.requests,
         )

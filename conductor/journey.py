@@ -58,8 +58,9 @@ class Journey:
 
     @property
     def is_new(self) -> bool:
-        """Nothing was spent on it that counts: it may still be refused."""
-        return not (self.retries.count or self.num_emitted)
+        """No attempt at it has failed, charged or not, and nothing of it was told. What is not new was let in and
+        counted before, and is no longer refused for what is only predicted."""
+        return not (self.retries.has_failed or self.num_emitted)
 
     @property
     def is_whole(self) -> bool:

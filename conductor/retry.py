@@ -30,6 +30,7 @@ class Retries:
 
     most: int
     count: int = 0  # failures that were charged
+    has_failed: bool = False  # whether or not it was charged for
     dead: Incarnations = NOBODY  # could not be reached, and have not been heard since
     unreached: Incarnations = NOBODY  # these, and those that were heard again
     left: Incarnations = NOBODY  # were leaving when an attempt on them failed
@@ -37,6 +38,7 @@ class Retries:
 
     def learn(self, failure: Failure) -> bool:
         """Take a failure in. Whether the request may be tried again."""
+        self.has_failed = True
         self.count += not self._is_free(failure)
         self.left |= failure.leaving
         self.unreached |= failure.lost

@@ -288,6 +288,37 @@ async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_clu
     await cluster.is_quiet()
 
 
+async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 2, retries=0, ttft_limit_ms=60_000)
+    dispatcher, arrivals = cluster.core.dispatcher, []
+    dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(placement.decode.node_id))
+    cluster.prefill[0].script.gate = gate = asyncio.Event()  # it would notice, too
+    await cluster.decode[0].relay.kill()  # its heartbeats take another way
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await cluster.eventually(lambda: dispatcher.stats.failed_attempts.total() == 1)
+    gate.set()
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d1", 0)
+    assert arrivals == ["d0"], "whoever counts demand hears of it once"
+    assert dispatcher.door.admission.stats.admitted == 1, "who was let in once may try again"
+    await cluster.is_quiet()
+
+
+async def test_an_answer_that_has_begun_is_not_refused_for_what_is_predicted(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 2, retries=0)
+    for node in cluster.decode:
+        node.script.token_s = 0.02
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 40, timeout_s=20)))
+    await cluster.eventually(lambda: cluster.core.dispatcher.stats.output_tokens > 3)
+    for size in (10, 100, 1000):
+        cluster.core.costs.observe_prefill("p0", size, 0, 60_000.0)
+    await next(node for node in cluster.decode if node.running).leave()
+    tokens, _ = await answer
+    assert tokens == cluster.answer(PROMPT, 40)
+    await cluster.is_quiet()
+
+
 async def test_the_wait_for_a_node_begins_when_the_last_one_has_gone_not_when_it_drains(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, node_wait_s=0.4, retries=0)
     last = cluster.decode[0]

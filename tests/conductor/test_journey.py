@@ -35,6 +35,16 @@ def test_another_attempt_goes_on_from_what_the_client_has() -> None:
     assert going.num_kept == 3
 
 
+def test_a_request_is_new_until_an_attempt_has_failed_or_told_something() -> None:
+    told, failed = journey(), journey()
+    assert told.is_new
+    told.take(said(0, 30))
+    assert not told.is_new
+    assert failed.retries.learn(Failure(frozenset({1, 11}), lost=frozenset({11}), met_nobody=True))
+    assert failed.retries.count == 0
+    assert not failed.is_new
+
+
 def test_a_beam_search_starts_over() -> None:
     search = journey(n=2, temperature=0.0, beam_search=BeamSearch())
     search.take(said(0, 30))

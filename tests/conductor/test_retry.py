@@ -75,6 +75,7 @@ def test_a_node_that_was_gone_before_the_call_costs_no_try_but_only_once() -> No
     retries = Retries(most=0)
     gone = failed(P0, D0, lost=D0, met_nobody=True)
     assert retries.learn(gone)
+    assert retries.has_failed, "all the same it is no new request"
     retries.heard(DECODE)  # it beats where nobody can reach it
     assert not retries.learn(gone)
 
