@@ -29,7 +29,7 @@ from conductor.merge import Merger
 from conductor.policies import POLICIES, Policy
 from conductor.registry import NodeInfo
 from conductor.retry import Failure, Incarnations
-from conductor.scheduler import Placement, Scheduler
+from conductor.scheduler import Placement, Scheduler, check_time
 from conductor.stats import DispatchStats
 from conductor.tails import on_decode_node
 from conductor.view import Question, RequestFacts, Shape
@@ -248,7 +248,7 @@ class Dispatcher:
         band = band_of(request.priority)
         try:
             await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
-        except Overloaded:  # it would have been work all the same
+        except (Overloaded, DeadlineExceeded, asyncio.CancelledError):  # it would have been work all the same
             with contextlib.suppress(NodeUnavailable, Overloaded):
                 self._best(facts, journey, self._clock())
             raise
@@ -322,10 +322,11 @@ class Dispatcher:
     def _best(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
         """The scheduler's pair, or the decode node that has nearly the whole prompt."""
         question = self._scheduler.ask(facts, now)
-        placement = self._scheduler.answer(question)
+        placement = self._scheduler.choose(question)
         if journey.is_new:
             for tell in self.on_arrival:
                 tell(question, placement, now)
+        check_time(placement, facts.budget_ms)
         if not facts.needs_decode or len(journey.emitted) > 1 or not self._limits.max_tail_tokens:
             return placement
         costs = self._fleet.costs

@@ -89,14 +89,17 @@ class Scheduler:
 
     def answer(self, question: Question) -> Placement:
         """As ``place``, for a request that was asked about already."""
+        placement = self.choose(question)
+        check_time(placement, question.facts.budget_ms)
+        return placement
+
+    def choose(self, question: Question) -> Placement:
+        """As ``answer``, whether or not the request's time suffices. Raises NodeUnavailable."""
         _check_somebody(question)
         if self._native is not None and self.policy is milliseconds:
-            placement = Placement(*self._native(question))
-        else:
-            choice = self.policy(question, self._rng)
-            placement = describe(question, choice, explain(question, choice))
-        _check_time(placement, question.facts.budget_ms)
-        return placement
+            return Placement(*self._native(question))
+        choice = self.policy(question, self._rng)
+        return describe(question, choice, explain(question, choice))
 
     def book(self, facts: RequestFacts, placement: Placement, now: float) -> Ticket:
         """Count the placement on its nodes, until ``prefill_done`` and ``close``."""
@@ -179,7 +182,8 @@ def _check_somebody(question: Question) -> None:
         raise NodeUnavailable("no decode node is available")
 
 
-def _check_time(placement: Placement, budget_ms: float) -> None:
+def check_time(placement: Placement, budget_ms: float) -> None:
+    """Raises Overloaded when the first token is predicted later than that."""
     if budget_ms == math.inf:
         return
     late_ms = placement.predicted_ttft_ms - budget_ms

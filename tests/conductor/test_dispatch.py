@@ -481,6 +481,19 @@ async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster:
     await cluster.is_quiet()
 
 
+async def test_who_is_refused_for_its_deadline_is_demand_all_the_same(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    arrivals: list[float] = []
+    cluster.core.dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(placement.new_tokens))
+    for size in (10, 100, 1000):
+        cluster.core.costs.observe_prefill("p0", size, 0, 60_000.0)
+    with pytest.raises(Overloaded, match="after the request's deadline"):
+        await cluster.generate(cluster.request(PROMPT, 8, timeout_s=5))
+    assert arrivals == [len(PROMPT)]
+    assert cluster.prefill[0].calls == 0
+    await cluster.is_quiet()
+
+
 async def test_no_node_no_service(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 0, node_wait_s=0)
     with pytest.raises(NodeUnavailable, match="no decode node"):

@@ -1,6 +1,7 @@
 """The way in, live: limits refuse or hold back, who waits gets in when room is made, and nobody is forgotten there."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,26 @@ async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: An
         await late
     assert door.num_waiting == 0
     await asyncio.gather(*running)
+    await cluster.is_quiet()
+
+
+async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft")
+    door, arrivals = cluster.core.dispatcher.door, []
+    cluster.core.dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(question.facts.session))
+
+    def asked(name: str, timeout_s: float) -> asyncio.Task[Any]:
+        request = replace(cluster.request(PROMPT, 4, timeout_s=timeout_s), session=name)
+        return asyncio.create_task(cluster.generate(request))
+
+    gone, late, patient = asked("gone", 20.0), asked("late", 0.2), asked("patient", 20.0)
+    await cluster.eventually(lambda: door.num_waiting == 3)
+    gone.cancel()
+    with pytest.raises(DeadlineExceeded):
+        await late
+    assert arrivals == ["gone", "late"]
+    await asyncio.gather(patient, *running)
+    assert arrivals == ["gone", "late", "patient"], "each of them once"
     await cluster.is_quiet()
 
 
