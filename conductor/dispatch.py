@@ -276,18 +276,15 @@ class Dispatcher:
         placement = self._place(facts, journey, now)
         if self._is_coupled:
             placement = placement._replace(pools=(), fetched_tokens=0)
-        stays = placement.prefill.role is Role.DECODE  # its decode steps count as well
-        booked = placement._replace(decode=placement.prefill) if stays else placement
-        ticket = self._scheduler.book(facts, booked, now)
-        self.stats.tails += stays
-        self.door.booked(ticket, facts, placement, request.sampling.max_tokens)
         epoch = next(self._epochs)
+        requests = wire_requests(request, tokens, placement, epoch)  # before it is booked: it may not fit the wire
+        ticket = self._book(facts, placement, request.sampling.max_tokens, now)
         journey.lifecycle.move(RequestState.PLACED)
         attempt = Attempt(
             channels=self._channels,
             placement=placement,
             ticket=ticket,
-            requests=wire_requests(request, tokens, placement, epoch),
+            requests=requests,
             merger=Merger(
                 expected=[len(answer) for answer in journey.emitted],
                 handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
@@ -312,6 +309,14 @@ class Dispatcher:
         )
         log.debug("%s placed: %s", request.request_id, placement)
         return attempt
+
+    def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Ticket:
+        stays = placement.prefill.role is Role.DECODE  # its decode steps count as well
+        booked = placement._replace(decode=placement.prefill) if stays else placement
+        ticket = self._scheduler.book(facts, booked, now)
+        self.stats.tails += stays
+        self.door.booked(ticket, facts, placement, max_tokens)
+        return ticket
 
     def _place(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
         """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all of their role."""

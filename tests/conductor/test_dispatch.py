@@ -509,6 +509,14 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
         await cluster.generate(request)
 
 
+async def test_a_request_that_cannot_be_said_to_a_node_leaves_nothing_booked(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, ttft_limit_ms=60_000)
+    with pytest.raises(ValueError, match="range"):  # front doors check it
+        await cluster.generate(replace(cluster.request(PROMPT, 8), priority=1 << 40))
+    assert len(cluster.core.dispatcher.door.admission.flights) == 0
+    await cluster.is_quiet()
+
+
 async def test_a_missing_index_is_our_bug_and_ends_the_request(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     cluster.decode[0].script.skip_index = True
