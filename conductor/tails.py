@@ -6,6 +6,8 @@ node: nothing is fetched and nothing handed off. The price is that whoever decod
 
 from __future__ import annotations
 
+import numpy as np
+
 from conductor.cost import CostModel
 from conductor.predict import Breakdown
 from conductor.scheduler import Placement
@@ -15,19 +17,21 @@ from conductor.view import Question
 def on_decode_node(question: Question, placement: Placement, costs: CostModel, max_tokens: int) -> Placement | None:
     """The placement of the whole request on one decode node, when that is predicted to be faster than ``placement``
     and at most ``max_tokens`` of the prompt are to be computed there; else None."""
-    side, facts = question.view.decode, question.facts
+    side, facts, block_tokens = question.view.decode, question.facts, question.shape.block_tokens
+    runs = question.decode_runs
+    held = np.minimum(runs * block_tokens, question.usable_tokens)
+    is_near = (runs > 0.0) & (facts.num_tokens - held <= max_tokens)
+    if question.decode_ok is not None:
+        is_near &= question.decode_ok
     parts = placement.breakdown
     best, best_ms = None, placement.predicted_ttft_ms + parts.handoff_ms + parts.step_ms
-    for d, info in enumerate(side.nodes):
-        run = int(question.decode_runs[d])
-        cached = min(run * question.shape.block_tokens, question.usable_tokens)
+    for d in map(int, is_near.nonzero()[0]):  # few hold so much of a prompt
+        info = side.nodes[d]
+        cached = int(held.item(d))
         new = facts.num_tokens - cached
+        wanted = -(-(new + facts.expected_tokens) // block_tokens)
         cost = costs.prefill(info.node_id)
-        is_allowed = question.decode_ok is None or bool(question.decode_ok[d])
-        wanted = -(-(new + facts.expected_tokens) // question.shape.block_tokens)
-        if not (info.can_switch and is_allowed and run and cost.is_known) or new > max_tokens:
-            continue
-        if side.free_blocks.item(d) < wanted:
+        if not (info.can_switch and cost.is_known) or side.free_blocks.item(d) < wanted:
             continue
         context_ms = side.context_ms.item(d) * facts.num_tokens
         step_ms = side.next_step_ms.item(d) + context_ms
