@@ -237,7 +237,6 @@ class Dispatcher:
             except NodeUnavailable as error:
                 if not await self.absence.change(min(self.absence.until(), journey.request.deadline)):
                     raise journey.error or error from None  # why the last attempt failed tells more
-                journey.retries.heard(self._fleet.registry.live())
 
     async def _let_in(self, journey: _Running) -> None:
         """Wait for room where the limits say so. Who was let in once may try again. Raises as ``Door.enter``."""
@@ -320,9 +319,11 @@ class Dispatcher:
 
     def _place(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
         """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all of their role."""
-        registry = self._fleet.registry
+        registry, retries = self._fleet.registry, journey.retries
+        if retries.dead:  # some may have been heard since: a client reads late, or the request waited for them
+            retries.heard(registry.live())
         usable = (_incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
-        return self._best(facts._replace(excluded=journey.retries.excluded(usable)), journey, now)
+        return self._best(facts._replace(excluded=retries.excluded(usable)), journey, now)
 
     def _best(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
         """The scheduler's pair, or the decode node that has nearly the whole prompt."""

@@ -34,7 +34,7 @@ class Retries:
     dead: Incarnations = NOBODY  # could not be reached, and have not been heard since
     unreached: Incarnations = NOBODY  # these, and those that were heard again
     left: Incarnations = NOBODY  # were leaving when an attempt on them failed
-    avoid: Incarnations = NOBODY  # of failed attempts that lost nobody: only when there is no other
+    avoid: Incarnations = NOBODY  # of failed attempts that lost nobody: any of them may be the reason
 
     def learn(self, failure: Failure) -> bool:
         """Take a failure in. Whether the request may be tried again."""
@@ -43,25 +43,26 @@ class Retries:
         self.left |= failure.leaving
         self.unreached |= failure.lost
         self.dead |= failure.lost
-        # Who is lost is to blame, for what came before, too; else it may be any of them.
+        # Who is lost was the reason; without a loss it may have been any of them.
         self.avoid = self.avoid - failure.lost if failure.lost else self.avoid | failure.nodes
         return self.count <= self.most
 
     def heard(self, live: Incarnations) -> None:
-        """These nodes are there: only the connection to them was lost."""
+        """These nodes are there: only the connection to them was lost. They are taken again when there is no other."""
         self.dead -= live
 
     def excluded(self, roles: Iterable[Incarnations]) -> Incarnations:
-        """Whom the next attempt must not meet: the dead, and of each role's usable nodes those to avoid, unless that is
-        all of them that are alive. ``roles`` is looked at only when there is somebody to avoid."""
-        if not self.avoid:
-            return self.dead
-        spared = NOBODY
+        """Whom the next attempt must not meet: the dead, and of each role's usable nodes those that failed it, unless
+        that is all of them that are alive. ``roles`` is looked at only when something has failed."""
+        failed = self.avoid | self.unreached
+        if not failed:
+            return NOBODY
+        spared = self.dead
         for usable in roles:
             alive = usable - self.dead
-            if not alive <= self.avoid:
-                spared |= alive & self.avoid
-        return self.dead | spared
+            if not alive <= failed:
+                spared |= alive & failed
+        return spared
 
     def _is_free(self, failure: Failure) -> bool:
         if failure.lost & self.avoid:  # the failure before was this loss, as the other node had seen it

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from conductor.api import InferenceRequest
+from conductor.registry import NodeState
 from mooncake.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -380,6 +381,26 @@ async def test_a_node_whose_connection_broke_is_used_again_once_it_is_heard(star
     tokens, deltas = await answer
     assert tokens == cluster.answer(PROMPT, 30)
     assert deltas[-1].summary.retries == 1
+    await cluster.is_quiet()
+
+
+async def test_a_client_that_reads_late_finds_a_node_that_is_long_back(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    node = cluster.decode[0]
+    node.script.token_s = 0.02
+
+    def state() -> NodeState:
+        return cluster.core.registry.get("d0").state
+
+    stream = cluster.core.dispatcher.generate(cluster.request(PROMPT, 30))
+    deltas = [await anext(stream) for _ in range(3)]
+    await node.relay.cut()
+    await cluster.eventually(lambda: state() is NodeState.SUSPECT)
+    await cluster.eventually(lambda: state() is NodeState.LIVE)
+    await asyncio.sleep(0.3)  # whoever waited for it has been told
+    async with asyncio.timeout(5):
+        deltas += [delta async for delta in stream]
+    assert [token.token_id for delta in deltas for token in delta.tokens] == cluster.answer(PROMPT, 30)
     await cluster.is_quiet()
 
 
