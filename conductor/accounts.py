@@ -95,9 +95,9 @@ class Account:
         tokens = max(0, load.waiting_tokens - self.prefill_tokens)
         decodes = max(0, load.running + load.waiting - self.decodes)
         context = max(0, load.context_tokens - self.decode_tokens)
-        said = (tokens, decodes, context, 0, (load.blocks_total, load.blocks_free + load.blocks_cached))
+        blocks = None if self.blocks is None else (load.blocks_total, load.blocks_free + load.blocks_cached)
         foreign = self.foreign_tokens, self.foreign_decodes, self.foreign_context
-        if said == (*foreign, self.unseen_blocks, self.blocks):
+        if (tokens, decodes, context, 0, blocks) == (*foreign, self.unseen_blocks, self.blocks):
             return False
         self.foreign_tokens, self.foreign_decodes, self.foreign_context = tokens, decodes, context
         self.unseen_blocks = 0

@@ -63,6 +63,13 @@ def test_a_heartbeat_that_says_nothing_new_is_nothing_new() -> None:
     assert (account.foreign_decodes, account.unseen_blocks) == (0, 0)
 
 
+def test_of_a_node_whose_blocks_nobody_looks_at_they_are_no_news() -> None:
+    account = Account()
+    account.add_prefill(ticket(tokens=100), now=0.0)
+    assert not account.hear(NodeLoad(waiting_tokens=100, blocks_total=10, blocks_free=3))
+    assert not account.hear(NodeLoad(waiting_tokens=60, blocks_total=10, blocks_free=5))
+
+
 def test_reads_of_an_ssd_take_turns_and_those_of_dram_do_not() -> None:
     account = Account()
     account.add_read(ticket(source_bytes=5e6), now=1.0, ssd_byte_ms=1e-6)
