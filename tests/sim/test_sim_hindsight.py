@@ -108,7 +108,7 @@ def test_clients_that_come_back_when_told_are_let_in_then() -> None:
 def test_who_gives_up_waited_as_long_as_can_be_told() -> None:
     simulation = Simulation(cluster(), [*prompts(60, every_ms=50.0), LATER], Run(jitter_s=0.0, returns=1))
     results = simulation.run()
-    lost = [telling for telling in results.tellings if results.fate[telling.index] == Fate.REJECTED]
+    lost = [telling for telling in results.tellings if results.fate[telling.request] == Fate.REJECTED]
     assert lost
-    errors = dict(zip((telling.index for telling in results.tellings), telling_errors(results), strict=True))
-    assert all(errors[telling.index] == abs(telling.told_s / 60 - 1) for telling in lost)
+    errors = dict(zip((telling.request for telling in results.tellings), telling_errors(results), strict=True))
+    assert all(errors[telling.request] == abs(telling.told_s / 60 - 1) for telling in lost)

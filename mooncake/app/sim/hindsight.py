@@ -188,7 +188,7 @@ def telling_errors(results: Results) -> Floats:
     one who waited so long.
     """
     told_s = np.array([telling.told_s for telling in results.tellings], dtype=np.float64)
-    index = np.array([telling.index for telling in results.tellings], dtype=np.int64)
+    index = np.array([telling.request for telling in results.tellings], dtype=np.int64)
     waited_s = results.arrival_s[index] - np.array([telling.at_s for telling in results.tellings])
     waited_s[results.fate[index] == Fate.REJECTED] = np.inf
     errors: Floats = np.abs(told_s / np.minimum(waited_s, MAX_RETRY_S) - 1.0)

@@ -34,7 +34,7 @@ class Fate(IntEnum):
 class Telling(NamedTuple):
     """A client that will come back was refused at ``at_s`` and told to wait ``told_s``."""
 
-    index: int
+    request: int
     at_s: float
     told_s: int
 
