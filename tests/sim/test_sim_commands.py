@@ -7,11 +7,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from mooncake.app.cli import app
-from mooncake.app.sim.cluster import load_preset, parse_cluster, preset_names, preset_text
+from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
 from mooncake.app.sim.experiments import Finding, Row
 from mooncake.app.sim.page import _over_time
 from mooncake.app.sim.simulation import Run, Simulation
@@ -49,13 +50,19 @@ def test_every_preset_reads_and_runs() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (("block_tokens = 512", "block_tokens = 0"), "block_tokens"),
+        (("[conductor]", "[model]\nblock_tokens = 0\n[conductor]"), "block_tokens"),
         (('policy = "round_robin"', 'polycy = "round_robin"'), "polycy"),
         (('curve = "a800-llama3-70b"', 'curve = "b800"'), "b800"),
         (("count = 16", "count = 0"), "count"),
         (('role = "coupled"', 'role = "decode"'), "prefill"),
         (('role = "coupled"', 'store_tokens = 1\nrole = "coupled"'), "store_tokens says nothing of coupled machines"),
-        (("[model]", "[model"), "TOML"),
+        (("[conductor]", "[conductor"), "TOML"),
+        (
+            ('extends = "paper-16"', 'extends = "paper16"'),
+            "extends: no preset is called 'paper16'; did you mean 'paper-16'?",
+        ),
+        (('extends = "paper-16"', "extends = 16"), "extends: it takes the name of a preset or of a .toml file, got 16"),
+        (('name = "vllm-16"', ""), "name"),
     ],
 )
 def test_a_cluster_that_makes_no_sense_is_refused_with_its_reason(change: tuple[str, str], complaint: str) -> None:
@@ -64,6 +71,39 @@ def test_a_cluster_that_makes_no_sense_is_refused_with_its_reason(change: tuple[
     with pytest.raises(ConfigError, match=r"mine\.toml") as error:
         parse_cluster(text.replace(*change), "mine.toml")
     assert complaint in str(error.value) or complaint == "TOML"
+
+
+def test_a_cluster_says_only_what_is_otherwise_than_in_another(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    base, mine = tmp_path / "shared" / "base.toml", tmp_path / "mine.toml"
+    base.write_text('name = "base"\nextends = "paper-16"\nnote = "of base"\n[slo]\ntbt_ms = 50.0\n')
+    mine.write_text('name = "mine"\nextends = "shared/base.toml"\n[curves.a800-llama3-70b]\nprefix_ms = 1.0\n')
+    paper, found = load_preset("paper-16"), load_cluster(mine)
+
+    assert (found.name, found.note) == ("mine", "")  # a note is about one cluster
+    assert found.machines == paper.machines and found.model == paper.model
+    assert (found.slo.ttft_s, found.slo.tbt_ms) == (paper.slo.ttft_s, 50.0)
+    [(name, curve)] = paper.curves.items()
+    assert found.curves == {name: msgspec.structs.replace(curve, prefix_ms=1.0)}
+
+    mine.write_text(f'{mine.read_text()}[[machines]]\nrole = "prefill"\ncount = 1\ncurve = "{name}"\n')
+    assert [group.role for group in load_cluster(mine).machines] == ["prefill"]  # in place of all there
+
+
+def test_a_mistake_is_told_of_the_file_that_it_is_in(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
+    one.write_text('name = "one"\nextends = "two.toml"\n')
+    with pytest.raises(ConfigError, match=r"one\.toml: extends: cannot read the cluster file .*two\.toml"):
+        load_cluster(one)
+    two.write_text('name = "two"\nextends = "paper-16"\nlatency = 1.0\n')
+    with pytest.raises(ConfigError, match=r"two\.toml: .*latency"):
+        load_cluster(one)
+    two.write_text('name = "two"\nextends = "./one.toml"\n')
+    with pytest.raises(ConfigError, match=r"one\.toml: no cluster extends itself: .*one\.toml extends .*two\.toml ext"):
+        load_cluster(one)
+    two.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"two\.toml: it is not text"):
+        load_cluster(two)
 
 
 def test_a_preset_that_is_nearly_right_is_named() -> None:

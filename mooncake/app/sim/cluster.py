@@ -1,15 +1,17 @@
 """What is simulated: machines with measured step curves, their caches and links, and how the conductor is set.
 
-A cluster is one TOML file; presets are such files beside this one. It holds facts only and knows no events.
+A cluster is one TOML file; presets are such files beside this one. With ``extends`` a file says only what is otherwise
+than in another. This module holds facts only and knows no events.
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -212,19 +214,90 @@ def preset_text(name: str) -> str:
 
 
 def load_preset(name: str) -> Cluster:
-    return parse_cluster(preset_text(name), f"preset {name}")
+    return _cluster(_preset(name))
 
 
 def load_cluster(path: Path) -> Cluster:
-    try:
-        return parse_cluster(path.read_text(), str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the cluster file {path}: {error.strerror or error}") from None
+    return _cluster(_file(path))
 
 
 def parse_cluster(text: str, origin: str) -> Cluster:
-    """Raises ConfigError with the origin for anything that is not a cluster."""
+    """Raises ConfigError with the origin for anything that is not a cluster. It may extend presets."""
+    return _cluster(_Source(origin, text))
+
+
+# What a file extends
+
+
+class _Source(NamedTuple):
+    """A cluster's text, and where it is from, in words; ``path`` is that of a user's file, which may extend others."""
+
+    origin: str
+    text: str
+    path: Path | None = None
+
+
+def _preset(name: str) -> _Source:
+    return _Source(f"preset {name}", preset_text(name))
+
+
+def _file(path: Path) -> _Source:
     try:
-        return msgspec.convert(tomllib.loads(text), Cluster)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{origin}: {error}") from None
+        return _Source(str(path), path.read_text(), path.resolve())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror or error) if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read the cluster file {path}: {reason}") from None
+
+
+def _cluster(source: _Source) -> Cluster:
+    return _converted(_tables(source, ()), source)
+
+
+def _tables(source: _Source, above: tuple[_Source, ...]) -> dict[str, object]:
+    """What it says, over what it extends, which is a cluster itself; ``above`` are those that extend it."""
+    if any((source.path or source.origin) == (other.path or other.origin) for other in above):
+        chain = " extends ".join(one.origin for one in (*above, source))
+        raise ConfigError(f"{above[0].origin}: no cluster extends itself: {chain}")
+    try:
+        own = tomllib.loads(source.text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source.origin}: {error}") from None
+    if "extends" not in own:
+        return own
+    base = _extended(own.pop("extends"), source)
+    tables = _tables(base, (*above, source))
+    _converted(tables, base)  # a mistake is told of the file that it is in
+    return _merged({key: value for key, value in tables.items() if key not in _OF_ITS_OWN}, own)
+
+
+_OF_ITS_OWN = ("name", "note")  # which nobody takes over
+
+
+def _extended(what: object, source: _Source) -> _Source:
+    """``"paper-16"`` is a preset, ``"other.toml"`` a file, from the folder of the one that names it."""
+    try:
+        if not isinstance(what, str):
+            raise ConfigError(f"it takes the name of a preset or of a .toml file, got {what!r}")
+        is_file = source.path is not None and what.endswith(".toml")
+        return _file(source.path.parent / what) if source.path is not None and is_file else _preset(what)
+    except ConfigError as error:
+        raise ConfigError(f"{source.origin}: extends: {error.message}") from None
+
+
+def _merged(base: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """Tables key by key; whatever else ``own`` says, ``machines`` too, in place of all that ``base`` says of it."""
+    merged = dict(base)
+    for key, value in own.items():
+        under = merged.get(key)
+        if isinstance(value, dict) and isinstance(under, dict):
+            merged[key] = _merged(under, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _converted(tables: dict[str, object], source: _Source) -> Cluster:
+    try:
+        return msgspec.convert(tables, Cluster)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source.origin}: {error}") from None
