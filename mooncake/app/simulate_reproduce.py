@@ -14,16 +14,18 @@ from rich.markup import escape
 from mooncake.app.bench_report import commit
 from mooncake.app.console import err, out, plain_table
 from mooncake.app.sim.contests import CONTESTS
-from mooncake.app.sim.experiments import EXPERIMENTS, Finding, Traces
+from mooncake.app.sim.experiments import EXPERIMENTS, Traces
+from mooncake.app.sim.findings import Finding
 from mooncake.errors import ConfigError
 
 ALL = EXPERIMENTS | CONTESTS
 _HEAD = """# The paper's figures, replayed
 
 Made by `mooncake reproduce TRACES`. Every number is from virtual time on described machines (`paper-16`: step curves
-fitted to FAST'25 Fig. 14 and 15), with the shipped conductor deciding. A verdict is by a rule in
-`mooncake/app/sim/experiments.py` (what was published) or `contests.py` (what is asked of us). Each part names the
-traces that it was made of; tool&agent is generated of its measured shape where its file was not there.
+fitted to FAST'25 Fig. 14 and 15), with the shipped conductor deciding. What is run stands in `mooncake/app/sim`:
+`experiments.py` (the paper's) and `contests.py` (what is asked of us). A verdict is by a rule in `verdicts.py`, which
+reads the table. Each part names the traces that it was made of; tool&agent is generated of its measured shape where its
+file was not there.
 
 """
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mooncake.app.cli import app
 from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
-from mooncake.app.sim.experiments import Finding, Row
+from mooncake.app.sim.findings import Finding, Row
 from mooncake.app.sim.page import _over_time
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.simulate_reproduce import markdown, page

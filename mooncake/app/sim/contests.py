@@ -15,8 +15,10 @@ import numpy as np
 
 from conductor.policies import DEFAULT_POLICY, POLICIES
 from conductor.waits import MAX_RETRY_S
+from mooncake.app.sim import verdicts
 from mooncake.app.sim.cluster import load_preset
-from mooncake.app.sim.experiments import SEED, Finding, Row, Trace, Traces, first_tokens, run
+from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run
+from mooncake.app.sim.findings import Finding, Row
 from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
@@ -58,24 +60,13 @@ def _rivals(name: str, load: float, traces: Traces) -> Finding:
         )
         for policy, one in found.items()
     ]
-    ours = found[DEFAULT_POLICY]
-    change = ours.ttft_s.mean / published.ttft_s.mean - 1
-    faster = [policy for policy, one in found.items() if one.ttft_s.mean < 0.98 * ours.ttft_s.mean]
-    better = [policy for policy, one in found.items() if one.goodput > ours.goodput + 0.02]
     return Finding(
         f"rivals-{name}-{load:g}",
         f"Our default placement against the published formulas, {name} at load {load:g}: mean TTFT over Algorithm 1's",
         "8 prefill machines of paper-16, second half of the trace, answers cut to one token; load 1 is where prefill "
         "is just busy; rivals' formulas as published, of which Algorithm 1 alone fetches from other hosts",
         rows,
-        _met(change <= 0.02 and not faster, change <= 0.02),
-        f"against Algorithm 1 {change:+.1%}; "
-        + (f"faster by more than 2 %: {', '.join(faster)}" if faster else "no formula is faster by more than 2 %")
-        + (
-            f"; more inside 30 s, by over 2 points: {', '.join(better)}"
-            if better
-            else "; none has 2 points more in 30 s"
-        ),
+        *verdicts.rivals(rows, {policy: one.goodput for policy, one in found.items()}),
     )
 
 
@@ -138,20 +129,13 @@ def overload(traces: Traces) -> Finding:
         Row("of those who would be let in within that time", None, 100 * soon_error, f"{is_soon.sum()}"),
         Row("of all, had each been told by all others' true waits", None, 100 * least_error, HINDSIGHT),
     ]
-    met = over_none >= 1.5 and min(over_early, worst) >= 1.1 and wasted["lookahead"] <= 0.02
-    exact = false_share <= 0.05 and retry_error <= 0.25
-    outside = next(row.measured for row in rows if row.what.startswith("lookahead: prefill of requests outside"))
     return Finding(
         "overload",
         "Admission at twice the load that the machines can do",
         f"paper-16, second half of the conversation trace, {OVERLOAD * FULL_SPEED['conversation']:g} times its speed, "
         "TTFT 30 s, TBT 100 ms",
         rows,
-        _met(met and exact, met),
-        f"{over_none:.2f} times the goodput of none, {over_early:.2f} times that of early rejection (with other seeds "
-        f"{worst:.2f} at least); prefill of dropped requests {wasted['lookahead']:.1%}, of requests that end outside "
-        f"the limits {outside:.1f} %; {false_share:.0%} of refusals were false by an oracle's replay; retry times are "
-        f"{retry_error:.0%} off at the median, {least_error:.0%} if all others' waits were known",
+        *verdicts.overload(rows),
     )
 
 
@@ -177,8 +161,6 @@ def crowd(traces: Traces) -> Finding:
     first = replace(guests[0], timestamp_ms=500.0 * CROWD_FROM_S)  # so that one machine holds the prefix
     trace = sorted([*steady, first, *guests], key=lambda one: one.timestamp_ms)
     rows: list[Row] = []
-    uneven: dict[str, float] = {}
-    slower: dict[str, float] = {}
     for policy in (DEFAULT_POLICY, "algorithm_1", "longest_prefix"):
         simulation = Simulation(
             load_preset("paper-16").with_conductor(policy=policy), trace, Run(seed=SEED, max_output=1, jitter_s=0.0)
@@ -194,29 +176,26 @@ def crowd(traces: Traces) -> Finding:
         work = np.array(busy[1]) - np.array(busy[0])
         during = results.arrival_s >= CROWD_FROM_S
         before_s, during_s = (float(np.quantile(results.ttft_s[part], 0.99)) for part in (~during, during))
-        uneven[policy], slower[policy] = float(work.max() / work.mean()), during_s / before_s
         replicas = sum(
             machine.cache.match(simulation.block_keys(guests[0])) > 0 for machine in simulation.prefill.values()
         )
         rows += [
-            Row(f"{policy}: most / mean work of a machine", 1.3, uneven[policy], "at most so much is asked of us"),
-            Row(f"{policy}: p99 TTFT over that before", 2.0, slower[policy], f"{before_s:.2f} s before"),
+            Row(
+                f"{policy}: most / mean work of a machine",
+                1.3,
+                float(work.max() / work.mean()),
+                "at most so much is asked of us",
+            ),
+            Row(f"{policy}: p99 TTFT over that before", 2.0, during_s / before_s, f"{before_s:.2f} s before"),
             Row(f"{policy}: machines that hold the prefix at the end", None, replicas),
         ]
-    met = uneven[DEFAULT_POLICY] <= 1.3 and slower[DEFAULT_POLICY] <= 2.0
-    herds = uneven["longest_prefix"] > 1.3 and slower["longest_prefix"] > 2.0
     return Finding(
         "crowd",
         "A flash crowd on one prefix: ten times the usual arrivals for two minutes",
         f"8 prefill machines of paper-16, the first minutes of the conversation trace at load {CROWD_LOAD:g}, then "
         f"{len(guests):,} requests of {tokens:,} tokens that share all but 100; answers cut to one token",
         rows,
-        "partly met" if met and herds else "missed",
-        f"work {uneven[DEFAULT_POLICY]:.2f} times the mean at most, p99 {slower[DEFAULT_POLICY]:.2f} times that "
-        "before; "
-        f"the longest match {'herds' if herds else 'does not herd'} ({uneven['longest_prefix']:.1f} times the mean). "
-        "Copies here follow from placement and leave by eviction; copies made ahead and given up after their time to "
-        "live are tested with the conductor alone (tests/conductor/test_replication.py)",
+        *verdicts.crowd(rows),
     )
 
 
@@ -259,9 +238,7 @@ def shift(traces: Traces) -> Finding:
         "parts in sight, and with others of both traces; on generated traces see "
         "tests/bench/results/balance-limits-generated.json",
         rows,
-        _met(gain >= 1.2 and hourly <= 6.0, gain >= 1.0),
-        f"{gain:.2f} times the best fixed split's goodput with {switches:.0f} switches; {hourly:.1f} switches an hour "
-        "on the stationary trace",
+        *verdicts.shift(rows),
     )
 
 
@@ -274,10 +251,6 @@ def _part(trace: Trace) -> list[TraceRequest]:
 def _switches(simulation: Simulation) -> float:
     balancer = simulation.brain.balancer
     return float(balancer.switches) if balancer is not None else 0.0
-
-
-def _met(full: bool, part: bool) -> str:
-    return "met" if full else "partly met" if part else "missed"
 
 
 CONTESTS: dict[str, Callable[[Traces], Finding]] = {
