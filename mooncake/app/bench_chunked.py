@@ -6,7 +6,6 @@ turns. It shows the gap that the arrival makes, and what the cutting costs the p
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
@@ -86,20 +85,20 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench chunked", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="smollm2")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    flags = Flags("bench chunked", __doc__)
+    add = flags.add
+    flags.model()
+    flags.plain_dtype()
     add("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
     add("--running", type=int, default=4, help="answers under way")
     add("--budget", type=int, default=512, help="most prompt tokens of a step")
     add("--limit-ms", type=float, default=100.0, help="longest gap aimed at")
-    add("--reps", type=int, default=3, help="turns of each way")
-    add("--max-s", type=float, default=120.0, help="no more turns than fit into so long, but one of each")
-    add("--threads", type=int, default=0)
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
-    options = Options(**vars(parser.parse_args(args)))
+    flags.reps(3, "turns of each way")
+    flags.turns_within(120.0)
+    flags.threads()
+    flags.seed()
+    flags.json_file()
+    options = Options(**vars(flags.read(args)))
     if min(options.prompt, options.running, options.budget, options.reps) < 1 or options.limit_ms <= 0:
         raise ConfigError("--prompt, --running, --budget, --limit-ms and --reps must be positive")
     return options

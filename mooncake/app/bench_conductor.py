@@ -8,7 +8,6 @@ with a few, and nodes that report samples all the time.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -28,7 +27,7 @@ from conductor.registry import NodeInfo, Registry
 from conductor.scheduler import Scheduler
 from conductor.view import RequestFacts, Shape
 from mooncake.app.bench_report import Figure, Report, Value, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags, numbers
 from mooncake.errors import ConfigError
 from mooncake.hashing import chain_seed, extend_chain
 from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress, TokenIds
@@ -82,25 +81,22 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench conductor", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("bench conductor", __doc__)
+    add = flags.add
     add("--nodes", default="100,1000", help="prefill and decode nodes together, comma-separated")
     add("--blocks", type=int, default=1_000_000, help="in the prefix index of the largest cluster")
     add("--prompt-blocks", type=int, default=250, metavar="BLOCKS")
     add("--decisions", type=int, default=3000, help="in one repetition")
-    add("--reps", type=int, default=5)
+    flags.reps(5)
     add("--policy", default=DEFAULT_POLICY, help=f"one of {', '.join(POLICIES)}")
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
-    given = parser.parse_args(args)
+    flags.seed()
+    flags.json_file()
+    given = flags.read(args)
     if given.policy not in POLICIES:
         raise ConfigError(f"no policy is called {given.policy!r}; there are: {', '.join(POLICIES)}")
-    try:
-        nodes = tuple(int(number) for number in given.nodes.split(","))
-    except ValueError:
-        raise ConfigError(f"--nodes takes numbers, got {given.nodes!r}") from None
-    if min(nodes) < 2 or min(given.decisions, given.reps, given.prompt_blocks) < 1 or given.blocks < 0:
-        raise ConfigError("--nodes must be at least 2, --decisions, --reps and --prompt-blocks at least 1")
+    nodes = numbers("--nodes", given.nodes, 2)
+    if min(given.decisions, given.reps, given.prompt_blocks) < 1 or given.blocks < 0:
+        raise ConfigError("--decisions, --reps and --prompt-blocks must be at least 1, --blocks at least 0")
     return Options(
         nodes, given.blocks, given.prompt_blocks, given.decisions, given.reps, given.policy, given.seed, given.json
     )

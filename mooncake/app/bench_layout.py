@@ -5,7 +5,6 @@ Both go through the transfer engine from segments of another process, in turns. 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,9 +22,8 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags, names
 from mooncake.app.peers.spawned import spawned
-from mooncake.errors import ConfigError
 from mooncake.types import KVLayout, SegmentAddress
 
 SMOLLM2 = KVLayout(30, 3, 64, 64, "float32")
@@ -86,21 +84,17 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _options(arguments: Sequence[str]) -> Options:
-    parser = argparse.ArgumentParser("mooncake bench layout", description=__doc__)
-    add = parser.add_argument
-    add("--transports", default="shm,tcp", help="to read over")
+    flags = Flags("bench layout", __doc__)
+    add = flags.add
+    flags.transports("shm,tcp", "to read over")
     add("--cases", default="", help="names, with commas; all by default")
     add("--mb", type=int, default=96, help="read in each repetition, about")
-    add("--reps", type=int, default=7)
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, help="write the JSON line to this file too")
-    given = parser.parse_args(arguments)
-    transports = tuple(given.transports.split(","))
-    cases = tuple(filter(None, given.cases.split(",")))
-    if set(transports) - {"shm", "tcp", "rdma"}:
-        raise ConfigError(f"--transports knows shm, rdma and tcp, got {given.transports!r}")
-    if unknown := set(cases) - {case.name for case in _cases()}:
-        raise ConfigError(f"--cases: {', '.join(sorted(unknown))}? There are {', '.join(c.name for c in _cases())}")
+    flags.reps(7)
+    flags.seed()
+    flags.json_file()
+    given = flags.read(arguments)
+    transports = names("--transports", given.transports, ("shm", "rdma", "tcp"))
+    cases = names("--cases", given.cases, [case.name for case in _cases()], may_be_none=True)
     return Options(transports, cases, max(1, given.mb), max(1, given.reps), given.seed, given.json)
 
 

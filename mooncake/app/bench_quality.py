@@ -8,7 +8,6 @@ not time anything.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import pydoc_data.topics
@@ -26,6 +25,7 @@ import mooncake.kernels as kernels
 import mooncake.model as models
 from mooncake.app.bench_kernels import weight_bytes
 from mooncake.app.bench_report import Figure, Report, tell
+from mooncake.app.flags import Flags, names
 from mooncake.app.key_scales import measured
 from mooncake.app.outputs import output_file
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -81,19 +81,17 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench quality", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    flags = Flags("bench quality", __doc__)
+    add = flags.add
+    flags.model()
     add("--formats", default="kv-int8,int8,w8a8", help=f"beside {BASELINE}, comma-separated: {', '.join(FORMATS)}")
     add("--tokens", type=int, default=50_176, help="of the text")
     add("--window", type=int, default=512, metavar="TOKENS", help="each token sees what is before it in its window")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--resume", type=output_file, metavar="FILE", help="keep what is computed there, and go on from what is there")
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
-    given = parser.parse_args(args)
-    formats = tuple(filter(None, given.formats.split(",")))
-    if unknown := set(formats) - set(FORMATS):
-        raise ConfigError(f"--formats knows {', '.join(FORMATS)}, not {', '.join(sorted(unknown))}")
+    flags.json_file()
+    given = flags.read(args)
+    formats = names("--formats", given.formats, FORMATS, may_be_none=True)
     if given.window < 2 or given.tokens < given.window or given.threads < 1:
         raise ConfigError("--window must be at least 2, --tokens at least --window, --threads at least 1")
     return Options(

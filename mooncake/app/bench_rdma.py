@@ -6,7 +6,6 @@ names a program that runs a command where some are. It must not know how a path 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -28,7 +27,7 @@ from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_verbs import Device
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags, numbers
 from mooncake.app.peers.spawned import spawned
 from mooncake.errors import ConfigError
 from mooncake.types import SegmentAddress
@@ -69,19 +68,16 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
-    parser = argparse.ArgumentParser("mooncake bench rdma", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("bench rdma", __doc__)
+    add = flags.add
     add("--kib", default="1024", help="sizes of one write or read, with commas")
     add("--mb", type=int, default=16, help="moved in each repetition, about")
-    add("--reps", type=int, default=3)
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, help="write the JSON line to this file too")
+    flags.reps(3)
+    flags.seed()
+    flags.json_file()
     add("--machine", help="a program that runs a command where verbs work: PROGRAM --timeout S --rw DIR COMMAND …")
-    given = parser.parse_args(arguments)
-    try:
-        kib = tuple(max(1, int(size)) for size in given.kib.split(","))
-    except ValueError:
-        raise ConfigError(f"--kib takes numbers with commas, got {given.kib!r}") from None
+    given = flags.read(arguments)
+    kib = numbers("--kib", given.kib, 1)
     return Options(kib, max(1, given.mb), max(1, given.reps), given.seed, given.json), given.machine
 
 

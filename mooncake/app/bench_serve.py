@@ -7,7 +7,6 @@ their own. What a cluster gains by separation shows in TBT; its throughput here 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,9 @@ from rich.progress import Progress
 
 from mooncake.app.bench_report import Figure, Report, Value, tell
 from mooncake.app.bench_traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
+from mooncake.app.flags import Flags, names, numbers
 from mooncake.app.latency import percentile
 from mooncake.app.local import LocalCluster
-from mooncake.app.outputs import output_file
 from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.hf_folder import write_hf_folder
 from mooncake.app.peers.own import OwnEngine
@@ -74,39 +73,37 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench serve", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("bench serve", __doc__)
+    add = flags.add
     add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
+    flags.overrides()
     add("--model", default="", help="an HF folder, a .gguf file, or smollm2")
-    add("--transports", default="shm,tcp", help="of the hand-off, each in a cluster of its own")
+    flags.transports("shm,tcp", "of the hand-off, each in a cluster of its own")
     add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
     add("--new", type=int, default=48, metavar="TOKENS")
     add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
     add("--requests", type=int, default=2, help="of each client, one after the other")
     add("--small", type=int, default=20, help="requests of one token, for the conductor's own time")
-    add("--reps", type=int, default=3, help="long prompts")
-    add("--vllm-python", default="", metavar="PATH", help="compare TTFT with vLLM in this interpreter's environment")
-    add("--peer-model", default="", metavar="DIR", help="the same model as an HF folder; made when it is not given")
-    add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="a minute instead of ten: shm, 1 and 4 clients, short prompts")
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
-    given = parser.parse_args(args)
+    flags.reps(3, "long prompts")
+    flags.vllm_python("compare TTFT with vLLM in this interpreter's environment")
+    flags.peer_model()
+    flags.seed()
+    flags.quick("a minute instead of ten: shm, 1 and 4 clients, short prompts")
+    flags.json_file()
+    given = flags.read(args)
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
         given.long, given.requests, given.small, given.reps = 512, 1, 3, 1
     overrides = [*given.set, *([f'model.path="{given.model}"'] if given.model else [])]
-    concurrency = _numbers("--concurrency", given.concurrency, EngineSection().max_sequences)
+    concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
     if min(given.requests, given.reps, given.small) < 1 or given.new < 2:
         raise ConfigError("--requests, --reps and --small must be at least 1, --new at least 2")
     if min(given.prompt, given.long) < 1 or max(given.prompt, given.long) + given.new > MAX_MODEL_LEN:
         raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
     config = load_config(given.config, overrides)
     longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
-    transports = tuple(given.transports.split(","))
-    if not transports or set(transports) - {"shm", "tcp"}:
-        raise ConfigError(f"--transports knows shm and tcp, got {given.transports!r}")
+    transports = names("--transports", given.transports, ("shm", "tcp"))
     return Options(
         config=replace(
             config,
@@ -126,16 +123,6 @@ def parse(args: list[str]) -> Options:
         seed=given.seed,
         json=given.json,
     )
-
-
-def _numbers(flag: str, text: str, most: int) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1 or max(numbers) > most:
-        raise ConfigError(f"{flag} takes numbers from 1 to {most}, got {text!r}")
-    return numbers
 
 
 def _config(options: Options) -> dict[str, object]:

@@ -5,13 +5,12 @@ Both take turns (A B A B) over the same prompts. Answers are checked to be equal
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.llm import LLM
 from mooncake.types import SamplingParams
@@ -74,18 +73,18 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench speculation", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="smollm2")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    flags = Flags("bench speculation", __doc__)
+    add = flags.add
+    flags.model()
+    flags.plain_dtype()
     add("--tokens", type=int, default=64, help="of each answer")
     add("--guesses", type=int, default=16, help="most tokens guessed in a step")
-    add("--reps", type=int, default=3, help="turns of each")
-    add("--max-s", type=float, default=120.0, help="no more turns than fit into so long, but one of each")
-    add("--threads", type=int, default=0)
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
-    options = Options(**vars(parser.parse_args(args)))
+    flags.reps(3, "turns of each")
+    flags.turns_within(120.0)
+    flags.threads()
+    flags.seed()
+    flags.json_file()
+    options = Options(**vars(flags.read(args)))
     if min(options.tokens, options.guesses, options.reps) < 1:
         raise ConfigError("--tokens, --guesses and --reps must be positive")
     return options

@@ -7,7 +7,6 @@ a cache. A bare loop of the same system calls over as much memory as ours shows 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import mmap
 import os
@@ -27,7 +26,7 @@ from kvstore.ssd_reads import READ_THREADS
 from kvstore.ssd_record import BlockHeader
 from kvstore.ssd_tier import SsdTier
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.types import BlockKey
 
@@ -93,8 +92,8 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench ssd", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("bench ssd", __doc__)
+    add = flags.add
     add(
         "--path",
         type=Path,
@@ -102,12 +101,12 @@ def parse(args: list[str]) -> Options:
         help="on the disk to be measured; the system's temporary directory otherwise",
     )
     add("--megabytes", type=int, default=256, help="of one turn")
-    add("--reps", type=int, default=5, help="turns of each")
+    flags.reps(5, "turns of each")
     add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="its program; '' to do without")
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
-    add("--quick", action="store_true", help="little of everything: does it work?")
-    given = parser.parse_args(args)
+    flags.seed()
+    flags.json_file()
+    flags.quick()
+    given = flags.read(args)
     if given.quick:
         given.megabytes, given.reps = 16, 1
     if given.path is not None and not given.path.is_dir():

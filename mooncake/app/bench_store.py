@@ -7,7 +7,6 @@ end; every block crosses from one to the other.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -30,10 +29,10 @@ import kvstore
 from kvstore.node import StoreNode
 from kvstore.transfer.sockets import tune
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
 from mooncake.config import load_config
-from mooncake.errors import ConfigError, InternalError, NodeUnavailable
+from mooncake.errors import InternalError, NodeUnavailable
 
 POOL_BYTES = 2 << 30  # as theirs has
 MEMORY_BYTES = 256 << 20  # that is put from and read into, and as much of what is stored is read
@@ -97,21 +96,19 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench store", description=__doc__)
-    add = parser.add_argument
-    add("--mooncake-python", default="", metavar="PATH", help="with mooncake-transfer-engine-non-cuda, to compare with")
-    add("--transports", default="tcp,shm", help="of ours, each measured")
+    flags = Flags("bench store", __doc__)
+    add = flags.add
+    flags.mooncake_python()
+    flags.transports("tcp,shm", "of ours, each measured")
     add("--seconds", type=float, default=0.4, help="of one turn")
-    add("--reps", type=int, default=4, help="turns of each")
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
-    add("--quick", action="store_true", help="little of everything: does it work?")
-    given = parser.parse_args(args)
+    flags.reps(4, "turns of each")
+    flags.seed()
+    flags.json_file()
+    flags.quick()
+    given = flags.read(args)
     if given.quick:
         given.seconds, given.reps = 0.02, 1
-    transports = tuple(given.transports.split(","))
-    if set(transports) - {"tcp", "shm"}:
-        raise ConfigError(f"--transports knows tcp and shm, got {given.transports!r}")
+    transports = names("--transports", given.transports, ("tcp", "shm"))
     return Options(given.mooncake_python, transports, given.seconds, max(1, given.reps), given.seed, given.json)
 
 

@@ -6,7 +6,6 @@ turns (A B A B), over TCP on this machine; and what becomes of the speed when on
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -29,10 +28,10 @@ from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import tune
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.rails import Rails
-from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.errors import NodeUnavailable
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
@@ -100,24 +99,22 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench transfer", description=__doc__)
-    add = parser.add_argument
-    add("--mooncake-python", default="", metavar="PATH", help="with mooncake-transfer-engine-non-cuda, to compare with")
-    add("--transports", default="tcp,shm", help="of ours, each measured")
+    flags = Flags("bench transfer", __doc__)
+    add = flags.add
+    flags.mooncake_python()
+    flags.transports("tcp,shm", "of ours, each measured")
     half = max(1, (os.cpu_count() or 2) // 2)
     add("--streams", type=int, default=min(2, half), help="TCP connections: both ends of one keep a core here busy")
     add("--seconds", type=float, default=0.3, help="of one turn")
-    add("--reps", type=int, default=5, help="turns of each")
+    flags.reps(5, "turns of each")
     add("--no-rails", action="store_true", help="leave out the paths that are slowed and cut")
-    add("--seed", type=int, default=0)
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
-    add("--quick", action="store_true", help="little of everything: does it work?")
-    given = parser.parse_args(args)
+    flags.seed()
+    flags.json_file()
+    flags.quick()
+    given = flags.read(args)
     if given.quick:
         given.seconds, given.reps = 0.02, 1
-    transports = tuple(given.transports.split(","))
-    if set(transports) - {"tcp", "shm"}:
-        raise ConfigError(f"--transports knows tcp and shm, got {given.transports!r}")
+    transports = names("--transports", given.transports, ("tcp", "shm"))
     return Options(
         given.mooncake_python,
         transports,

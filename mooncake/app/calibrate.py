@@ -6,7 +6,6 @@ that the conductor uses while it serves. Nothing here is assumed of the machine;
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -20,6 +19,7 @@ from conductor.calibration import calibration_toml
 from conductor.cost import ALL_NODES, CostModel, StartCosts
 from mooncake.app.bench_report import machine, progress, tell
 from mooncake.app.console import out, plain_table, print_json
+from mooncake.app.flags import Flags
 from mooncake.app.outputs import output_file
 from mooncake.app.peers.own import OwnEngine
 from mooncake.app.preflight import available_cores
@@ -53,17 +53,17 @@ class Point:
 
 def main(args: list[str]) -> None:
     """Raises MooncakeError: a wrong option, a model that cannot be read, a file that cannot be written."""
-    parser = argparse.ArgumentParser(prog="mooncake calibrate", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
+    flags = Flags("calibrate", __doc__)
+    add = flags.add
+    flags.model()
+    flags.overrides()
     add("--name", default="here", help="of the curve, for the simulator's cluster file")
-    add("--threads", type=int, default=0, help="of the compute library; 0: all cores")
-    add("--reps", type=int, default=2)
+    flags.threads()
+    flags.reps(2)
     add("--max-tokens", type=int, default=512, help="longest prompt measured")
     add("--out", type=output_file, metavar="FILE", help="write the TOML there; conductor.calibration takes it")
-    add("--json", action="store_true", help="end with one line of JSON")
-    given = parser.parse_args(args)
+    flags.json_line()
+    given = flags.read(args)
     if not given.name.replace("-", "").replace("_", "").isalnum() or given.reps < 1 or given.max_tokens < 64:
         raise ConfigError("--name takes letters, digits, - and _; --reps at least 1, --max-tokens at least 64")
     threads = given.threads or available_cores()

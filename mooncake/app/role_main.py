@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from mooncake.app.flags import add_overrides
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable
 
@@ -93,9 +94,7 @@ class _OneLine(logging.Formatter):
 def _parse(name: str, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=_program(name), description=f"Run one {name} process of a cluster.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated"
-    )
+    add_overrides(parser)
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     return parser.parse_args(argv)
 

@@ -7,7 +7,6 @@ processes than cores separate nothing, so it refuses to run where the two nodes 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from mooncake.app.bench_report import commit, machine, progress, tell
 from mooncake.app.bench_traffic import ServedByCluster, Traffic
 from mooncake.app.calibrate_pair import PairCosts, PairSamples
 from mooncake.app.console import ms, out, plain_table, print_json
+from mooncake.app.flags import Flags
 from mooncake.app.latency import Outcome, Spread
 from mooncake.app.local import LocalCluster
 from mooncake.app.outputs import output_folder
@@ -188,19 +188,19 @@ def markdown(line: Mapping[str, object], rows: Sequence[Compared]) -> str:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake validate", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("validate", __doc__)
+    add = flags.add
     add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; without one a conversation is generated")
     add("--requests", type=int, default=120, help="the first so many of the trace")
     add("--tokens-per-block", type=int, default=8, help="that stand for a block of 512 in a prompt")
     add("--output-per-block", type=int, default=32, help="and in an answer")
     add("--rate", type=float, default=0.6, help="requests a second")
     add("--link", type=float, default=160.0, metavar="MB/S", help="what each node may send")
-    add("--seed", type=int, default=0)
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated")
+    flags.seed()
+    flags.overrides()
     add("--out", type=output_folder, metavar="FOLDER", help="write the figures and the plot there")
-    add("--json", action="store_true", help="end with one line of JSON")
-    given = parser.parse_args(args)
+    flags.json_line()
+    given = flags.read(args)
     if min(given.requests, given.tokens_per_block, given.output_per_block, given.rate, given.link) <= 0:
         raise ConfigError("--requests, --tokens-per-block, --output-per-block, --rate and --link must be positive")
     return Options(

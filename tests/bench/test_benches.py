@@ -159,7 +159,7 @@ def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str
         (bench_engine.main, ["--against", "vllm"], "--against vllm needs --vllm-python"),
         (bench_engine.main, ["--batch", "1,x"], "--batch takes numbers from 1 to 64, got '1,x'"),
         (bench_engine.main, ["--long", "5000"], "prompt and answer must have 2 to 4096 tokens"),
-        (bench_serve.main, ["--transports", "pigeon"], "--transports knows shm and tcp, got 'pigeon'"),
+        (bench_serve.main, ["--transports", "pigeon"], "--transports knows shm, tcp, not pigeon"),
         (bench_serve.main, ["--set", "store.dram=2"], "unknown configuration key store.dram"),
     ],
 )

@@ -1,0 +1,97 @@
+"""The flags that several commands have and read with argparse, each said once: they are called, read and refused alike.
+
+A command makes a ``Flags``, names those that it shares and adds its own, in the order in which ``--help`` shows them.
+It knows words and numbers, and nothing of what is done with them. It must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+
+from mooncake.app.outputs import output_file
+from mooncake.errors import ConfigError
+
+
+class Flags:
+    """The flags of ``mooncake COMMAND``; ``about`` is what its ``--help`` begins with."""
+
+    def __init__(self, command: str, about: str | None) -> None:
+        self._parser = argparse.ArgumentParser(prog=f"mooncake {command}", description=about)
+        self.add = self._parser.add_argument
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Leaves with exit code 2 where argparse refuses them, and with 0 after ``--help``. Raises ConfigError."""
+        return self._parser.parse_args(arguments)
+
+    def model(self) -> None:
+        self.add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+
+    def plain_dtype(self) -> None:
+        self.add("--dtype", default="float32", choices=("float32", "bfloat16"))
+
+    def threads(self) -> None:
+        self.add("--threads", type=int, default=0, help="of the compute library; 0: as many as there are cores")
+
+    def overrides(self) -> None:
+        add_overrides(self._parser)
+
+    def transports(self, default: str, what: str) -> None:
+        self.add("--transports", default=default, help=what)
+
+    def vllm_python(self, what: str) -> None:
+        self.add("--vllm-python", default="", metavar="PATH", help=what)
+
+    def peer_model(self) -> None:
+        what = "the same model as an HF folder; made when it is not given"
+        self.add("--peer-model", default="", metavar="DIR", help=what)
+
+    def mooncake_python(self) -> None:
+        what = "with mooncake-transfer-engine-non-cuda, to compare with"
+        self.add("--mooncake-python", default="", metavar="PATH", help=what)
+
+    def reps(self, default: int, what: str | None = None) -> None:
+        self.add("--reps", type=int, default=default, help=what)
+
+    def turns_within(self, default_s: float) -> None:
+        what = "no more turns than fit into so long, but one of each"
+        self.add("--max-s", type=float, default=default_s, help=what)
+
+    def seed(self) -> None:
+        self.add("--seed", type=int, default=0)
+
+    def quick(self, what: str = "little of everything: does it work?") -> None:
+        self.add("--quick", action="store_true", help=what)
+
+    def json_file(self) -> None:
+        self.add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
+
+    def json_line(self) -> None:
+        self.add("--json", action="store_true", help="end with one line of JSON")
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    what = "override one value; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+
+
+def names(flag: str, text: str, known: Collection[str], may_be_none: bool = False) -> tuple[str, ...]:
+    """Those of a list with commas, in its order. Raises ConfigError for one that is not known, and for none."""
+    found = tuple(filter(None, text.split(",")))
+    if unknown := sorted(set(found) - set(known)):
+        raise ConfigError(f"{flag} knows {', '.join(known)}, not {', '.join(unknown)}")
+    if not found and not may_be_none:
+        raise ConfigError(f"{flag} takes at least one of {', '.join(known)}")
+    return found
+
+
+def numbers(flag: str, text: str, least: int, most: int | None = None) -> tuple[int, ...]:
+    """Those of a list with commas. Raises ConfigError for one out of bounds, and for none."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least or (most is not None and max(found) > most):
+        bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{flag} takes numbers {bounds}, got {text!r}")
+    return found
