@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from mooncake.app.bench_report import Figure, Report, tell
-from mooncake.app.flags import Flags
-from mooncake.checkpoint import open_checkpoint
+from mooncake.app.flags import Flags, positive
+from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
@@ -26,6 +26,7 @@ from mooncake.types import SamplingParams
 
 BLOCK = 64
 MIN_TOKEN = 100  # ids below are often special
+RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of answers under way: more tokens than a long prompt lets them have
 NOTES = (
     "gap: between two tokens of an answer under way, from the arrival of the long prompt to its first token; the "
     "99th percentile",
@@ -58,6 +59,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, Cancelled after Ctrl-C."""
     options = parse(args)
     config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
+    config["model"] = Path(options.model).name  # the line names no path
     report = Report("chunked", config, options.seed, notes=list(NOTES))
     ways = {
         "whole": (0, 0.0),
@@ -66,14 +68,15 @@ def main(args: list[str]) -> None:
     }
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
     with report.measuring("chunked") as shown:
-        engines = _engines(options, ways)
+        checkpoint = open_checkpoint(options.model)
+        engines = _engines(checkpoint, options, ways)
         deadline_s = time.monotonic() + options.max_s
         for rep in range(options.reps):
             if rep and time.monotonic() > deadline_s:
                 break
             for way, engine in engines.items():
                 tell(shown, f"{way}, turn {rep + 1} of {options.reps}")
-                turns[way].append(_turn(engine, options, rep))
+                turns[way].append(_turn(engine, checkpoint.config.vocab_size, options, rep))
     for way, done in turns.items():
         if done:
             report.add(
@@ -92,27 +95,28 @@ def parse(args: list[str]) -> Options:
     add("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
     add("--running", type=int, default=4, help="answers under way")
     add("--budget", type=int, default=512, help="most prompt tokens of a step")
-    add("--limit-ms", type=float, default=100.0, help="longest gap aimed at")
+    add("--limit-ms", type=positive("--limit-ms"), default=100.0, help="longest gap aimed at")
     flags.reps(3, "turns of each way")
     flags.turns_within(120.0)
     flags.threads()
     flags.seed()
     flags.json_file()
     options = Options(**vars(flags.read(args)))
-    if min(options.prompt, options.running, options.budget, options.reps) < 1 or options.limit_ms <= 0:
-        raise ConfigError("--prompt, --running, --budget, --limit-ms and --reps must be positive")
+    if min(options.prompt, options.running, options.budget) < 1:
+        raise ConfigError("--prompt, --running and --budget must be positive")
     return options
 
 
-def _engines(options: Options, ways: dict[str, tuple[int, float]]) -> dict[str, Engine]:
+def _engines(checkpoint: Checkpoint, options: Options, ways: dict[str, tuple[int, float]]) -> dict[str, Engine]:
     """One model, an engine and a cache for each way."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    checkpoint = open_checkpoint(options.model)
+    longest = max(options.prompt + 2, RUNNING_PROMPT + RUNNING_TOKENS)
+    if longest > checkpoint.config.max_model_len:
+        raise ConfigError(f"--prompt {options.prompt} is too long: the model takes {checkpoint.config.max_model_len}")
     layout = checkpoint.kv_layout(BLOCK, options.dtype)
-    longest = options.prompt + 1024
     model = load_model(checkpoint, options.dtype, longest)
-    num_blocks = -(-longest // BLOCK) + options.running * 20 + 8
+    num_blocks = -(-longest // BLOCK) + options.running * -(-(RUNNING_PROMPT + RUNNING_TOKENS) // BLOCK) + 8
     engines = {}
     for way, (budget, limit_ms) in ways.items():
         config = EngineConfig(
@@ -127,12 +131,12 @@ def _engines(options: Options, ways: dict[str, tuple[int, float]]) -> dict[str, 
     return engines
 
 
-def _turn(engine: Engine, options: Options, rep: int) -> Turn:
+def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> Turn:
     draw = random.Random(f"{options.seed} {rep}")
-    vocab = 40_000
+    first = min(MIN_TOKEN, vocab - 1)
 
     def sequence(name: str, length: int, max_tokens: int) -> Sequence:
-        tokens = torch.tensor([draw.randrange(MIN_TOKEN, vocab) for _ in range(length)], dtype=torch.int64)
+        tokens = torch.tensor([draw.randrange(first, vocab) for _ in range(length)], dtype=torch.int64)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         ids = tokens.numpy().astype("uint32")
         limit = engine.config.max_model_len
@@ -146,7 +150,7 @@ def _turn(engine: Engine, options: Options, rep: int) -> Turn:
     prefill_tok_s = options.prompt / (time.perf_counter() - began_s)
 
     for number in range(options.running):
-        engine.add(sequence(f"r{number}", 64, 900))
+        engine.add(sequence(f"r{number}", RUNNING_PROMPT, RUNNING_TOKENS))
     for _ in range(12):  # they are under way, and the engine knows what a step of theirs takes
         engine.step()
     engine.add(sequence("long", options.prompt, 2))

@@ -95,8 +95,8 @@ def parse(args: list[str]) -> Options:
     if given.policy not in POLICIES:
         raise ConfigError(f"no policy is called {given.policy!r}; there are: {', '.join(POLICIES)}")
     nodes = numbers("--nodes", given.nodes, 2)
-    if min(given.decisions, given.reps, given.prompt_blocks) < 1 or given.blocks < 0:
-        raise ConfigError("--decisions, --reps and --prompt-blocks must be at least 1, --blocks at least 0")
+    if min(given.decisions, given.prompt_blocks) < 1 or given.blocks < 0:
+        raise ConfigError("--decisions and --prompt-blocks must be at least 1, --blocks at least 0")
     return Options(
         nodes, given.blocks, given.prompt_blocks, given.decisions, given.reps, given.policy, given.seed, given.json
     )

@@ -126,8 +126,8 @@ def parse(args: list[str]) -> Options:
     also = names("--also", given.also, ALSO, may_be_none=True)
     if "vllm" in against and not given.vllm_python:
         raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
-    if given.reps < 1 or given.new < 1 or given.threads < 0:
-        raise ConfigError("--reps and --new must be at least 1, --threads at least 0")
+    if given.new < 1:
+        raise ConfigError("--new must be at least 1")
     longest = max(given.long, given.prompt) + given.new + 1
     if min(given.long, given.prompt) < 1 or longest > MAX_MODEL_LEN:
         raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
@@ -175,6 +175,9 @@ def _config(options: Options) -> dict[str, object]:
 def measure(options: Options, report: Report, shown: Progress) -> None:
     tell(shown, "loading the model")
     checkpoint = open_checkpoint(options.model)
+    longest, room = max(options.long_tokens, options.prompt_tokens) + options.new_tokens + 1, _room(checkpoint)
+    if longest > room:
+        raise ConfigError(f"prompt and answer would have {longest} tokens, and the model takes {room}: lower --long")
     own = _start_own(checkpoint, options, report)
     others = [_own_with(checkpoint, options, weights) for weights in options.also]
     measure_machine(own, checkpoint, options, report, shown)
@@ -186,8 +189,12 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
 
 
 def _engine_config(checkpoint: Checkpoint, options: Options) -> EngineConfig:
-    longest = min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
-    return EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=longest, keep_events=False)
+    return EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=_room(checkpoint), keep_events=False)
+
+
+def _room(checkpoint: Checkpoint) -> int:
+    """Most tokens of prompt and answer."""
+    return min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
 
 
 def _own_with(checkpoint: Checkpoint, options: Options, weights: str) -> OwnEngine:

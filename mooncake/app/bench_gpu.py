@@ -28,6 +28,7 @@ import msgspec
 
 from mooncake.app.bench_report import Figure, Report, commit
 from mooncake.app.console import err
+from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError, InternalError
 
 TARGETS = {
@@ -125,7 +126,10 @@ class _Run:
         self._options = options
         self._done: dict[str, PartResult] = {}
         if options.resume and options.out is not None and options.out.exists():
-            saved = msgspec.json.decode(options.out.read_bytes(), type=_Saved)
+            try:
+                saved = msgspec.json.decode(options.out.read_bytes(), type=_Saved)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{options.out} does not hold a run of this benchmark: {error}") from None
             if saved.commit == commit():
                 self._done = saved.parts
 
@@ -239,7 +243,9 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, out: Path) -> None
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("mooncake bench gpu", description=__doc__, allow_abbrev=False)
     parser.add_argument("--reps", type=int, default=5, help="repetitions of each measurement; the best one counts")
-    parser.add_argument("--out", type=Path, help="write the JSON line to this file, anew after every part")
+    parser.add_argument(
+        "--out", type=output_file, metavar="OUT", help="write the JSON line to this file, anew after every part"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes, also without a GPU: the times mean nothing")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
     parser.add_argument("--resume", action="store_true", help="keep what --out has of this commit, and run the rest")

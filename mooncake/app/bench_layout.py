@@ -95,7 +95,7 @@ def _options(arguments: Sequence[str]) -> Options:
     given = flags.read(arguments)
     transports = names("--transports", given.transports, ("shm", "rdma", "tcp"))
     cases = names("--cases", given.cases, [case.name for case in _cases()], may_be_none=True)
-    return Options(transports, cases, max(1, given.mb), max(1, given.reps), given.seed, given.json)
+    return Options(transports, cases, max(1, given.mb), given.reps, given.seed, given.json)
 
 
 def _measure(case: Case, transport: str, options: Options, report: Report) -> None:

@@ -6,6 +6,7 @@ names a program that runs a command where some are. It must not know how a path 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -78,7 +79,7 @@ def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
     add("--machine", help="a program that runs a command where verbs work: PROGRAM --timeout S --rw DIR COMMAND …")
     given = flags.read(arguments)
     kib = numbers("--kib", given.kib, 1)
-    return Options(kib, max(1, given.mb), max(1, given.reps), given.seed, given.json), given.machine
+    return Options(kib, max(1, given.mb), given.reps, given.seed, given.json), given.machine
 
 
 def _go_to(machine: str, arguments: Sequence[str], save: Path | None) -> None:
@@ -86,7 +87,9 @@ def _go_to(machine: str, arguments: Sequence[str], save: Path | None) -> None:
     program = shutil.which(machine)
     if program is None:
         raise ConfigError(f"--machine: there is no program {machine!r}")
-    rest = [each for each in arguments if each not in ("--machine", machine) and each != f"--machine={machine}"]
+    only = argparse.ArgumentParser(add_help=False)
+    only.add_argument("--machine")
+    rest = only.parse_known_args(arguments)[1]
     command = [program, "--timeout", str(MACHINE_SECONDS)]
     if save is not None:
         command += ["--rw", str(save.resolve().parent)]

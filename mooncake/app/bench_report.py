@@ -22,7 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mooncake.app.console import err, out, plain_table, print_json
-from mooncake.errors import Cancelled
+from mooncake.errors import Cancelled, ConfigError
 
 TABLE_WIDTH = 160  # at least, also where it does not fit: a table that is cut is of no use
 Value = str | int | float | bool
@@ -105,7 +105,7 @@ class Report:
     def finish(self, file: Path | None) -> None:
         """Print the table and the JSON line; write the line to ``file`` too. The line is the last one on stdout.
 
-        Raises Cancelled when not everything was measured.
+        Raises Cancelled when not everything was measured, ConfigError when the file cannot be written.
         """
         out.print(figure_table(self.figures), width=max(out.width, TABLE_WIDTH), crop=False)
         if self.ratios:
@@ -118,9 +118,12 @@ class Report:
             out.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
         out.print()
         line = self.to_json()
+        print_json(line)  # first: whatever becomes of the file, what was measured is not lost
         if file is not None:
-            file.write_bytes(msgspec.json.encode(line) + b"\n")
-        print_json(line)
+            try:
+                file.write_bytes(msgspec.json.encode(line) + b"\n")
+            except OSError as error:
+                raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None
         if not self.is_complete:
             raise Cancelled("stopped before the end of the benchmark")
 

@@ -7,11 +7,11 @@ their own. What a cluster gains by separation shows in TBT; its throughput here 
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from json import dumps as json_text  # a JSON string is one of TOML too
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -77,7 +77,7 @@ def parse(args: list[str]) -> Options:
     add = flags.add
     add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
     flags.overrides()
-    add("--model", default="", help="an HF folder, a .gguf file, or smollm2")
+    flags.model("")  # that of the configuration
     flags.transports("shm,tcp", "of the hand-off, each in a cluster of its own")
     add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
@@ -95,14 +95,18 @@ def parse(args: list[str]) -> Options:
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
         given.long, given.requests, given.small, given.reps = 512, 1, 3, 1
-    overrides = [*given.set, *([f'model.path="{given.model}"'] if given.model else [])]
+    overrides = [*given.set, *([f"model.path={json_text(given.model)}"] if given.model else [])]
     concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
-    if min(given.requests, given.reps, given.small) < 1 or given.new < 2:
-        raise ConfigError("--requests, --reps and --small must be at least 1, --new at least 2")
-    if min(given.prompt, given.long) < 1 or max(given.prompt, given.long) + given.new > MAX_MODEL_LEN:
-        raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
+    if min(given.requests, given.small) < 1 or given.new < 2:
+        raise ConfigError("--requests and --small must be at least 1, --new at least 2")
     config = load_config(given.config, overrides)
     longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
+    needed = max(given.long + FIRST_TOKENS, given.prompt + LONG_ANSWERS * given.new)  # asked for last, after minutes
+    if min(given.prompt, given.long) < 1 or needed > longest:
+        raise ConfigError(
+            f"--prompt with {LONG_ANSWERS} times --new, or --long, would be up to {needed} tokens; there is room for 1 "
+            f"to {longest}"
+        )
     transports = names("--transports", given.transports, ("shm", "tcp"))
     return Options(
         config=replace(
@@ -148,10 +152,6 @@ def _config(options: Options) -> dict[str, object]:
 
 async def measure(options: Options, report: Report, shown: Progress) -> None:
     checkpoint = open_checkpoint(options.config.model.path)
-    model = options.config.model
-    longest = model.max_model_len or min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
-    config = replace(options.config, model=replace(model, max_model_len=longest))
-    options = dataclasses.replace(options, config=config)
     tell(shown, "loading the model")
     engine = ServedByEngine(_own_engine(checkpoint, options))
     try:

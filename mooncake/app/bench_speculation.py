@@ -48,6 +48,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, InternalError when an answer differs, Cancelled after Ctrl-C."""
     options = parse(args)
     config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
+    config["model"] = Path(options.model).name  # the line names no path
     report = Report("speculation", config, options.seed, notes=list(NOTES))
     with report.measuring("speculation") as shown:
         tell(shown, "loading")
@@ -85,8 +86,8 @@ def parse(args: list[str]) -> Options:
     flags.seed()
     flags.json_file()
     options = Options(**vars(flags.read(args)))
-    if min(options.tokens, options.guesses, options.reps) < 1:
-        raise ConfigError("--tokens, --guesses and --reps must be positive")
+    if min(options.tokens, options.guesses) < 1:
+        raise ConfigError("--tokens and --guesses must be positive")
     return options
 
 

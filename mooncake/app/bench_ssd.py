@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from mooncake.types import BlockKey
 
 OURS, FIO, LOOP = "ours", "fio", "loop"
 RANGES = 32  # checksums a block, as many as a model has layers
+FIO_S = 300.0  # of one run
 SIZES_KIB = (256, 1024, 4096)
 NOTES = (
     "GB = 1e9 bytes of blocks; ours: group commit with fdatasync, an xxh3 a layer verified after each read; "
@@ -67,16 +70,13 @@ def main(args: list[str]) -> None:
         turns = {FIO: _fio, **turns}
     report = Report("ssd", {"megabytes": options.megabytes, "reps": options.reps}, options.seed)
     report.notes.extend(NOTES)
-    with (
-        report.measuring("ssd") as shown,
-        tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-", dir=options.path) as place,
-    ):
+    with report.measuring("ssd") as shown, _folder_in(options.path) as place:
         for kib in SIZES_KIB:
             rows: dict[tuple[str, str], list[float]] = {}
             for rep in range(options.reps):
                 tell(shown, f"{kib} KiB, {rep + 1}/{options.reps}")
                 for who, turn in turns.items():
-                    write, read = turn(options, Path(place), kib << 10)
+                    write, read = turn(options, place, kib << 10)
                     rows.setdefault((who, "write"), []).append(write)
                     rows.setdefault((who, "read"), []).append(read)
             for (who, what), rates in rows.items():
@@ -111,7 +111,20 @@ def parse(args: list[str]) -> Options:
         given.megabytes, given.reps = 16, 1
     if given.path is not None and not given.path.is_dir():
         raise ConfigError(f"--path {given.path} is not a directory")
-    return Options(given.path, max(8, given.megabytes), max(1, given.reps), given.seed, given.fio, given.json)
+    if given.fio and shutil.which(given.fio) is None:
+        raise ConfigError(f"--fio: there is no program {given.fio!r}; '' does without")
+    return Options(given.path, max(8, given.megabytes), given.reps, given.seed, given.fio, given.json)
+
+
+@contextmanager
+def _folder_in(path: Path | None) -> Iterator[Path]:
+    """A folder that is gone afterwards. Raises ConfigError where none can be made."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-", dir=path)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {path or tempfile.gettempdir()}: {error.strerror}") from None
+    with folder as place:
+        yield Path(place)
 
 
 def _ours(options: Options, place: Path, size: int) -> tuple[float, float]:
@@ -167,7 +180,10 @@ def _fio(options: Options, place: Path, size: int) -> tuple[float, float]:
 
 
 def _run(command: list[str]) -> _Job:
-    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=FIO_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise InternalError(f"fio did not end within {FIO_S:g} s") from None
     if done.returncode != 0:
         raise InternalError(f"fio failed: {done.stderr.decode(errors='replace').strip()[:200]}")
     return msgspec.json.decode(done.stdout, type=_FioOutput).jobs[0]

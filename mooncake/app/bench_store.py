@@ -109,7 +109,7 @@ def parse(args: list[str]) -> Options:
     if given.quick:
         given.seconds, given.reps = 0.02, 1
     transports = names("--transports", given.transports, ("tcp", "shm"))
-    return Options(given.mooncake_python, transports, given.seconds, max(1, given.reps), given.seed, given.json)
+    return Options(given.mooncake_python, transports, given.seconds, given.reps, given.seed, given.json)
 
 
 def measure(options: Options, report: Report, shown: Progress) -> None:

@@ -120,7 +120,7 @@ def parse(args: list[str]) -> Options:
         transports,
         max(1, given.streams),
         given.seconds,
-        max(1, given.reps),
+        given.reps,
         not given.no_rails,
         given.seed,
         given.json,

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
@@ -24,7 +25,7 @@ from mooncake.app.outputs import output_file
 from mooncake.app.peers.own import OwnEngine
 from mooncake.app.preflight import available_cores
 from mooncake.checkpoint import open_checkpoint
-from mooncake.config import load_config
+from mooncake.config import Config, load_config
 from mooncake.engine.engine import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.precision import resolve_precision
@@ -55,7 +56,7 @@ def main(args: list[str]) -> None:
     """Raises MooncakeError: a wrong option, a model that cannot be read, a file that cannot be written."""
     flags = Flags("calibrate", __doc__)
     add = flags.add
-    flags.model()
+    flags.model("")  # that of the configuration
     flags.overrides()
     add("--name", default="here", help="of the curve, for the simulator's cluster file")
     flags.threads()
@@ -64,31 +65,39 @@ def main(args: list[str]) -> None:
     add("--out", type=output_file, metavar="FILE", help="write the TOML there; conductor.calibration takes it")
     flags.json_line()
     given = flags.read(args)
-    if not given.name.replace("-", "").replace("_", "").isalnum() or given.reps < 1 or given.max_tokens < 64:
-        raise ConfigError("--name takes letters, digits, - and _; --reps at least 1, --max-tokens at least 64")
+    if not given.name.replace("-", "").replace("_", "").isalnum() or given.max_tokens < 64:
+        raise ConfigError("--name takes letters, digits, - and _; --max-tokens at least 64")
     threads = given.threads or available_cores()
+    config = load_config(None, given.set)
+    model = given.model or config.model.path
     with progress("calibrating") as shown:
-        costs, points = measure(given.model, given.set, threads, given.reps, given.max_tokens, shown)
+        costs, points = measure(model, config, threads, given.reps, given.max_tokens, shown)
     start = StartCosts(costs.prefill(ALL_NODES), costs.decode(ALL_NODES), costs.transfer_of_all())
-    source = f"{given.model.rsplit('/', 1)[-1]}, {threads} threads, {machine()['cpu']}"
-    report(start, points, given.json)
-    text = calibration_toml(given.name, start, source.replace('"', "'"))
-    if given.out is None:
+    source = f"{model.rsplit('/', 1)[-1]}, {threads} threads, {machine()['cpu']}"
+    typical = statistics.median(abs(point.error) for point in points) if points else math.nan
+    show(points, typical)
+    write(calibration_toml(given.name, start, source.replace('"', "'")), given.out)
+    if given.json:
+        print_json(to_json(start, points, typical))
+
+
+def write(text: str, file: Path | None) -> None:
+    """To the screen where there is no file. Raises ConfigError."""
+    if file is None:
         out.print(text, markup=False, highlight=False)
         return
     try:
-        given.out.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {given.out}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
 
 
 def measure(
-    model: str, overrides: list[str], threads: int, reps: int, max_tokens: int, shown: Progress
+    model: str, config: Config, threads: int, reps: int, max_tokens: int, shown: Progress
 ) -> tuple[CostModel, list[Point]]:
     """The best of ``reps`` at each size: whatever else runs on the machine only adds time."""
     tell(shown, "loading the model")
     checkpoint = open_checkpoint(model)
-    config = load_config(None, overrides)
     longest = max(max_tokens + max(PREFIX_TOKENS), max(CONTEXTS)) + DECODE_STEPS + 1
     settings = EngineConfig(
         block_tokens=config.block.tokens, chunk_tokens=0, max_sequences=max(BATCHES), max_model_len=longest
@@ -139,26 +148,22 @@ def measure(
     return costs, [Point(point.what, point.measured_ms, fitted()) for point, fitted in points]
 
 
-def report(start: StartCosts, points: list[Point], as_json: bool) -> None:
+def show(points: list[Point], typical: float) -> None:
     table = plain_table("", "measured, ms", "fitted, ms", "error")
     for point in points:
         table.add_row(point.what, f"{point.measured_ms:.3g}", f"{point.fitted_ms:.3g}", f"{point.error:+.1%}")
     out.print(table)
-    typical = statistics.median(abs(point.error) for point in points) if points else math.nan
     out.print(f"\nmedian error of the curves {typical:.1%}")
-    if as_json:
-        print_json(
-            {
-                "prefill": asdict(start.prefill),
-                "decode": asdict(start.decode),
-                "transfer": asdict(start.transfer),
-                "median_error": typical,
-                "points": [
-                    {"what": point.what, "measured_ms": point.measured_ms, "fitted_ms": point.fitted_ms}
-                    for point in points
-                ],
-            }
-        )
+
+
+def to_json(start: StartCosts, points: list[Point], typical: float) -> dict[str, object]:
+    return {
+        "prefill": asdict(start.prefill),
+        "decode": asdict(start.decode),
+        "transfer": asdict(start.transfer),
+        "median_error": typical,
+        "points": [asdict(point) for point in points],
+    }
 
 
 def _copy_s(size: int, reps: int) -> float:

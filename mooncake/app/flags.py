@@ -7,7 +7,8 @@ It knows words and numbers, and nothing of what is done with them. It must not i
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
@@ -24,14 +25,15 @@ class Flags:
         """Leaves with exit code 2 where argparse refuses them, and with 0 after ``--help``. Raises ConfigError."""
         return self._parser.parse_args(arguments)
 
-    def model(self) -> None:
-        self.add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    def model(self, default: str = "smollm2") -> None:
+        self.add("--model", default=default, help="an HF folder, a .gguf file, or smollm2")
 
     def plain_dtype(self) -> None:
         self.add("--dtype", default="float32", choices=("float32", "bfloat16"))
 
     def threads(self) -> None:
-        self.add("--threads", type=int, default=0, help="of the compute library; 0: as many as there are cores")
+        what = "of the compute library; 0: as many as there are cores"
+        self.add("--threads", type=whole("--threads", 0), default=0, help=what)
 
     def overrides(self) -> None:
         add_overrides(self._parser)
@@ -51,14 +53,14 @@ class Flags:
         self.add("--mooncake-python", default="", metavar="PATH", help=what)
 
     def reps(self, default: int, what: str | None = None) -> None:
-        self.add("--reps", type=int, default=default, help=what)
+        self.add("--reps", type=whole("--reps", 1), default=default, help=what)
 
     def turns_within(self, default_s: float) -> None:
         what = "no more turns than fit into so long, but one of each"
         self.add("--max-s", type=float, default=default_s, help=what)
 
     def seed(self) -> None:
-        self.add("--seed", type=int, default=0)
+        self.add("--seed", type=whole("--seed", 0), default=0)
 
     def quick(self, what: str = "little of everything: does it work?") -> None:
         self.add("--quick", action="store_true", help=what)
@@ -73,6 +75,33 @@ class Flags:
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     what = "override one value; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+
+
+def whole(flag: str, least: int) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number from ``least`` on. It raises ConfigError."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.strip().isdecimal() else least - 1
+        if value < least:
+            raise ConfigError(f"{flag} must be a whole number from {least} on, got {text!r}")
+        return value
+
+    return read
+
+
+def positive(flag: str) -> Callable[[str], float]:
+    """The type of a flag that takes a number above 0, and not infinity. It raises ConfigError."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{flag} must be positive, got {text!r}")
+        return value
+
+    return read
 
 
 def names(flag: str, text: str, known: Collection[str], may_be_none: bool = False) -> tuple[str, ...]:

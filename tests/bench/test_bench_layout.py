@@ -40,6 +40,20 @@ def test_wrong_options_are_named(options: list[str], sentence: str):
     assert sentence in str(raised.value)
 
 
+@pytest.mark.parametrize("flag", [["--machine", "M"], ["--machine=M"], ["--machin", "M"]])
+def test_rdma_goes_to_the_machine_with_all_other_options(flag: list[str], tmp_path: Path):
+    program = tmp_path / "machine"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    flag = [part.replace("M", str(program)) for part in flag]
+    code = "import sys; from mooncake.app.bench_rdma import main; main(sys.argv[1:])"
+    options = ["--kib", "64", "--json", str(program)]  # a file that is called as the program is
+    run = subprocess.run(
+        [sys.executable, "-c", code, *flag, *options], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.strip().endswith(f"main({options!r})")
+
+
 def test_rdma_says_what_it_lacks(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="no program 'nowhere'"):
         bench_rdma.main(["--machine", "nowhere"])

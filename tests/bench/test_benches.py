@@ -14,10 +14,19 @@ from typing import Any
 import pytest
 from tiny_model import write_tiny_model
 
-from mooncake.app import bench_engine, bench_quality, bench_serve
+from mooncake.app import (
+    bench_chunked,
+    bench_conductor,
+    bench_engine,
+    bench_quality,
+    bench_serve,
+    bench_speculation,
+    bench_ssd,
+    calibrate,
+)
 from mooncake.app.bench_report import Figure, Report
 from mooncake.app.peers.engine import PeerEngine
-from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
+from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 RESULTS = Path(__file__).parent / "results"
@@ -161,11 +170,62 @@ def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str
         (bench_engine.main, ["--long", "5000"], "prompt and answer must have 2 to 4096 tokens"),
         (bench_serve.main, ["--transports", "pigeon"], "--transports knows shm, tcp, not pigeon"),
         (bench_serve.main, ["--set", "store.dram=2"], "unknown configuration key store.dram"),
+        (bench_serve.main, ["--transports", ""], "--transports takes at least one of shm, tcp"),
+        (bench_serve.main, ["--new", "600"], "would be up to 5056 tokens; there is room for 1 to 4096"),
+        (bench_serve.main, ["--model", '/no/"model"'], 'there is no model at /no/"model"'),
+        (bench_conductor.main, ["--seed", "-1"], "--seed must be a whole number from 0 on, got '-1'"),
+        (bench_conductor.main, ["--nodes", "100,1"], "--nodes takes numbers from 2 on, got '100,1'"),
+        (bench_chunked.main, ["--threads", "-1"], "--threads must be a whole number from 0 on, got '-1'"),
+        (bench_chunked.main, ["--limit-ms", "nan"], "--limit-ms must be positive, got 'nan'"),
+        (bench_chunked.main, ["--prompt", "9000"], "--prompt 9000 is too long: the model takes 8192"),
+        (bench_ssd.main, ["--reps", "0"], "--reps must be a whole number from 1 on, got '0'"),
+        (bench_ssd.main, ["--fio", "nosuch"], "--fio: there is no program 'nosuch'; '' does without"),
+        (bench_ssd.main, ["--fio", "", "--quick", "--path", "/proc"], "cannot write in /proc: No such file"),
+        (calibrate.main, ["--set", "model.path=/no/model"], "there is no model at /no/model"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(main: Callable[[list[str]], None], arguments: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
+    with pytest.raises((ConfigError, ModelError), match=re.escape(sentence)):
         main(arguments)
+
+
+def test_a_prompt_that_the_model_has_no_room_for_is_refused_at_once(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="prompt and answer would have 2081 tokens, and the model takes 1024"):
+        bench_engine.main(["--model", str(tiny)])
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (bench_chunked.main, ["--prompt", "128", "--budget", "64", "--running", "1"]),
+        (bench_speculation.main, ["--tokens", "4"]),
+    ],
+)
+def test_any_vocabulary_does_and_the_line_names_no_path(
+    tmp_path: Path, main: Callable[[list[str]], None], arguments: list[str]
+) -> None:
+    write_tiny_model(tmp_path / "tiny", max_position_embeddings=2048)
+    line = tmp_path / "line.json"
+    main(["--model", str(tmp_path / "tiny"), *arguments, "--reps", "1", "--threads", "1", "--json", str(line)])
+    report = json.loads(line.read_text())
+    assert report["config"]["model"] == "tiny" and report["ratios"]
+    assert str(tmp_path) not in line.read_text()
+
+
+def test_calibrate_ends_with_the_line_of_json_that_it_promises(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibrate.main(["--set", f"model.path={tiny}", "--max-tokens", "64", "--reps", "1", "--threads", "1", "--json"])
+    *table, line = capsys.readouterr().out.splitlines()
+    assert any(each.startswith("[curves.here]") for each in table)
+    assert json.loads(line)["points"]
+
+
+def test_what_was_measured_is_told_also_where_its_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report("demo", {}, seed=0)
+    with pytest.raises(ConfigError, match=r"cannot write .*gone/line\.json: No such file"):
+        report.finish(tmp_path / "gone" / "line.json")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "demo"
 
 
 def test_what_was_measured_before_ctrl_c_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.app import bench_gpu
+from mooncake.errors import ConfigError
 
 
 @pytest.mark.slow
@@ -33,6 +34,16 @@ def test_every_part_runs_and_every_target_has_its_ratio_and_its_prediction(tmp_p
     assert any("no time here means anything" in note for note in report["notes"])
     assert set(bench_gpu.TARGETS) <= set(report["ratios"])
     assert set(bench_gpu.TARGETS) == set(bench_gpu.PREDICTED)
+
+
+def test_a_file_of_something_else_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text("not JSON")
+    monkeypatch.setattr(bench_gpu, "_check", lambda tiny: None)  # of a GPU
+    with pytest.raises(ConfigError, match=r"gpu\.json does not hold a run of this benchmark"):
+        bench_gpu.main(["--resume", "--out", str(file)])
+    with pytest.raises(ConfigError, match=r"cannot write .*gone/gpu\.json"):
+        bench_gpu.main(["--out", str(tmp_path / "gone" / "gpu.json")])
 
 
 def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(tmp_path: Path) -> None:
