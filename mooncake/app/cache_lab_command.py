@@ -182,14 +182,14 @@ def _print(path: Path, endless: HitCount, options: LabOptions, done: dict[Task, 
     }
     for name in options.policies:
         row = [done[Task(path, name, size)] for size in options.capacities]
-        cells = [
+        shares = [
             f"[bold]{entry.rates.block:.4f}[/]"
             if entry.rates.block == best[entry.task.capacity]
             else f"{entry.rates.block:.4f}"
             for entry in row
         ]
         table.add_row(
-            name, *cells, f"{sum(entry.seconds for entry in row):.1f}", style="dim" if name == BELADY else None
+            name, *shares, f"{sum(entry.seconds for entry in row):.1f}", style="dim" if name == BELADY else None
         )
     out.print(table)
 

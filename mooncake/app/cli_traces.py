@@ -27,7 +27,7 @@ MaxOutput = Annotated[int | None, typer.Option(min=1, help="Most tokens of an an
 TokensPerBlock = Annotated[int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")]
 JitterMs = Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")]
 Speed = Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")]
-Seed = Annotated[int, typer.Option(help="Of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 ClusterFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
 ]
@@ -201,7 +201,7 @@ def trace_scale(
         int | None, typer.Option(min=1, help="So many, from copies with users of their own.", show_default="as many")
     ] = None,
     speed: Annotated[float, typer.Option(min=0.001, help="Make it so much faster.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of when each copy begins.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of when each copy begins.")] = 0,
 ) -> None:
     """The same trace with more requests, or faster."""
     from mooncake.app.trace_tools import scale_trace
@@ -214,7 +214,7 @@ def trace_generate(
     target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
     shape: Annotated[str, typer.Option(help="conversation or toolagent: measured on the published traces.")],
     requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="as published")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same trace.")] = 0,
 ) -> None:
     """A trace of a published one's measured shape. That is lengths, arrivals, and what was there before."""
     from mooncake.app.trace_tools import generate_trace

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.markup import escape
 
 from mooncake.app.console import err
 from mooncake.app.outputs import writable
@@ -36,7 +37,10 @@ def measure(options: ScaleOptions) -> None:
     text = None if options.text is None else _read(options.text)
     scales = measured(checkpoint, options.tokens, text)
     save_key_scales(options.out, scales, checkpoint.name, options.tokens)
-    err.print(f"written: {options.out}. Use it with model.kv_dtype=int8 model.key_scales={options.out} on every node.")
+    file = escape(str(options.out))
+    err.print(
+        f"written: {file}. Use it with model.kv_dtype=int8 model.key_scales={file} on every node.", soft_wrap=True
+    )
 
 
 def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str | None = None) -> KeyScales:
@@ -69,5 +73,7 @@ def _exponents(model: CausalLM, tokens: torch.Tensor) -> Exponents:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read {path}: it is not text") from None

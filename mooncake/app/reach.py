@@ -14,20 +14,26 @@ from mooncake.rpc.server import split_address
 
 @contextlib.contextmanager
 def reach(address: str) -> Iterator[Client]:
-    """A client for one command. When nobody listens at ``address``, NodeUnavailable says how to start a cluster;
-    Unauthenticated says where a key is taken from."""
-    with Client(address) as client:
-        try:
-            yield client
-        except Unauthenticated as error:
-            where = f"{API_KEY_ENV}, or conductor.api_keys of the configuration"
-            raise Unauthenticated(f"{error.message}; commands take the key of {where}") from None
-        except NodeUnavailable:
-            if _is_listening(address):
-                raise
-            raise NodeUnavailable(
-                f"no cluster answers at {address}; start one with `mooncake serve`, or name another with --address"
-            ) from None
+    """A client for one command. Raises as ``telling_what_to_do``."""
+    with Client(address) as client, telling_what_to_do(address):
+        yield client
+
+
+@contextlib.contextmanager
+def telling_what_to_do(address: str) -> Iterator[None]:
+    """When nobody listens at ``address``, NodeUnavailable says how to start a cluster; Unauthenticated says where a key
+    is taken from."""
+    try:
+        yield
+    except Unauthenticated as error:
+        where = f"{API_KEY_ENV}, or conductor.api_keys of the configuration"
+        raise Unauthenticated(f"{error.message}; commands take the key of {where}") from None
+    except NodeUnavailable:
+        if _is_listening(address):
+            raise
+        raise NodeUnavailable(
+            f"no cluster answers at {address}; start one with `mooncake serve`, or name another with --address"
+        ) from None
 
 
 def _is_listening(address: str) -> bool:

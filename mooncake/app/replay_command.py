@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mooncake.app.console import err, ms, out, plain_table
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult, Spread
+from mooncake.app.reach import telling_what_to_do
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport, write_json
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.errors import Cancelled
@@ -36,7 +37,7 @@ def replay_trace(
     replay = Replay(address, options, meter.add)
     complete = True
     try:
-        with meter.shown():
+        with telling_what_to_do(address), meter.shown():
             run_async(unless_stopped(replay.run(trace)))
     except Cancelled:
         complete = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def show_trace(path: Path, limit: int | None, as_json: bool) -> None:
         ]
         print_json({"trace": str(path), **facts, "lru_hit_rates": rates})
         return
-    table = plain_table(path.name, "")
+    table = plain_table(escape(path.name), "")
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
     out.print(table)
@@ -132,7 +133,7 @@ def trace_facts(trace: list[TraceRequest]) -> dict[str, int | float]:
     return {
         "requests": len(trace),
         "duration_s": duration_s,
-        "requests_per_s": len(trace) / max(duration_s, 1e-9),
+        "requests_per_s": len(trace) / duration_s if duration_s else math.inf,
         "input_tokens": sum(inputs),
         "input_mean": mean(inputs),
         "input_p50": percentile(inputs, 0.5),

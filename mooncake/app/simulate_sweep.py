@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from rich.markup import escape
 from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.app.sim.charts import Series, lines
 from mooncake.app.sim.cluster import Cluster, Ssd
-from mooncake.app.sim.simulation import Run
+from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize, to_json
 from mooncake.app.simulate import play
 from mooncake.errors import ConfigError
@@ -105,13 +106,15 @@ def sweep(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Raises ConfigError for a thing that cannot be varied, or a value that it cannot have."""
+    """Raises ConfigError for a thing that cannot be varied, or a value it cannot have, before anything is played."""
     if vary not in VARIED:
         raise ConfigError(f"{vary!r} cannot be varied; what can: {', '.join(VARIED)}")
-    points = []
-    for value in values:
-        cluster, run = VARIED[vary](setting, value.strip())
+    settings = [VARIED[vary](setting, value.strip()) for value in values]
+    for cluster, run in settings:
         cluster.check()
+        Simulation(cluster, trace[:1], run)  # which knows what policies there are, and the sizes of SSDs
+    points = []
+    for value, (cluster, run) in zip(values, settings, strict=True):
         simulation, wall_s = play(cluster, trace, run, f"{vary} {value}")
         summary = summarize(simulation, name)
         line = {"sweep": vary, "value": value, **to_json(summary, cluster, run), "wall_s": round(wall_s, 3)}
@@ -176,10 +179,11 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
     ]
     style = "body{font:14px system-ui;max-width:980px;margin:2em auto}svg{width:48%;font:10px system-ui;fill:#57606a}"
     style += "svg .grid{stroke:#d0d7de;stroke-width:.5}svg .title{font-size:12px;font-weight:600}"
+    title = html.escape(f"{vary} on {name}")
     data = msgspec.json.encode([point.line for point in points]).decode().replace("<", "\\u003c")
     path.write_text(
-        f'<!doctype html><meta charset="utf-8"><title>{vary} on {name}</title><style>{style}</style>'
-        f"<h1>{vary} on {name}</h1>{''.join(charts)}"
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+        f"<h1>{title}</h1>{''.join(charts)}"
         f'<script type="application/json" id="data">{data}</script>'
     )
 

@@ -22,7 +22,8 @@ from mooncake.app.bench_report import commit, machine, progress, tell
 from mooncake.app.bench_traffic import ServedByCluster, Traffic
 from mooncake.app.calibrate_pair import PairCosts, PairSamples
 from mooncake.app.console import ms, out, plain_table, print_json
-from mooncake.app.flags import Flags
+from mooncake.app.extras import require
+from mooncake.app.flags import Flags, positive
 from mooncake.app.latency import Outcome, Spread
 from mooncake.app.local import LocalCluster
 from mooncake.app.outputs import output_folder
@@ -194,15 +195,17 @@ def parse(args: list[str]) -> Options:
     add("--requests", type=int, default=120, help="the first so many of the trace")
     add("--tokens-per-block", type=int, default=8, help="that stand for a block of 512 in a prompt")
     add("--output-per-block", type=int, default=32, help="and in an answer")
-    add("--rate", type=float, default=0.6, help="requests a second")
-    add("--link", type=float, default=160.0, metavar="MB/S", help="what each node may send")
+    add("--rate", type=positive("--rate"), default=0.6, help="requests a second")
+    add("--link", type=positive("--link"), default=160.0, metavar="MB/S", help="what each node may send")
     flags.seed()
     flags.overrides()
     add("--out", type=output_folder, metavar="FOLDER", help="write the figures and the plot there")
     flags.json_line()
     given = flags.read(args)
-    if min(given.requests, given.tokens_per_block, given.output_per_block, given.rate, given.link) <= 0:
-        raise ConfigError("--requests, --tokens-per-block, --output-per-block, --rate and --link must be positive")
+    if min(given.requests, given.tokens_per_block, given.output_per_block) < 1:
+        raise ConfigError("--requests, --tokens-per-block and --output-per-block must be positive")
+    if given.out is not None:
+        require("matplotlib", "plots", "--out")
     return Options(
         given.trace,
         given.requests,

@@ -64,6 +64,13 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
             "there is no folder /none; it is to hold the published traces",
         ),
         (["cache-lab", "/none.jsonl", "--plots", "/dev/null"], 2, "cannot write in /dev/null: Not a directory"),
+        (["simulate", "/none.jsonl", "--seed", "-1"], 2, "--seed"),
+        (["trace", "generate", "/none", "--shape", "conversation", "--seed", "-1"], 2, "--seed"),
+        (
+            ["key-scales", "--out", "/tmp/scales", "--text", "/none"],
+            2,
+            "cannot read /none: No such file or directory\n",
+        ),
         (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: chunked, conductor, engine, gpu,"),
         (
             ["status", "--address", "127.0.0.1:9"],
@@ -174,6 +181,27 @@ def test_trace_stats_count_hits(tmp_path: Path) -> None:
     assert (facts["requests"], facts["block_references"], facts["distinct_blocks"]) == (6, 18, 9)
     assert facts["lru_hit_rates"][0]["block"] == 9 / 18
     assert "0.5000" in run("trace", "stats", f"{tmp_path}/t.jsonl").stdout
+
+
+def test_a_file_s_name_is_told_as_it_is(tmp_path: Path) -> None:
+    name = "[bold]t.jsonl"
+    (tmp_path / name).write_text(TRACE)
+    assert name in run("trace", "stats", f"{tmp_path}/{name}").stdout
+
+
+def test_a_trace_that_comes_at_once_has_no_rate(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(TRACE)
+    assert (
+        json.loads(run("trace", "stats", f"{tmp_path}/t.jsonl", "--limit", "1", "--json").stdout)["requests_per_s"]
+        is None
+    )
+
+
+def test_a_replay_that_nobody_answers_says_how_to_start_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(TRACE)
+    done = run("replay", f"{tmp_path}/t.jsonl", "--address", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert "no cluster answers at 127.0.0.1:9; start one with `mooncake serve`" in done.stderr
 
 
 def test_generate_streams_an_answer_and_its_figures(cluster: LocalCluster) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from conductor.cost import DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer
 from mooncake.app.calibrate_pair import PairCosts, _one_by_one, _together
+from mooncake.app.extras import MissingDependency
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.validate import Compared, chosen_trace, described_cluster, parse, parts_ms, settings
 from mooncake.errors import ConfigError
@@ -94,8 +97,17 @@ def test_figures_outside_their_limits_are_told() -> None:
 
 
 def test_what_makes_no_sense_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="must be positive"):
-        parse(["--rate", "0"])
+    for rate in ("0", "nan", "inf", "many"):
+        with pytest.raises(ConfigError, match=f"--rate must be positive, got '{rate}'"):
+            parse(["--rate", rate])
+
+
+def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it was not installed
+    with pytest.raises(MissingDependency, match="--out needs matplotlib"):
+        parse(["--out", str(tmp_path)])
 
 
 def test_a_first_token_s_time_is_waiting_for_others_and_own_work() -> None:

@@ -171,6 +171,19 @@ def test_a_value_that_makes_no_sense_is_refused_with_its_reason(
         app(["sweep", str(trace), "--preset", preset, "--vary", vary, "--values", value], standalone_mode=False)
 
 
+def test_a_value_that_makes_no_sense_is_refused_before_any_is_played(trace: Path) -> None:
+    for vary, values in (("policy", "random,nobody"), ("load", "1,0"), ("ssd", "0,1")):
+        arguments = ["sweep", str(trace), "--preset", "paper-16", "--vary", vary, "--values", values, "--json"]
+        result = CliRunner().invoke(app, arguments)
+        assert isinstance(result.exception, ConfigError) and not result.stdout
+
+
+def test_a_page_tells_a_trace_s_name_as_it_is(trace: Path, tmp_path: Path) -> None:
+    odd, plot = trace.rename(tmp_path / "<b>&.jsonl.xz"), tmp_path / "plot.html"
+    call("sweep", odd, "--preset", "paper-16", "--limit", "5", "--vary", "load", "--values", "1", "--plot", plot)
+    assert "<h1>load on &lt;b&gt;&amp;.jsonl.xz</h1>" in plot.read_text()
+
+
 def test_a_window_without_answers_shows_neither_times_nor_hits() -> None:
     pause_ms = 600_000.0
     trace = [*generate("conversation", 20, 1)]
