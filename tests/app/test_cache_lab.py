@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mooncake.app.cache_lab import LAB_POLICIES, Lab, Rates, Rules
-from mooncake.app.cache_lab_report import Cell
+from mooncake.app.cache_lab_command import TITLES
+from mooncake.app.cache_lab_report import Cell, cells, markdown
 from mooncake.app.cli import app
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest, expected_hits, load_trace
@@ -131,6 +132,37 @@ def test_the_published_rows_of_lru_and_lfu_come_out_to_the_digit(
 
 # By capacity, with blocks touched tail first. Belady of that analysis keeps blocks that are never read again while
 # others that are could stay, and is lower than ours at small sizes; its ARC counts ghosts a little differently.
+REPRODUCTION = Path(__file__).parents[2] / "deploy" / "reproduction"
+
+
+def test_the_saved_page_of_policies_is_that_of_the_saved_rates() -> None:
+    """The tables, and what is said of the default policy above them."""
+    page = (REPRODUCTION / "eviction.md").read_text()
+    saved = json.loads((REPRODUCTION / "eviction.json").read_text())
+    over_lru: dict[str, list[str]] = {"block": [], "second_half_block": []}
+    for stem in ("conversation_trace", "synthetic_trace"):
+        for rules in Rules:
+            rates = {
+                (row["policy"], row["capacity_blocks"]): Rates(*(row[name] for name in Rates.__slots__))
+                for row in saved
+                if row["trace"].startswith(stem) and row["rules"] == rules
+            }
+            assert markdown(f"{stem}, {TITLES[rules]}", cells(stem, rules, rates)) in page
+            if rules is Rules.POOL:
+                sizes = [size for policy, size in rates if policy == "lru"]
+                for name, said in over_lru.items():
+                    gains = [
+                        getattr(rates["workload-aware", size], name) - getattr(rates["lru", size], name)
+                        for size in sizes
+                    ]
+                    ends = (f"{gain:.4f}".removeprefix("0") if gain else "0" for gain in (min(gains), max(gains)))
+                    said.append(" to ".join(ends))
+    [chat, documents], [chat_later, documents_later] = over_lru.values()
+    said_here = " ".join(page.split())
+    assert f"over LRU by {chat} on the conversation trace and by {documents} on the synthetic one" in said_here
+    assert f"by {chat_later} and {documents_later}. " in said_here
+
+
 ANALYSIS = {
     "fifo": (0.0445, 0.0637, 0.1820),
     "lfu": (0.0481, 0.0750, 0.1322),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from mooncake.app.bench_traffic import Answer
 from mooncake.app.calibrate_pair import PairCosts, _one_by_one, _together
 from mooncake.app.extras import MissingDependency
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.validate import Compared, chosen_trace, described_cluster, parse, parts_ms, settings
+from mooncake.app.validate import Compared, chosen_trace, described_cluster, markdown, parse, parts_ms, settings
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest
 
@@ -94,6 +95,13 @@ def test_figures_outside_their_limits_are_told() -> None:
     assert not Compared("p50", 100.0, 111.0, 0.1).is_within
     assert Compared("p90", 100.0, 500.0).is_within, "no limit is set on it"
     assert math.isinf(Compared("nothing came", 0.0, 1.0).error)
+
+
+def test_the_saved_page_is_that_of_the_saved_figures() -> None:
+    folder = Path(__file__).parents[2] / "deploy" / "reproduction"
+    line = json.loads((folder / "validation.json").read_text())
+    rows = [Compared(row["what"], row["live"], row["simulated"], row["limit"]) for row in line["results"]]
+    assert (folder / "validation.md").read_text() == markdown(line, rows)
 
 
 def test_what_makes_no_sense_is_one_sentence() -> None:

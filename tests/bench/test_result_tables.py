@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import result_tables
-from result_tables import PAGES, RESULTS, rows, said, typed_figures, whole
+from result_tables import PAGES, RESULTS, Result, rows, said, typed_figures, whole
 
 ROWS = [pytest.param(row, id=row["what"][:60]) for page in PAGES for row in rows(page)]
 ROOT = Path(__file__).parents[2]
@@ -54,11 +54,29 @@ def test_a_typed_figure_is_found() -> None:
     assert typed_figures(row) == ["1.1"]
 
 
+def first_tokens_under_load() -> list[str]:
+    """What is said of them, of the Zen 4."""
+    zen4 = Result(RESULTS / "serve-2core-zen4-fp32.json")
+
+    def of(subject: str, figure: str, clients: int) -> float:
+        return float(zen4["best"][f"{subject} | {figure} | clients={clients}"])
+
+    rates = [of(subject, "requests", 16) for subject in ("cluster, shm", "one engine")]
+    first_s = [of("one engine", "TTFT p50", 8) / 1e3, *(of("cluster, shm", "TTFT p50", n) / 1e3 for n in (8, 16))]
+    gaps_s = [of("one engine", "TBT p99", 16) / 1e3, of("cluster, shm", "TBT p50", 16) / 1e3]
+    return [
+        f"({rates[0]:.1f} prompts of 256 tokens a second where one engine does {rates[1]:.1f}, on the Zen 4)",
+        f"first tokens in {first_s[0]:.1f} s and gaps of {gaps_s[0]:.1f} s, where the cluster has {first_s[1]:.0f} to "
+        f"{first_s[2]:.0f} s and gaps of {gaps_s[1]:.2f} s.",
+    ]
+
+
 def test_what_is_held_elsewhere_is_told_as_it_was_saved() -> None:
-    text = PAGES["bench"].read_text()
+    text = " ".join(PAGES["bench"].read_text().split())
     compared = json.loads((ROOT / "deploy/reproduction/validation.json").read_text())["results"]
     limited = [row for row in compared if row["limit"]]
     within = sum(abs(row["error"]) <= row["limit"] for row in limited)
     assert f"**{within} of {len(limited)}** figures within their limits" in text
+    assert all(said in text for said in first_tokens_under_load())
     [switch] = json.loads(SWITCH.read_text())["results"]
     assert f"**{switch['best']} ms** of control work" in text
