@@ -8,18 +8,16 @@ end; every block crosses from one to the other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import multiprocessing
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -31,8 +29,9 @@ from kvstore.transfer.sockets import tune
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
+from mooncake.app.peers.spawned import spawned
 from mooncake.config import load_config
-from mooncake.errors import InternalError, NodeUnavailable
+from mooncake.errors import InternalError
 
 POOL_BYTES = 2 << 30  # as theirs has
 MEMORY_BYTES = 256 << 20  # that is put from and read into, and as much of what is stored is read
@@ -120,12 +119,12 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         if options.mooncake_python:
             peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
             others.append(_Theirs(stack.enter_context(peer)))
-        others.append(_Socket(stack.enter_context(_process(_drain)), memory))
+        others.append(_Socket(stack.enter_context(spawned(tuple, _drain, is_killed=True)), memory))
         others.append(_Copy(memory))
         kept: dict[tuple[str, str, int], list[Answer]] = {}
         for size in SIZES:
             with ExitStack() as of_size:
-                address = of_size.enter_context(_process(_keep, size))
+                address = of_size.enter_context(spawned(str, _keep, size, is_killed=True))
                 ours = [of_size.enter_context(_Ours(t, address, memory)) for t in options.transports]
                 operations = ["get", "put", "get batch"] + ["exists"] * (size == SIZES[0])
                 for rep, operation in itertools.product(range(options.reps), operations):
@@ -322,22 +321,6 @@ class _Theirs:
         if operation == "get batch":
             return None
         return self._peer.ask({"operation": operation, "size": size, "seconds": seconds}, Answer)
-
-
-@contextlib.contextmanager
-def _process(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
-    """Another process, and what it says first."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there, *arguments), daemon=True)
-    process.start()
-    try:
-        if not here.poll(DEADLINE_S):
-            raise NodeUnavailable("the other process does not start")
-        yield here.recv()
-    finally:
-        process.kill()
-        process.join()
 
 
 def _drain(control: Connection) -> None:

@@ -7,12 +7,11 @@ turns (A B A B), over TCP on this machine; and what becomes of the speed when on
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -31,7 +30,7 @@ from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.rails import Rails
-from mooncake.errors import NodeUnavailable
+from mooncake.app.peers.spawned import spawned
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
@@ -130,7 +129,7 @@ def parse(args: list[str]) -> Options:
 def measure(options: Options, report: Report, shown: Progress) -> None:
     with ExitStack() as stack:
         tell(shown, "starting")
-        address, bare_address, pid = stack.enter_context(_owner())
+        address, bare_address, pid = stack.enter_context(spawned(tuple, _own, BLOCK_BYTES, NUM_BLOCKS, is_killed=True))
         memory = np.random.default_rng(options.seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         subjects: list[Subject] = []
         for transport in options.transports:
@@ -347,24 +346,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@contextlib.contextmanager
-def _owner() -> Iterator[tuple[SegmentAddress, tuple[str, int], int]]:
-    """The other process: its segment, a bare socket over the same memory, and its id."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_own, args=(there, BLOCK_BYTES, NUM_BLOCKS), daemon=True)
-    process.start()
-    try:
-        if not here.poll(DEADLINE_S):
-            raise NodeUnavailable("the owner of the memory does not start")
-        address, bare = here.recv()
-        yield address, bare, process.pid or 0
-    finally:
-        process.kill()
-        process.join()
-
-
 def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:
+    """The other process: says its segment, the address of a bare socket over the same memory, and its id."""
     segment = Segment.create("bench", block_bytes, num_blocks)
     segment.populate()
     server = SegmentServer(segment, "bench")
@@ -372,7 +355,7 @@ def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:
     server.grant(range(num_blocks), EPOCH)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_bare, args=(listener, segment), daemon=True).start()
-    control.send((server.address, listener.getsockname()))
+    control.send((server.address, listener.getsockname(), os.getpid()))
     with contextlib.suppress(EOFError):
         control.recv()
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from mooncake.app import (
 )
 from mooncake.app.bench_report import Figure, Report
 from mooncake.app.peers.engine import PeerEngine
+from mooncake.app.peers.spawned import START_S, spawned
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -187,6 +189,13 @@ def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str
 def test_a_wrong_option_is_one_sentence(main: Callable[[list[str]], None], arguments: list[str], sentence: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=re.escape(sentence)):
         main(arguments)
+
+
+def test_a_process_that_ends_before_it_is_ready_is_not_waited_for() -> None:
+    begin = time.monotonic()
+    with pytest.raises(NodeUnavailable, match="ended before it was ready"), spawned(str, print):  # which sends nothing
+        pass
+    assert time.monotonic() < begin + START_S / 2
 
 
 def test_a_prompt_that_the_model_has_no_room_for_is_refused_at_once(tiny: Path) -> None:

@@ -16,22 +16,26 @@ T = TypeVar("T")
 
 
 @contextmanager
-def spawned(kind: type[T], target: Callable[..., None], *args: object) -> Iterator[T]:
-    """Run ``target(pipe, *args)`` there: what it sends first. Then it is to wait for the pipe's end, and return. Raises
-    NodeUnavailable when it does not start."""
+def spawned(kind: type[T], target: Callable[..., None], *args: object, is_killed: bool = False) -> Iterator[T]:
+    """Run ``target(pipe, *args)`` there: what it sends first. Then it is to wait for the pipe's end, and return; or to
+    go on until it ``is_killed``. Raises NodeUnavailable when it does not start."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
     process.start()
+    theirs.close()  # so that its end is the pipe's
     try:
         if not ours.poll(START_S):
             raise NodeUnavailable("the other process does not start")
-        said = ours.recv()
+        try:
+            said = ours.recv()
+        except EOFError:
+            raise NodeUnavailable("the other process ended before it was ready; what it says is above") from None
         assert isinstance(said, kind)
         yield said
     finally:
         ours.close()
-        theirs.close()
-        process.join(END_S)
+        process.join(0 if is_killed else END_S)
         if process.is_alive():
             process.kill()
+            process.join()
