@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.markup import escape
 
 from mooncake.app.console import answer_line, err, print_json
 from mooncake.app.reach import reach
 from mooncake.client import Client, GenerateChunk
-from mooncake.errors import MooncakeError
+from mooncake.errors import ContextTooLong, MooncakeError
 from mooncake.types import SamplingParams
 
 
@@ -28,10 +28,27 @@ class TalkOptions:
     def ask(
         self, client: Client, prompt: str | None = None, messages: Sequence[Mapping[str, str]] | None = None
     ) -> Iterator[GenerateChunk]:
+        """An answer of ``sampling.max_tokens`` at most: of what the context leaves, where that is less."""
+        try:
+            yield from self._ask(client, prompt, messages, self.sampling)
+        except ContextTooLong as error:
+            if error.param != "max_tokens":
+                raise
+            num_prompt = len(client.tokenize(prompt, messages=messages, model=self.model))
+            room = max(1, client.models()[0].max_model_len - num_prompt)
+            yield from self._ask(client, prompt, messages, replace(self.sampling, max_tokens=room))
+
+    def _ask(
+        self,
+        client: Client,
+        prompt: str | None,
+        messages: Sequence[Mapping[str, str]] | None,
+        sampling: SamplingParams,
+    ) -> Iterator[GenerateChunk]:
         return client.stream(
             prompt,
             messages=messages,
-            sampling=self.sampling,
+            sampling=sampling,
             stop=self.stop,
             model=self.model,
             timeout_s=self.timeout_s,

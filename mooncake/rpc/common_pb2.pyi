@@ -68,6 +68,7 @@ class SamplingParams(_message.Message):
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
+    """more than the context leaves is refused; unset: see GenerateRequest"""
     min_tokens: _builtins.int
     temperature: _builtins.float
     """0: greedy"""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2 as pb
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import (
     BeamSearch,
     BlockEvent,
@@ -69,16 +70,17 @@ def _beams_to_wire(beams: BeamSearch | None) -> pb.BeamSearch | None:
     return pb.BeamSearch(length_penalty=beams.length_penalty, early_stopping=beams.early_stopping)
 
 
-def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
-    """Unset fields take their defaults; an unset seed is drawn. Raises InvalidRequest for values out of range."""
-    defaults = SamplingParams()
+def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEUTRAL) -> SamplingParams:
+    """Unset fields take their defaults, those of ``model`` first; an unset seed is drawn. Raises InvalidRequest for
+    values out of range."""
+    defaults = NEUTRAL if message.HasField("beam_search") else model
     return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else SamplingParams().max_tokens,
         min_tokens=message.min_tokens,
         temperature=message.temperature if message.HasField("temperature") else defaults.temperature,
-        top_k=message.top_k,
+        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
         top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
-        min_p=message.min_p,
+        min_p=message.min_p if message.HasField("min_p") else defaults.min_p,
         repetition_penalty=(
             message.repetition_penalty if message.HasField("repetition_penalty") else defaults.repetition_penalty
         ),

@@ -112,7 +112,9 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """max_tokens unset: 16, or for a chat all that the context leaves"""
+
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop strings; not part of the answer"""

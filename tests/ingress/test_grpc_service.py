@@ -134,6 +134,19 @@ async def test_a_person_reads_an_error_after_streamed_text_on_a_line_of_its_own(
     assert capsys.readouterr().out == "Hello\n"
 
 
+@pytest.mark.parametrize("raw", [False, True])
+async def test_a_person_asks_for_tokens_at_most(front, raw, capsys):
+    front.script.ends = False
+    options = TalkOptions(front.grpc_address, SamplingParams(max_tokens=512))
+
+    await asyncio.to_thread(generate, "x" * 4000, options, raw=raw, as_json=False)
+
+    [asked] = front.script.asked
+    assert len(asked.tokens) + asked.sampling.max_tokens == 4096 and capsys.readouterr().out.endswith("\n")
+    with pytest.raises(ContextTooLong, match="leaves no room"):
+        await asyncio.to_thread(generate, "x" * 5000, options, raw=raw, as_json=False)
+
+
 async def test_the_client_streams_and_closing_it_cancels(front):
     front.script.ends, front.script.delay_s = False, 0.01
 
@@ -174,6 +187,19 @@ async def test_defaults_of_length_are_those_of_the_kind_of_prompt(front):
     assert chat.usage.prompt_tokens + chat.usage.completion_tokens == 4096
 
 
+async def test_more_tokens_than_the_context_leaves_are_refused_in_the_words_of_http(front):
+    message = {"role": "user", "content": "x" * 3960}
+    with pytest.raises(ContextTooLong) as caught:
+        await say(front, messages=[message], sampling=SamplingParams(max_tokens=120))
+    answer = await front.http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 120})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == caught.value.message
+    assert caught.value.message == "max_tokens is 120, and a prompt of 3977 tokens leaves 119 of the context of 4096"
+    await say(front, messages=[message], sampling=SamplingParams(max_tokens=119))
+    assert front.script.asked[-1].sampling.max_tokens == 119
+
+
 @pytest.mark.parametrize("stop", [["lo"], "lo"])
 async def test_stop_strings_cut_here_too(front, stop):
     front.script.ends = False
@@ -193,6 +219,7 @@ async def test_stop_strings_cut_here_too(front, stop):
         ({"messages": []}, InvalidRequest, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, InvalidRequest, "messages[0].role"),
         ({"prompt": "x" * 4096}, ContextTooLong, "text"),
+        ({"prompt": "x" * 4000, "sampling": SamplingParams(max_tokens=97)}, ContextTooLong, "max_tokens"),
         ({"prompt": "x", "stop": [""]}, InvalidRequest, "stop"),
         ({"prompt": "x", "cache_salt": "a/b"}, InvalidRequest, "cache_salt"),
         ({"prompt": "x", "request_id": "a b"}, InvalidRequest, "request_id"),
