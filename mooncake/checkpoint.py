@@ -25,6 +25,7 @@ from mooncake.json_file import read_json
 from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from mooncake.types import KVLayout
 
@@ -47,6 +48,11 @@ class Checkpoint(ABC):
     name: str
     path: Path
     config: ModelConfig
+
+    def sampling_defaults(self, wanted: str) -> SamplingDefaults:
+        """Of requests that do not say how to sample, with model.generation_config as ``wanted``. GGUF files recommend
+        nothing. Raises ModelError for values that no request could have."""
+        return NEUTRAL
 
     @cached_property
     def digest(self) -> str:
@@ -127,10 +133,13 @@ class HFCheckpoint(Checkpoint):
         tree = read_json(path / "config.json", "an HF folder needs one")
         self.shards = _open_shards(path)
         shapes = {name: tensor.shape for shard in self.shards for name, tensor in shard.tensors.items()}
-        generation = path / "generation_config.json"
-        self.config = _hf_config(
-            Settings(tree, str(path / "config.json")), read_json(generation) if generation.exists() else {}, shapes
-        )
+        self._generation = _read_if_there(path / "generation_config.json")
+        settings = Settings(tree, str(path / "config.json"))
+        self.config = _hf_config(settings, _hf_eos(path, self._generation, settings), shapes)
+
+    def sampling_defaults(self, wanted: str) -> SamplingDefaults:
+        source = str(self.path / "generation_config.json")
+        return defaults_from(self._generation, source) if wanted == "auto" else NEUTRAL
 
     def load_tokenizer(self) -> Tokenizer:
         return tokenizer_from_hf(self.path, self.config.eos_ids)
@@ -315,12 +324,29 @@ def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
     return shards
 
 
-def _hf_config(
-    settings: Settings, generation: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
-) -> ModelConfig:
+def _read_if_there(path: Path) -> Mapping[str, object]:
+    return read_json(path) if path.exists() else {}
+
+
+def _hf_eos(folder: Path, generation: Mapping[str, object], settings: Settings) -> tuple[int, ...]:
+    """What ends an answer: the ids of generation_config.json, or else of config.json; and the tokenizer's own, as in
+    vLLM, for fine-tuned models whose other files still say what ended those of their base."""
+    ids = _token_ids(generation.get("eos_token_id")) or _token_ids(settings.get("eos_token_id"))
+    tokenizer = _read_if_there(folder / "tokenizer_config.json")
+    eos, added = tokenizer.get("eos_token"), tokenizer.get("added_tokens_decoder")
+    name = eos.get("content") if isinstance(eos, dict) else eos
+    vocab_size = settings.integer("vocab_size", 0)
+    own = [
+        int(token_id)
+        for token_id, token in (added if isinstance(added, dict) else {}).items()
+        if token_id.isdecimal() and isinstance(token, dict) and name is not None and token.get("content") == name
+    ]
+    return tuple(dict.fromkeys((*ids, *(token_id for token_id in own if token_id < vocab_size))))
+
+
+def _hf_config(settings: Settings, eos_ids: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     family = settings.get("model_type")
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
-    eos_ids = _token_ids(generation.get("eos_token_id")) or _token_ids(settings.get("eos_token_id"))
     if isinstance(family, str) and family in OTHER_FAMILIES:
         config = read_config(family, settings, bos_id, eos_ids, shapes)
         named = {published_name(family, name): shape for name, shape in shapes.items()}

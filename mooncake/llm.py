@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
+from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks
 from mooncake.engine.contract import check_least
@@ -117,6 +118,7 @@ class LLM:
         adapters: Mapping[str, str] | None = None,
         device: str = "cpu",
         tensor_parallel: int = 1,
+        generation_config: str = "auto",
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
@@ -130,11 +132,14 @@ class LLM:
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs.
+        CPUs. ``generation_config`` "none" leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
         check_least({"tensor_parallel": (tensor_parallel, 1)})
+        if generation_config not in GENERATION_CONFIGS:
+            raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         checkpoint = open_checkpoint(model)
+        self._defaults = checkpoint.sampling_defaults(generation_config)
         config = EngineConfig(
             block_tokens,
             chunk_tokens,
@@ -190,6 +195,10 @@ class LLM:
         self.engine.drop_cached()
         self._backend.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no ``sampling`` is given, with what the model's generation_config.json says of it."""
+        return self._defaults.params()
+
     def generate(
         self,
         prompts: Prompts,
@@ -201,15 +210,15 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt; answers come in the order of the prompts.
 
-        One ``sampling`` and ``adapter`` for all or one each; seed 0 stands for a random one. Each answer ends before
-        the first of the ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered so many
-        times.
+        One ``sampling`` and ``adapter`` for all or one each; no ``sampling`` is ``get_default_sampling_params()``, and
+        seed 0 stands for a random one. Each answer ends before the first of the ``stop`` strings in it. With
+        ``sampling.n`` each prompt is computed once and answered so many times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         given = _prompt_list(prompts)
         token_ids = [self._encode(prompt) for prompt in given]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        samplings = _one_each(sampling or SamplingParams(), len(token_ids))
+        samplings = _one_each(sampling or self.get_default_sampling_params(), len(token_ids))
         places = self._places(adapter, len(token_ids))
         completions = self._answer(token_ids, samplings, places, _stop_strings(stop), use_tqdm)
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
@@ -226,7 +235,7 @@ class LLM:
         """Answer one conversation, or each of several, written with the model's own chat template."""
         token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
-        samplings = _one_each(sampling or SamplingParams(), len(token_ids))
+        samplings = _one_each(sampling or self.get_default_sampling_params(), len(token_ids))
         places = self._places(adapter, len(token_ids))
         completions = self._answer(token_ids, samplings, places, _stop_strings(stop), use_tqdm)
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]

@@ -156,6 +156,7 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
         adapters={adapter.name: adapter.digest for adapter in open_adapters(parse_adapters(config.model.adapters))},
+        sampling=checkpoint.sampling_defaults(config.model.generation_config),
     )
 
 

@@ -107,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         wanted.max_tokens = self._pipeline.max_tokens(len(tokens), asked, default)
         bad_words = self._pipeline.bad_words(request.bad_words)
         wanted.bad_words.extend(common_pb2.TokenRun(ids=word) for word in bad_words)
-        sampling = sampling_from_wire(wanted)
+        sampling = sampling_from_wire(wanted, self._pipeline.sampling)
         await self._pipeline.check_guide(sampling.guide)
         return self._pipeline.job(
             tokens,
@@ -124,14 +124,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:
-        """The prompt's ids, and how long its answer may be when the client does not say."""
+        """The prompt's ids, and how long its answer may be when the client does not say; None: as long as fits."""
         match request.WhichOneof("prompt"):
             case "text":
                 return await self._pipeline.encode(request.text, "text"), COMPLETION_MAX_TOKENS
             case "token_ids":
                 return self._pipeline.check_tokens(request.token_ids.ids, "token_ids"), COMPLETION_MAX_TOKENS
             case "chat":
-                return await self._pipeline.encode_chat(chat_from_wire(request.chat)), None
+                tokens = await self._pipeline.encode_chat(chat_from_wire(request.chat))
+                return tokens, self._pipeline.sampling.max_tokens
             case _:
                 raise InvalidRequest("one of text, chat and token_ids must be set", "prompt")
 

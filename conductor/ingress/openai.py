@@ -154,7 +154,9 @@ class OpenAIApi:
             max_tokens = self.pipeline.max_tokens(len(tokens), asked, None)
             scores = body.logprobs if body.echo else None
             with _guide_named(body.guide_field):
-                sampling = sampling_of(body, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words)
+                sampling = sampling_of(
+                    body, self.pipeline.sampling, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words
+                )
                 await self.pipeline.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
             echo = await self.pipeline.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
@@ -199,10 +201,10 @@ class OpenAIApi:
             variables=variables,
             continue_final=conversation.continue_final,
         )
-        max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, None)
+        max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, self.pipeline.sampling.max_tokens)
         bad_words = self.pipeline.bad_words(fields.bad_words or ())
         with _guide_named(fields.guide_field):
-            sampling = sampling_of(fields, max_tokens, logprobs, bad_words=bad_words)
+            sampling = sampling_of(fields, self.pipeline.sampling, max_tokens, logprobs, bad_words=bad_words)
             await self.pipeline.check_guide(sampling.guide)
         if tools is not None and (guide := tools.guide()) is not None:
             if sampling.guide is not None:

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -201,23 +202,25 @@ def _explain(error: msgspec.ValidationError) -> InvalidRequest:
 
 def sampling_of(
     fields: GenerationFields,
+    model: SamplingDefaults,
     max_tokens: int,
     logprobs: int | None,
     best_of: int = 0,
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Raises InvalidRequest, naming the field. A missing seed is drawn."""
+    """What is not given is as ``model`` has it. Raises InvalidRequest, naming the field. A missing seed is drawn."""
+    defaults = NEUTRAL if fields.use_beam_search else model
     if fields.allowed_token_ids is not None and not fields.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_given(fields.min_tokens, 0),
-        temperature=_given(fields.temperature, 1.0),
-        top_k=max(_given(fields.top_k, 0), 0),  # some clients say -1 for "no limit"
-        top_p=_given(fields.top_p, 1.0),
-        min_p=_given(fields.min_p, 0.0),
-        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_k=max(_given(fields.top_k, defaults.top_k), 0),  # some clients say -1 for "no limit"
+        top_p=_given(fields.top_p, defaults.top_p),
+        min_p=_given(fields.min_p, defaults.min_p),
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_given(fields.presence_penalty, 0.0),
         frequency_penalty=_given(fields.frequency_penalty, 0.0),
         logit_bias=tuple(sorted((fields.logit_bias or {}).items())),

@@ -33,6 +33,7 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.guides import Guides
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.text import bad_word_tokens, check_stop
 from mooncake.tokenizer import LONG_TEXT_CHARS, ROLES, ChatMessage, Tokenizer
 from mooncake.types import Guide, SamplingParams, TokenIds
@@ -62,6 +63,7 @@ class ServedModel:
     fingerprint: str  # changes with the weights
     created: int  # seconds since 1970
     adapters: Mapping[str, str] = field(default_factory=dict)  # digests of adapters by the names that clients say
+    sampling: SamplingDefaults = NEUTRAL  # of requests that do not say
 
 
 Emit = Callable[[int, Piece], Awaitable[None]]
@@ -104,6 +106,11 @@ class Pipeline:
     def context_len(self) -> int:
         """Tokens of prompt plus answer, as far as the model reads and the nodes have memory."""
         return min(self.model.max_model_len, self._most_tokens() or self.model.max_model_len)
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        """Of requests that do not say."""
+        return self.model.sampling
 
     @property
     def model_names(self) -> tuple[str, ...]:

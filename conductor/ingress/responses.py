@@ -59,7 +59,7 @@ from conductor.ingress.tools import (
 )
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater
 from mooncake.tokenizer import ChatMessage
-from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken
+from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
@@ -100,7 +100,7 @@ class ResponsesApi:
         conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
-        head = _head(call, body, body.model or api.pipeline.model.name)
+        head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
         writer = ResponseWriter(head, api.extras(body, logprobs is not None), tools.reader() if tools else None)
         if body.stream:
 
@@ -279,7 +279,7 @@ def _headers(call: Call, body: ResponsesRequest) -> dict[str, str]:
     return call.headers | {WARNING_HEADER: "; ".join(filter(None, warnings))}
 
 
-def _head(call: Call, body: ResponsesRequest, model: str) -> ResponseBody:
+def _head(call: Call, body: ResponsesRequest, model: str, sampling: SamplingParams) -> ResponseBody:
     return ResponseBody(
         id=call.answer_id,
         created_at=call.created,
@@ -288,8 +288,8 @@ def _head(call: Call, body: ResponsesRequest, model: str) -> ResponseBody:
         output=[],
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         top_logprobs=body.top_logprobs or 0,
         text=TextConfig((body.text and body.text.format) or TextFormat("text")),
         tools=body.tools or [],

@@ -94,6 +94,10 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of prompt and answer.", show_default="the model's own")
     ] = None,
+    generation_config: Annotated[
+        str | None,
+        typer.Option(metavar="auto|none", help="Defaults of sampling: the model's own, or none.", show_default="auto"),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="To listen on.", show_default="127.0.0.1")] = None,
     http_port: Annotated[
         int | None, typer.Option("--http-port", "--port", help="OpenAI HTTP; 0: any.", show_default="8000")
@@ -134,6 +138,7 @@ def serve(
         "model.path": model,
         "model.name": served_model_name,
         "model.max_model_len": max_model_len,
+        "model.generation_config": generation_config,
         "conductor.host": host,
         "conductor.allowed_origins": allowed_origin,
         "cluster.prefill": prefill,

@@ -24,6 +24,7 @@ from mooncake.checkpoint import GGUFCheckpoint, ModelConfig, open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.host import plan_cache
 from mooncake.errors import ConfigError, ModelError
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import KVLayout
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -167,6 +168,42 @@ def test_every_end_of_sequence_id_counts(folder: Path) -> None:
     assert open_checkpoint(str(folder)).config.eos_ids == (2, 5)
     (folder / "generation_config.json").unlink()
     assert open_checkpoint(str(folder)).config.eos_ids == (2,)
+
+
+def test_the_tokenizer_s_own_end_counts_too(folder: Path) -> None:
+    """A fine-tuned model may end its turns with another token than its base, and say so in its tokenizer alone."""
+    edit(folder / "generation_config.json", eos_token_id=5)
+    added = {"2": {"content": "<|im_end|>"}, "1": {"content": "<|im_start|>"}}
+    settings = folder / "tokenizer_config.json"
+    for eos in ("<|im_end|>", {"content": "<|im_end|>"}):
+        edit(settings, eos_token=eos, added_tokens_decoder=added)
+        assert open_checkpoint(str(folder)).config.eos_ids == (5, 2)
+    edit(settings, added_tokens_decoder={"9999": {"content": "<|im_end|>"}})  # the model cannot say it
+    assert open_checkpoint(str(folder)).config.eos_ids == (5,)
+    edit(settings, eos_token=None, added_tokens_decoder={"2": {}})
+    assert open_checkpoint(str(folder)).config.eos_ids == (5,)
+
+
+def test_a_model_recommends_how_to_sample(folder: Path) -> None:
+    generation = folder / "generation_config.json"
+    assert open_checkpoint(str(folder)).sampling_defaults("auto") == NEUTRAL
+    edit(generation, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=None, max_new_tokens=300)
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.sampling_defaults("auto") == SamplingDefaults(0.6, 20, 0.95, max_tokens=300)
+    assert checkpoint.sampling_defaults("none") == checkpoint.sampling_defaults("vllm") == NEUTRAL
+    edit(generation, top_k=-1)
+    assert open_checkpoint(str(folder)).sampling_defaults("auto").top_k == 0
+    generation.unlink()
+    assert open_checkpoint(str(folder)).sampling_defaults("auto") == NEUTRAL
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "hot"), ("top_p", 1.5), ("max_new_tokens", 0)])
+def test_a_recommendation_that_no_request_could_follow_is_refused(folder: Path, name: str, value: object) -> None:
+    edit(folder / "generation_config.json", **{name: value})
+    checkpoint = open_checkpoint(str(folder))
+    with pytest.raises(ModelError, match=r'generation_config.json: .* must be .*generation_config = "none"'):
+        checkpoint.sampling_defaults("auto")
+    assert checkpoint.sampling_defaults("none") == NEUTRAL
 
 
 def test_tied_embeddings_are_seen_in_the_weights(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("prefill.chunk_tokens=many", "prefill.chunk_tokens: Expected `int`, got `str`"),
         ("model.path=5", "Expected `str`, got `int`"),
         ("prefill.chunk_tokens=-1", "prefill.chunk_tokens must not be negative"),
+        ("model.generation_config=mine", "model.generation_config must be auto, none or vllm, got 'mine'"),
         ("prefill.kv_gb=0", "prefill.kv_gb must be positive"),
         ("decode.kv_gb=-1", "decode.kv_gb must be positive"),
         ("decode.kv_gb=nan", "decode.kv_gb must be positive"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
@@ -187,3 +190,18 @@ def test_a_stop_string_ends_one_answer_of_several(llm: LLM) -> None:
     [free] = llm.generate("1, 2, 3, 4,", sampling)
     [stopped] = llm.generate("1, 2, 3, 4,", sampling, stop=" 6")
     assert [answer.text for answer in stopped.outputs] == [answer.text.partition(" 6")[0] for answer in free.outputs]
+
+
+def test_without_sampling_a_model_s_own_is_used(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.0, "max_new_tokens": 5}))
+    with LLM(str(tmp_path), kv_gb=0.01) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=5)
+        for ask in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
+            [first], [again] = ask("the quick"), ask("the quick")
+            assert first.token_ids == again.token_ids and len(first.token_ids) <= 5
+    with LLM(str(tmp_path), kv_gb=0.01, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(InvalidRequest, match="auto, none"):
+        LLM(str(tmp_path), generation_config="mine")

@@ -21,6 +21,7 @@ from mooncake.api_keys import ApiKeys
 from mooncake.config import ConductorSection, Config
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
+from mooncake.sampling_defaults import NEUTRAL
 from mooncake.types import FinishReason, PrefillReport, SampledToken, Timings, TokenLogprob
 
 EOS = 256
@@ -217,9 +218,13 @@ async def running_front(script=None, **limits):
     tokenizer = ByteTokenizer()
     tokenizer.takes_tools = limits.pop("takes_tools", False)
     most_tokens = limits.pop("most_tokens", 0)
+    defaults = limits.pop("defaults", NEUTRAL)
     config = Config(conductor=ConductorSection(**limits))
     checkpoint = SimpleNamespace(
-        name="bytes", digest="0123456789abcdef", config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=257)
+        name="bytes",
+        digest="0123456789abcdef",
+        config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=257),
+        sampling_defaults={"auto": defaults, "none": NEUTRAL}.get,
     )
     status = cluster_status()
     ingress = Ingress(

@@ -1,0 +1,62 @@
+"""What a model's publisher recommends for requests that do not say how to sample: its generation_config.json.
+
+The rules are vLLM's: the file stands between what a request names and what the API says, and ``do_sample`` is not read.
+Pure; it opens no file (``mooncake.checkpoint`` does) and knows no wire form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mooncake.errors import InvalidRequest, ModelError
+from mooncake.types import SamplingParams
+
+_KEYS = {  # of generation_config.json, and what we call them
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets where it names nothing: these, or those of a model."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None  # of an answer to a chat; None: all that the context leaves
+
+    def params(self) -> SamplingParams:
+        """Of a request that names nothing at all."""
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+        return params if self.max_tokens is None else replace(params, max_tokens=self.max_tokens)
+
+
+NEUTRAL = SamplingDefaults()
+"""Without a model's: also of beam search, which draws nothing."""
+
+
+def defaults_from(generation: Mapping[str, object], source: str) -> SamplingDefaults:
+    """Of a generation_config.json. Raises ModelError for a value that no request could have: served with less than the
+    publisher recommends, a model only seems to be worse."""
+    given = {name: value for key, name in _KEYS.items() if (value := generation.get(key)) is not None}
+    if given.get("top_k") == -1:  # "no limit", as some say
+        given["top_k"] = NEUTRAL.top_k
+    try:
+        SamplingParams(**given)  # type: ignore[arg-type]  # it looks at the types itself
+    except InvalidRequest as error:
+        raise ModelError(f'{source}: {error.message} (generation_config = "none" leaves the file out)') from None
+    return SamplingDefaults(**given)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""What a model's generation_config.json says of sampling, at every front door: below what a request names, above what
+the API says."""
+
+from __future__ import annotations
+
+import grpc
+import openai
+import pytest
+import pytest_asyncio
+
+from mooncake.rpc import common_pb2, inference_pb2_grpc
+from mooncake.rpc import inference_pb2 as pb
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OF_MODEL = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.1, max_tokens=7)
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAID = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # what the API would say
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def front(open_front):
+    async with open_front(defaults=OF_MODEL) as front:
+        yield front
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(front):
+    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def values(sampling) -> dict[str, float]:
+    return {name: getattr(sampling, name) for name in NAMES}
+
+
+async def test_an_openai_client_that_names_nothing_gets_the_model_s(front, client):
+    await client.completions.create(model="bytes", prompt="x")
+    await client.chat.completions.create(model="bytes", messages=HI)
+    response = await client.responses.create(model="bytes", input="Hi")
+
+    text, chat, other = (asked.sampling for asked in front.script.asked)
+    assert values(text) == values(chat) == values(other) == values(OF_MODEL)
+    assert (text.max_tokens, chat.max_tokens, other.max_tokens) == (16, 7, 7)  # 16 is the API's own, as in vLLM
+    assert (response.temperature, response.top_p) == (0.6, 0.95)
+
+
+async def test_what_an_openai_client_names_counts(front, client):
+    extra = {name: SAID[name] for name in ("top_k", "min_p", "repetition_penalty")}
+    await client.completions.create(model="bytes", prompt="x", temperature=0, top_p=1, extra_body=extra)
+    await client.chat.completions.create(
+        model="bytes", messages=HI, temperature=0, top_p=1, max_completion_tokens=50, extra_body=extra
+    )
+    await client.chat.completions.create(model="bytes", messages=HI, temperature=0.3)
+
+    text, chat, some = (asked.sampling for asked in front.script.asked)
+    assert values(text) == values(chat) == SAID and chat.max_tokens == 50
+    assert values(some) == values(OF_MODEL) | {"temperature": 0.3}
+
+
+async def test_beams_draw_nothing_and_take_no_defaults(front, client):
+    beams = {"use_beam_search": True}
+    await client.completions.create(model="bytes", prompt="x", n=2, extra_body=beams)
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        sampling = common_pb2.SamplingParams(n=2, beam_search=common_pb2.BeamSearch(length_penalty=1.0))
+        _ = [message async for message in stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))]
+
+    assert [values(asked.sampling) for asked in front.script.asked] == [values(NEUTRAL), values(NEUTRAL)]
+
+
+async def test_on_the_wire_of_grpc_unset_is_the_model_s_and_zero_is_zero(front):
+    async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hi")])
+        for request in (
+            pb.GenerateRequest(text="x"),
+            pb.GenerateRequest(chat=chat),
+            pb.GenerateRequest(chat=chat, sampling=common_pb2.SamplingParams(max_tokens=50, **SAID)),
+        ):
+            _ = [message async for message in stub.Generate(request)]
+
+    text, chat, named = (asked.sampling for asked in front.script.asked)
+    assert values(text) == values(chat) == values(OF_MODEL)
+    assert (text.max_tokens, chat.max_tokens, named.max_tokens) == (16, 7, 50)
+    assert values(named) == SAID
+
+
+async def test_a_default_length_is_cut_to_what_fits(open_front):
+    async with open_front(defaults=SamplingDefaults(max_tokens=4000)) as front:
+        long = [{"role": "user", "content": "x" * 1000}]
+        answer = await front.http.post("/v1/chat/completions", json={"messages": long})
+        assert answer.status_code == 200
+        assert front.script.asked[0].sampling.max_tokens == 4096 - len(front.script.asked[0].tokens)
