@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET, UnsetType, structs
 
 from conductor.ingress.answers import Outcome, Piece
+from conductor.ingress.call_reader import CallPart, CallReader, joined_calls
 from conductor.ingress.openai_types import (
     AssistantMessage,
     CalledFunction,
@@ -28,7 +29,6 @@ from conductor.ingress.openai_types import (
     ToolCallBody,
     TopLogprob,
 )
-from conductor.ingress.tools import CallPart, CallReader, joined_calls
 from mooncake.tokenizer import DetokenizeStream
 from mooncake.types import FinishReason, SampledToken
 
@@ -137,9 +137,9 @@ class ChatWriter(ChoiceWriter):
 
     def take(self, piece: Piece) -> None:
         if self._reader is not None:
-            text, calls = self._reader.push(piece.text, is_last=piece.outcome is not None)
-            piece = replace(piece, text=text)
-            self._calls += calls
+            said = self._reader.push(piece.text, is_last=piece.outcome is not None)
+            piece = replace(piece, text="".join(part for part in said if isinstance(part, str)))
+            self._calls += [part for part in said if isinstance(part, CallPart)]
         super().take(piece)
 
     @property

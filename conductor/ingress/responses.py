@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conductor.ingress.answers import Outcome, Piece
+from conductor.ingress.call_reader import CallPart, CallReader, Said, joined_calls
 from conductor.ingress.choices import Extras, content_logprob
 from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
 from conductor.ingress.http_client import unless_gone
@@ -43,8 +44,6 @@ from conductor.ingress.responses_types import (
     TextFormat,
 )
 from conductor.ingress.tools import (
-    CallPart,
-    CallReader,
     Function,
     FunctionName,
     NamedTool,
@@ -52,7 +51,6 @@ from conductor.ingress.tools import (
     SaidFunction,
     Tool,
     Tools,
-    joined_calls,
     said_calls,
     tool_response,
     tools_of,
@@ -143,17 +141,18 @@ class ResponseWriter:
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
-        text, calls = piece.text, list[CallPart]()
+        said: list[Said] = [piece.text] if piece.text else []
         if self._reader is not None:
-            text, calls = self._reader.push(piece.text, is_last=piece.outcome is not None)
+            said = self._reader.push(piece.text, is_last=piece.outcome is not None)
         self._tokens += piece.tokens
         self._num_tokens += len(piece.tokens)
         is_cut = piece.outcome is not None and piece.outcome.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        if text:
-            self._say(text)
-        for part in calls:
-            self._take_call(part)
+        for part in said:
+            if isinstance(part, str):
+                self._say(part)
+            else:
+                self._take_call(part)
         if piece.outcome is not None:
             if not self._items:
                 self._open_message()

@@ -1,4 +1,4 @@
-"""Tools of a chat: how they are told to a model, how an answer is held to them, and how its calls are read.
+"""Tools of a chat: how they are told to a model, and how an answer is held to them; ``call_reader.py`` reads its calls.
 
 The form is Hermes', which SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message (in the
 words of the model's chat template, where it has that form, else in ours), a call as JSON between ``<tool_call>`` tags,
@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
+from conductor.ingress.call_reader import CLOSE, NOT_JSON, OPEN, CallReader
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import Guide, GuideKind
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_TOOLS = 128
-_NOT_JSON = (ValueError, RecursionError)  # the second: nested beyond any sense
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-_CALL_START = '{"name": "'  # of a call as its guide writes it
-_CALL_HEAD = re.compile(r'{"name": "([^"]*)", "arguments": ')
 
 _PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
 <tools>
@@ -69,29 +64,6 @@ class SaidCall(msgspec.Struct, frozen=True):
     function: SaidFunction
     id: str = ""
     type: str = "function"
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """A call as far as it is known, or more of the arguments of the last one: that has no name."""
-
-    call_id: str
-    name: str
-    arguments: str  # the text of a JSON object; together with what follows
-    is_end: bool = True  # nothing of it follows
-
-
-def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
-    """Whole calls; the last one may have been cut short."""
-    calls: list[list[CallPart]] = []
-    for part in parts:
-        if part.name:
-            calls.append([])
-        calls[-1].append(part)
-    return [
-        CallPart(call[0].call_id, call[0].name, "".join(part.arguments for part in call), call[-1].is_end)
-        for call in calls
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +171,7 @@ def said_calls(content: str, calls: Sequence[SaidCall], where: str) -> str:
     for call in calls:
         try:
             arguments = json.loads(call.function.arguments or "{}")
-        except _NOT_JSON:
+        except NOT_JSON:
             raise InvalidRequest("arguments are not JSON", f"{where}.tool_calls") from None
         parts.append(f"{OPEN}\n{json.dumps({'name': call.function.name, 'arguments': arguments})}\n{CLOSE}")
     return "\n".join(parts)
@@ -208,129 +180,3 @@ def said_calls(content: str, calls: Sequence[SaidCall], where: str) -> str:
 def tool_response(content: str) -> ChatMessage:
     """A result as the turn that the model was trained to read."""
     return ChatMessage("user", f"<tool_response>\n{content}\n</tool_response>")
-
-
-@dataclass(slots=True)
-class CallReader:
-    """Text of one answer in; text that is for the user, and calls, out. What may be the start of a call waits.
-
-    With ``is_call`` the whole answer is one call, without tags, as its guide writes it: that is told as it comes. What
-    looks like a call and is none stays text; a call at the end may lack its tag. With ``once`` nothing comes out behind
-    the first call.
-    """
-
-    is_call: bool = False
-    once: bool = False
-    _held: str = ""
-    _is_behind_call: bool = False  # and white space there is no text
-    _is_over: bool = False
-    _calls: list[CallPart] = field(default_factory=list)
-    _arguments: _Value | None = None  # of the call that the whole answer is
-
-    def push(self, text: str, is_last: bool) -> tuple[str, list[CallPart]]:
-        """``is_last``: nothing follows."""
-        if self._is_over:
-            return "", []
-        self._held += text
-        said = self._whole(is_last) if self.is_call else self._parts(is_last)
-        calls, self._calls = self._calls, []
-        return said, calls
-
-    def _whole(self, is_last: bool) -> str:
-        call_id = name = ""
-        if self._arguments is None:
-            head = _CALL_HEAD.match(self._held)
-            if head is None:
-                return self._without_name() if is_last else ""
-            call_id, name = _call_id(), head[1]
-            self._held, self._arguments = self._held[head.end() :], _Value()
-        if not self._arguments.is_whole:
-            arguments = self._arguments.take(self._held)
-            if name or arguments or self._arguments.is_whole:
-                self._calls.append(CallPart(call_id, name, arguments, self._arguments.is_whole))
-        self._held = ""
-        return ""
-
-    def _without_name(self) -> str:
-        """Of what was cut short before the name was there, nothing is text; all of what was to be no call."""
-        text, self._held = self._held, ""
-        return "" if _CALL_START.startswith(text[: len(_CALL_START)]) else text
-
-    def _parts(self, is_last: bool) -> str:
-        said = ""
-        while True:
-            if self._is_behind_call:
-                self._held = self._held.lstrip()
-                self._is_behind_call = not self._held
-            before, tag, rest = self._held.partition(OPEN)
-            if not tag:
-                keep = 0 if is_last else _overlap(self._held, OPEN)
-                cut = len(self._held) - keep
-                said, self._held = said + self._held[:cut], self._held[cut:]
-                return said
-            inside, end, behind = rest.partition(CLOSE)
-            if not end and not is_last:
-                self._held = tag + rest
-                return said + before
-            self._is_behind_call = self._read(inside)
-            if not self._is_behind_call:
-                before += tag + inside + end
-            said, self._held = said + before, behind
-            if self._is_behind_call and self.once:
-                self._is_over = True
-                return said
-
-    def _read(self, text: str) -> bool:
-        """Whether ``text`` is a call, or a list of them."""
-        try:
-            found = json.loads(text)
-        except _NOT_JSON:
-            return False
-        forms = found if isinstance(found, list) else [found]
-        if not forms or not all(map(_is_call, forms)):
-            return False
-        for form in forms[:1] if self.once else forms:
-            arguments = form.get("arguments", form.get("parameters", {}))
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            self._calls.append(CallPart(_call_id(), form["name"], text))
-        return True
-
-
-@dataclass(slots=True)
-class _Value:
-    """Reads a JSON value that is a member of an object, to its end."""
-
-    is_whole: bool = False
-    _depth: int = 0
-    _is_text: bool = False
-    _is_escaped: bool = False
-
-    def take(self, text: str) -> str:
-        """The part of ``text`` that belongs to it."""
-        for at, char in enumerate(text):
-            if self._is_text:
-                self._is_text = self._is_escaped or char != '"'
-                self._is_escaped = char == "\\" and not self._is_escaped
-            elif char == '"':
-                self._is_text = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth < 1:
-                    self.is_whole = True
-                    return text[: at + 1 + self._depth]
-        return text
-
-
-def _is_call(form: object) -> bool:
-    return isinstance(form, dict) and isinstance(name := form.get("name"), str) and bool(name)
-
-
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of ``text`` that ``tag`` begins with."""
-    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.tools import CLOSE, OPEN, CallReader, joined_calls
+from conductor.ingress.call_reader import CLOSE, OPEN, CallPart, CallReader, joined_calls
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
@@ -54,9 +55,8 @@ async def test_a_call_comes_out_as_a_call(front, client):
 @pytest.mark.parametrize("text", [f"So. {CALL}\n{CALL} And?", f'So. {OPEN}[{{"name": "f"}}, {{"name": "g"}}]{CLOSE}'])
 async def test_there_is_one_call_where_parallel_ones_are_not_wanted(front, client, text):
     front.script.text = text
-    for pieces in cut(text, lambda: CallReader(once=True)):
-        assert "".join(piece for piece, _ in pieces) == "So. "
-        assert len([call for _, calls in pieces for call in calls]) == 1
+    for said, calls in cut(text, lambda: CallReader(once=True)):
+        assert said == "So. " and len(calls) == 1
 
     answer = await client.chat.completions.create(
         model="bytes", messages=ASK, tools=[WEATHER], parallel_tool_calls=False
@@ -66,6 +66,59 @@ async def test_there_is_one_call_where_parallel_ones_are_not_wanted(front, clien
 
     assert len(answer.choices[0].message.tool_calls) == 1 and answer.choices[0].message.content == "So. "
     assert [item.type for item in response.output] == ["message", "function_call"]
+
+
+async def test_calls_in_tags_stream_as_they_are_written(front, client):
+    arguments = [f'{{"city": "{city}", "days": [1, {{"n": "</b>"}}]}}' for city in ("Zürich", "Bern")]
+    calls = [f'{OPEN}\n{{"name": "get_weather", "arguments": {each}}}\n{CLOSE}' for each in arguments]
+    front.script.text = f"Let me <b>see</b>. {calls[0]}\n{calls[1]}\nThat is all."
+
+    stream = await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+
+    deltas = [choice.delta for choice in choices]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me <b>see</b>. That is all."
+    told = [call for delta in deltas for call in delta.tool_calls or []]
+    for index, whole in enumerate(arguments):
+        [first, *more] = [call for call in told if call.index == index]
+        assert first.id and (first.type, first.function.name, first.function.arguments) == (
+            "function",
+            "get_weather",
+            "{",
+        )
+        assert {(call.id, call.type, call.function.name) for call in more} == {(None, None, None)}
+        assert len(more) >= len(whole) - 3  # as its letters come
+        assert "".join(call.function.arguments for call in [first, *more]) == whole
+    assert [call.index for call in told] == sorted(call.index for call in told)
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+
+
+async def test_a_call_in_tags_that_is_cut_shows_what_there_is_of_it(front, client):
+    front.script.text = CALL
+    wishes = {"model": "bytes", "messages": ASK, "tools": [WEATHER], "max_tokens": CALL.index("Z")}
+
+    whole = (await client.chat.completions.create(**wishes)).choices[0]
+    choices = [chunk.choices[0] async for chunk in await client.chat.completions.create(**wishes, stream=True)]
+
+    assert whole.finish_reason == choices[-1].finish_reason == "length"
+    assert whole.message.tool_calls[0].function.arguments == '{"city": "'
+    parts = [call.function.arguments for choice in choices for call in choice.delta.tool_calls or []]
+    assert "".join(parts) == '{"city": "' and len(parts) > 5
+
+
+async def test_items_of_a_streamed_response_come_in_the_order_of_the_answer(front, client):
+    front.script.text = f"One. {CALL} Two."
+    tool = {"type": "function"} | WEATHER["function"]
+
+    events = [
+        event async for event in await client.responses.create(model="bytes", input="?", tools=[tool], stream=True)
+    ]
+
+    output = events[-1].response.output
+    assert [item.type for item in output] == ["message", "function_call", "message"]
+    assert [item.content[0].text for item in output if item.type == "message"] == ["One. ", "Two."]
+    parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(parts) > 10 and json.loads("".join(parts)) == {"city": "Zürich"} == json.loads(output[1].arguments)
 
 
 async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
@@ -100,9 +153,9 @@ async def test_a_stream_tells_calls_piece_by_piece_and_never_a_tag(front, client
         reasons.append(choice.finish_reason)
 
     assert content == "Well <b>. "
-    [[call]] = calls.values()
+    [[call, *more]] = calls.values()
     assert call.id and call.type == "function" and call.function.name == "get_weather"
-    assert json.loads(call.function.arguments) == {"city": "Zürich"}
+    assert json.loads("".join(part.function.arguments for part in [call, *more])) == {"city": "Zürich"}
     assert [reason for reason in reasons if reason] == ["tool_calls"]
 
 
@@ -261,44 +314,83 @@ async def test_json_that_nests_without_end_is_no_call(client):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="bytes", messages=[*ASK, said])
     assert caught.value.param == "messages[1].tool_calls"
-    assert CallReader(is_call=True).push(nested, is_last=True) == (nested, [])
+    assert CallReader(is_call=True).push(nested, is_last=True) == [nested]
+
+
+F = '{"name": "f", "arguments": {"x": 1}}'
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "names"),
+    ("text", "said", "called"),
     [
         ("no call", "no call", []),
-        (f"a{CALL}b", "ab", ["get_weather"]),
-        (f"{CALL}\n{CALL}\n", "", ["get_weather", "get_weather"]),
+        (f"a{CALL}b", "ab", ['get_weather{"city": "Zürich"}']),
+        (f"{CALL}\n{CALL}\n", "", ['get_weather{"city": "Zürich"}'] * 2),
         ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
-        ('<tool_call>[{"name": "f"}, {"name": "g", "parameters": {}}]</tool_call>', "", ["f", "g"]),
+        ('<tool_call>[{"name": "f"}, {"name": "g", "parameters": {}}]</tool_call>', "", ["f{}", "g{}"]),
         ("<tool_call>{", "<tool_call>{", []),
         ('<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
-        ('<tool_call>{"name": "f"}', "", ["f"]),  # some models end without the tag
+        ('<tool_call>{"name": "f"}', "", ["f{}"]),  # some models end without the tag
         ("<tool_<tool_", "<tool_<tool_", []),
+        # in the order of Hermes 2 Pro, and arguments that are no object: read when they are whole
+        ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>!', "!", ['f{"x": 1}']),
+        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>!', "!", ["f{}"]),
+        ('<tool_call>{"name": "a\\u0062", "arguments": {}}</tool_call>', "", ["ab{}"]),
+        # several between the same tags
+        (f"<tool_call> [ {F} ,\n{F}]\n</tool_call> b", "b", ['f{"x": 1}'] * 2),
+        (f"<tool_call>{F}\n{F}</tool_call>b", "b", ['f{"x": 1}'] * 2),
+        (f'<tool_call>[{F}, {{"name": "g"}}]</tool_call>b', "b", ['f{"x": 1}', "g{}"]),
+        (f"<tool_call>[{F}, {{1}}]</tool_call> b", "b", ['f{"x": 1}']),
+        # a tag inside of a string is text of it; one behind a line break, which no JSON string has, ends the call
+        ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>b', "b", ['f{"x": "</tool_call>"}']),
+        ('<tool_call>{"name": "f", "arguments": {"x": "1}}\n</tool_call>b', "b", ['f{"x": "1}}\n']),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1</tool_call>b', "b", ['f{"x": 1']),
+        # more or fewer ends than beginnings
+        (f"<tool_call>{F}}}\n</tool_call>b", "b", ['f{"x": 1}']),
+        (f"a<tool_call>{F}\nb", "ab", ['f{"x": 1}']),
+        (f"a<tool_call>[{F}]", "a", ['f{"x": 1}']),
+        (f"a<tool_call>{F}\n</tool_c", "a", ['f{"x": 1}']),
+        (f"<tool_call>{F}\n<tool_call>{F}</tool_call>b", "b", ['f{"x": 1}'] * 2),
+        # cut short
+        ('<tool_call>{"name": "f", "arguments": {"x": "y', "", ['f{"x": "y']),
+        ('a <tool_call>{"name": "f", "argu', 'a <tool_call>{"name": "f", "argu', []),
     ],
 )
-async def test_where_the_text_is_cut_does_not_matter(text, said, names):
-    for pieces in cut(text, CallReader):
-        assert "".join(piece for piece, _ in pieces) == said
-        assert [call.name for _, calls in pieces for call in calls] == names
+async def test_where_the_text_is_cut_does_not_matter(text, said, called):
+    for heard, calls in cut(text, CallReader):
+        assert heard == said
+        assert [call.name + call.arguments for call in calls] == called
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "aa', '{"name": "f", "arguments": {"x": "aa', "  ", f"{F}  ", f"{F}aa", '{"arguments": {"a": "aa'],
+)
+async def test_a_call_without_an_end_takes_no_more_time_with_each_token(text):
+    """Whoever asks may make a model say anything, and one event loop reads for all."""
+    reader = CallReader()
+    reader.push(OPEN + text[:-2], is_last=False)
+    started = time.process_time()
+    for _ in range(15_000):
+        reader.push(text[-2:] * 2, is_last=False)
+    assert time.process_time() - started < 2  # 40 ms; 20 s if all of it was read again each time
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "}\\"{", "b": [{}, 1]}', "{}", "[1, []]", "true", '"}"'])
 async def test_where_a_demanded_call_is_cut_does_not_matter_either(arguments):
-    for pieces in cut(f'{{"name": "f", "arguments": {arguments}}}', lambda: CallReader(is_call=True)):
-        [call] = joined_calls([part for _, parts in pieces for part in parts])
-        assert (call.name, call.arguments, call.is_end) == ("f", arguments, True)
-        assert not any(piece for piece, _ in pieces)
+    for said, [call] in cut(f'{{"name": "f", "arguments": {arguments}}}', lambda: CallReader(is_call=True)):
+        assert (said, call.name, call.arguments, call.is_end) == ("", "f", arguments, True)
 
 
 def cut(text, reader_of):
-    """What a reader says of ``text`` in three pieces, for many ways to cut it."""
+    """The text and the whole calls that a reader makes of ``text`` in three pieces, for many ways to cut it."""
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1, 3):
             reader = reader_of()
-            yield [
-                reader.push(text[:first], is_last=False),
-                reader.push(text[first:second], is_last=False),
-                reader.push(text[second:], is_last=True),
+            parts = [
+                *reader.push(text[:first], is_last=False),
+                *reader.push(text[first:second], is_last=False),
+                *reader.push(text[second:], is_last=True),
             ]
+            said = "".join(part for part in parts if isinstance(part, str))
+            yield said, joined_calls([part for part in parts if isinstance(part, CallPart)])
