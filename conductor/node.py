@@ -26,7 +26,7 @@ from mooncake.errors import MooncakeError
 from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer, join_address
-from mooncake.tls import check_tls
+from mooncake.tls import check_tls, server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class ConductorNode:
         )
         ingress.add_grpc(server)
         await core.start()
-        self.grpc_port = await server.start(config.conductor.host, config.conductor.grpc_port)
+        credentials = server_credentials(config.conductor)
+        self.grpc_port = await server.start(config.conductor.host, config.conductor.grpc_port, credentials)
         self.http_port = await ingress.start_http()
         log.info(
             "conductor of %s: gRPC on %s, %s on %s",

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from mooncake import errors
     from mooncake.client import Client
     from mooncake.llm import LLM
+    from mooncake.tls import Tls
     from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
-__all__ = ["LLM", "BeamSearch", "Client", "Guide", "GuideKind", "SamplingParams", "errors"]
+__all__ = ["LLM", "BeamSearch", "Client", "Guide", "GuideKind", "SamplingParams", "Tls", "errors"]
 
 _HOMES = {
     "LLM": "mooncake.llm",
@@ -24,6 +25,7 @@ _HOMES = {
     "BeamSearch": "mooncake.types",
     "Guide": "mooncake.types",
     "GuideKind": "mooncake.types",
+    "Tls": "mooncake.tls",
 }
 
 

@@ -31,6 +31,7 @@ from mooncake.rpc.convert import (
 )
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, check_address
+from mooncake.tls import Tls, own_tls
 from mooncake.types import PrefillReport, SampledToken, SamplingParams, Usage, check_type
 
 Messages = Sequence[Mapping[str, str]]
@@ -100,17 +101,22 @@ class Client:
     NodeUnavailable (nobody there, or a node died and the retry failed too), DeadlineExceeded, or InternalError.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", api_key: str | None = None) -> None:
-        """Connects with the first call. ``api_key`` None is that of ``MOONCAKE_API_KEY``, if it is set.
+    def __init__(self, address: str = "127.0.0.1:50051", api_key: str | None = None, tls: Tls | None = None) -> None:
+        """Connects with the first call. ``api_key`` None is that of ``MOONCAKE_API_KEY``, if it is set; ``tls`` None is
+        that of ``MOONCAKE_SSL_CA_CERTS`` (and ``…_CERTFILE``, ``…_KEYFILE``, ``…_SERVER_NAME``), or else plain gRPC.
 
-        Raises InvalidRequest when ``address`` is not ``host:port``.
+        Raises InvalidRequest when ``address`` is not ``host:port``, ConfigError for a file that cannot be used.
         """
         self.address = check_address(address)
+        tls = own_tls() if tls is None else tls
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            *(tls.options if tls else ()),
         )
-        self._channel = grpc.insecure_channel(address, options=options)
+        self._channel = (
+            grpc.secure_channel(address, tls.credentials(), options) if tls else grpc.insecure_channel(address, options)
+        )
         self._metadata = bearer(own_api_key() if api_key is None else api_key)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)

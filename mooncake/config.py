@@ -47,10 +47,10 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     http_port: int = 8000
     api_keys: tuple[str, ...] = ()  # callers show one of them; (): that of MOONCAKE_API_KEY, or none is asked for
-    ssl_certfile: str = ""  # PEM, with what lies between it and a root: HTTPS in place of HTTP
+    ssl_certfile: str = ""  # PEM, with what lies between it and a root: HTTPS in place of HTTP, and TLS under gRPC
     ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
     ssl_ca_certs: str = ""  # PEM: who signs clients' certificates
-    ssl_cert_reqs: int = 0  # 0: clients show none, 1: they may, 2: they must
+    ssl_cert_reqs: int = 0  # 0: clients show none, 1: they may (over gRPC they are not asked), 2: they must
     allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call and read (CORS); ["*"]: all
     grpc_port: int = 50051
     heartbeat_interval_s: float = 0.5
@@ -178,6 +178,10 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""  # host name or IP address that other nodes reach this one at; "": host
     port: int = 0  # gRPC; 0: any free one
     conductor: str = ""  # its gRPC address; "": from [conductor]
+    ssl_ca_certs: str = ""  # PEM: who signed the certificate of its conductor; "": that is trusted as such
+    ssl_certfile: str = ""  # PEM: that it shows to a conductor that asks for one
+    ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
+    ssl_server_name: str = ""  # in its conductor's certificate, where the address is not
     drain_s: float = 25.0  # that requests on a prefill or decode node have to end when it is asked to stop
     cores: tuple[int, ...] = ()  # that the process may run on; (): all
     nice: int = 0  # by how much it gives way to others on its cores, up to 19
@@ -412,6 +416,8 @@ def _check_values(config: Config) -> None:
     for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
         if getattr(config.conductor, name) and not config.conductor.ssl_certfile:
             raise ConfigError(f"conductor.{name} needs conductor.ssl_certfile")
+    if config.node.ssl_keyfile and not config.node.ssl_certfile:
+        raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
     if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
         raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
     config.precision()

@@ -27,8 +27,9 @@ from mooncake.errors import (
 )
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
-from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.errors import error_from_rpc, handshake_trouble
 from mooncake.rpc.server import Channels
+from mooncake.tls import tls_of
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class Membership:
         report: Callable[[], pb.HeartbeatRequest],
         on_wanted_role: Callable[[str], None] = lambda role: None,
     ) -> None:
-        """``on_wanted_role`` is told, again and again, the role that the conductor wants this node to have."""
+        """``on_wanted_role`` is told, again and again, the role that the conductor wants this node to have. Raises
+        ConfigError when the conductor has a certificate and the configuration does not say how to reach it."""
         self._on_wanted_role = on_wanted_role
         self.draining = False  # told with every heartbeat: this node takes nothing new
         self._address = config.conductor_address
@@ -57,7 +59,7 @@ class Membership:
         self._metadata = bearer(config.conductor.api_key)
         self._info = info
         self._report = report
-        self._channels = Channels()
+        self._channels = Channels(tls=tls_of(config))
         self._stub = ClusterStub(self._channels.get(self._address))
         self._recent = RecentSamples()
         self._conductor = 0  # incarnation of the conductor that knows us; 0: none does
@@ -158,6 +160,8 @@ class Membership:
                 raise error from None
             if not self._said_waiting:
                 log.info("%s waits for the conductor at %s", self._info.node_id, self._address)
+                if handshake_trouble(failure):  # which no waiting mends
+                    log.error("%s", error)
                 self._said_waiting = True
             return
         self._conductor = response.conductor_incarnation

@@ -1,12 +1,97 @@
-"""The files of HTTPS, looked at before anything starts: a server that cannot read its key says so in one sentence."""
+"""TLS at the conductor: the files of HTTPS and gRPC, looked at before anything starts, and how callers reach it.
+
+A file that cannot be used is said in one sentence that names it. Knows nothing of what is asked.
+"""
 
 from __future__ import annotations
 
+import os
 import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake.config import ConductorSection
+import grpc
+
+from mooncake.config import ConductorSection, Config
 from mooncake.errors import ConfigError
+
+CA_CERTS_ENV = "MOONCAKE_SSL_CA_CERTS"  # of clients: whom they trust; unset: they speak no TLS
+CERTFILE_ENV = "MOONCAKE_SSL_CERTFILE"
+KEYFILE_ENV = "MOONCAKE_SSL_KEYFILE"
+SERVER_NAME_ENV = "MOONCAKE_SSL_SERVER_NAME"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a caller reaches a conductor behind a certificate; files of PEM.
+
+    ``ca_certs`` holds who signed that certificate, or the certificate itself. ``certfile`` and ``keyfile`` ("": in
+    ``certfile``) are shown where callers are asked for a certificate. ``server_name`` is a name in the conductor's
+    certificate, where the address that is called is none of them.
+    """
+
+    ca_certs: str
+    certfile: str = ""
+    keyfile: str = ""
+    server_name: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ConfigError, naming the file, for one that cannot be used."""
+        trusted = _read("ca_certs", self.ca_certs)
+        _check_trusted(self.ca_certs)
+        if not self.certfile:
+            return grpc.ssl_channel_credentials(trusted)
+        _check_chain(self.certfile, self.keyfile)
+        key = _read("keyfile", self.keyfile or self.certfile)
+        return grpc.ssl_channel_credentials(trusted, key, _read("certfile", self.certfile))
+
+    @property
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Of a gRPC channel."""
+        return (("grpc.ssl_target_name_override", self.server_name),) if self.server_name else ()
+
+    def environment(self) -> dict[str, str]:
+        """For ``own_tls`` of this process and its children."""
+        values = (self.ca_certs, self.certfile, self.keyfile, self.server_name)
+        return dict(zip((CA_CERTS_ENV, CERTFILE_ENV, KEYFILE_ENV, SERVER_NAME_ENV), values, strict=True))
+
+
+def own_tls() -> Tls | None:
+    """What this process's environment gives to clients; None: they speak no TLS."""
+    names = (CA_CERTS_ENV, CERTFILE_ENV, KEYFILE_ENV, SERVER_NAME_ENV)
+    ca_certs, *others = (os.environ.get(name, "") for name in names)
+    return Tls(ca_certs, *others) if ca_certs else None
+
+
+def tls_of(config: Config) -> Tls | None:
+    """How the cluster's own processes reach their conductor; None where it has no certificate.
+
+    They trust ``node.ssl_ca_certs``, or the conductor's certificate as such: then whatever name it has will do, if its
+    key is there to look at. Raises ConfigError when they would have to show a certificate and have none.
+    """
+    conductor, node = config.conductor, config.node
+    if not (conductor.ssl_certfile or node.ssl_ca_certs):
+        return None
+    if conductor.ssl_cert_reqs == ssl.CERT_REQUIRED and not node.ssl_certfile:
+        raise ConfigError("conductor.ssl_cert_reqs = 2 needs node.ssl_certfile: nodes, too, show a certificate to join")
+    name = node.ssl_server_name
+    if not (name or node.ssl_ca_certs):
+        name = _name_in(conductor.ssl_certfile, conductor.ssl_keyfile)
+    return Tls(node.ssl_ca_certs or conductor.ssl_certfile, node.ssl_certfile, node.ssl_keyfile, name)
+
+
+def server_credentials(section: ConductorSection) -> grpc.ServerCredentials | None:
+    """Of the conductor's gRPC, which knows no certificates that callers *may* show: it asks for one or for none. None:
+    it speaks no TLS. ``check_tls`` has read the files."""
+    if not section.ssl_certfile:
+        return None
+    chain = Path(section.ssl_certfile).read_bytes()
+    key = Path(section.ssl_keyfile or section.ssl_certfile).read_bytes()
+    if section.ssl_cert_reqs != ssl.CERT_REQUIRED:
+        return grpc.ssl_server_credentials([(key, chain)])
+    signers = Path(section.ssl_ca_certs).read_bytes()
+    return grpc.ssl_server_credentials([(key, chain)], signers, require_client_auth=True)
 
 
 def check_tls(section: ConductorSection) -> None:
@@ -16,31 +101,74 @@ def check_tls(section: ConductorSection) -> None:
     files = {"ssl_certfile": section.ssl_certfile, "ssl_keyfile": section.ssl_keyfile}
     for name, file in (files | {"ssl_ca_certs": section.ssl_ca_certs}).items():
         if file:
-            _read(name, file)
-    key = section.ssl_keyfile or section.ssl_certfile
+            _read(f"conductor.{name}", file)
+    _check_chain(section.ssl_certfile, section.ssl_keyfile)
+    if section.ssl_ca_certs:
+        _check_trusted(section.ssl_ca_certs)
+
+
+def _check_chain(certfile: str, keyfile: str) -> ssl.SSLContext:
+    """A server with this certificate."""
+    key = keyfile or certfile
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
     def locked() -> str:
         raise ConfigError(f"the key {key} is locked with a password, which nobody could type here")
 
     try:
-        context.load_cert_chain(section.ssl_certfile, section.ssl_keyfile or None, locked)
+        context.load_cert_chain(certfile, keyfile or None, locked)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"the key {key} does not belong to the certificate {section.ssl_certfile}") from None
-        what = f"no certificate and key (PEM) in {' and '.join(filter(None, files.values()))}"
+            raise ConfigError(f"the key {key} does not belong to the certificate {certfile}") from None
+        what = f"no certificate and key (PEM) in {' and '.join(filter(None, (certfile, keyfile)))}"
         raise ConfigError(f"{what}: {error.reason or error}") from None
-    if section.ssl_ca_certs:
-        try:
-            context.load_verify_locations(section.ssl_ca_certs)
-        except ssl.SSLError as error:
-            what = f"no certificates (PEM) in {section.ssl_ca_certs}"
-            raise ConfigError(f"{what}: {error.reason or error}") from None
+    return context
 
 
-def _read(name: str, file: str) -> None:
+def _check_trusted(ca_certs: str) -> ssl.SSLContext:
+    """A client that trusts these certificates, whoever signed them."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(ca_certs)
+    except ssl.SSLError as error:
+        raise ConfigError(f"no certificates (PEM) in {ca_certs}: {error.reason or error}") from None
+    return context
+
+
+def _read(name: str, file: str) -> bytes:
     """The errors of OpenSSL name no file."""
     try:
-        Path(file).read_bytes()
+        return Path(file).read_bytes()
     except OSError as error:
-        raise ConfigError(f"conductor.{name}: cannot read {file}: {error.strerror}") from None
+        raise ConfigError(f"{name}: cannot read {file}: {error.strerror}") from None
+
+
+def _name_in(certfile: str, keyfile: str) -> str:
+    """One of the names in a certificate; "" when nobody here can tell. Python reads those of peers only, so it is shown
+    from one end of a handshake in memory to the other."""
+    try:
+        context = _check_chain(certfile, keyfile)
+        trusting = _check_trusted(certfile)
+        trusting.check_hostname = False
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = trusting.wrap_bio(to_client, to_server)
+        ends = (client, context.wrap_bio(to_server, to_client, server_side=True))
+        for end in ends * 3:  # hello, certificate, end
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+        return _first_name(client.getpeercert() or {})
+    except (ConfigError, OSError, ValueError):  # no key to show it with, or it is not valid any more
+        return ""
+
+
+def _first_name(certificate: Mapping[str, object]) -> str:
+    """A host's name before an address before what the certificate is called; in place of a wildcard any name."""
+    alternatives = certificate.get("subjectAltName", ())
+    subject = certificate.get("subject", ())
+    pairs = [*alternatives] if isinstance(alternatives, tuple) else []
+    pairs += [pair for names in subject for pair in names] if isinstance(subject, tuple) else []
+    found = [value for kind in ("DNS", "IP Address", "commonName") for key, value in pairs if key == kind]
+    return found[0].replace("*", "any", 1) if found else ""

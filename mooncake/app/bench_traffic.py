@@ -26,6 +26,7 @@ from mooncake.rpc.convert import report_from_wire
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.inference_pb2_grpc import InferenceStub
 from mooncake.rpc.server import Channels
+from mooncake.tls import own_tls
 from mooncake.types import PrefillReport
 
 TIMEOUT_S = 300.0
@@ -73,7 +74,7 @@ class ServedByCluster:
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self._address = address
-        self._channels = Channels()
+        self._channels = Channels(tls=own_tls())
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, on_token: OnToken | None = None) -> Answer:
         request = inference_pb2.GenerateRequest(

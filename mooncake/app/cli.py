@@ -121,7 +121,7 @@ def serve(
             metavar="ORIGIN", help="Of web pages that may call (CORS), or *; may be repeated.", show_default=False
         ),
     ] = None,
-    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate: HTTPS.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate: HTTPS, TLS.")] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None,
     ssl_ca_certs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Certificates of who signs those of clients.")
@@ -382,6 +382,11 @@ def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, st
     config = load_config(path, [*(overrides or []), *given])
     if config.conductor.api_key:
         os.environ[API_KEY_ENV] = config.conductor.api_key  # where clients look
+    if config.conductor.ssl_certfile or config.node.ssl_ca_certs:
+        from mooncake.tls import tls_of  # brings in gRPC
+
+        if tls := tls_of(config):
+            os.environ.update(tls.environment())
     return config
 
 

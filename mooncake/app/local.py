@@ -38,7 +38,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address
-from mooncake.tls import check_tls
+from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,7 @@ class LocalCluster:
         check_choices(self.config)
         check_ports(self.config)
         check_tls(self.config.conductor)
+        tls_of(self.config)
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
         await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
         check_memory(self.config, checkpoint.config)
@@ -164,8 +165,8 @@ class LocalCluster:
         meanwhile. Raises NodeUnavailable after ``ready_timeout_s``, or the error that ended a process for good."""
         assert self._fatal is not None, "start() comes first"
         nodes = [child.node_id for child in self.children.values() if child.role != "conductor"]
-        api_key = self.config.conductor.api_key
-        readiness = Readiness(self.grpc_address, nodes, self._tell, frozenset(self._dead), api_key)
+        api_key, tls = self.config.conductor.api_key, tls_of(self.config)
+        readiness = Readiness(self.grpc_address, nodes, self._tell, frozenset(self._dead), api_key, tls)
         ready = asyncio.create_task(readiness.wait(self._ready_timeout_s), name="wait until ready")
         try:
             await asyncio.wait((ready, self._fatal), return_when=asyncio.FIRST_COMPLETED)

@@ -38,7 +38,7 @@ from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address, split_address
-from mooncake.tls import check_tls
+from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ class RayCluster:
     async def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Return once the conductor knows every node; also after Ray has started one again."""
         nodes = [node_id for node_id in self.actors if node_id != "conductor"]
-        api_key = self.config.conductor.api_key
-        await Readiness(self._grpc_address, nodes, self._tell, api_key=api_key).wait(timeout_s)
+        api_key, tls = self.config.conductor.api_key, tls_of(self.config)
+        await Readiness(self._grpc_address, nodes, self._tell, api_key=api_key, tls=tls).wait(timeout_s)
 
     async def pids(self) -> dict[str, int]:
         """Processes by node id, asked of the actors."""

@@ -11,6 +11,9 @@ from mooncake.api_keys import bearer
 from mooncake.errors import NodeUnavailable
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+from mooncake.rpc.errors import handshake_trouble
+from mooncake.rpc.server import opener
+from mooncake.tls import Tls
 
 PATIENCE_S = 10.0  # after which a wait is explained
 POLL_S = 0.05
@@ -32,9 +35,11 @@ class Readiness:
         tell: Callable[[str], None],
         dead: frozenset[int] = frozenset(),
         api_key: str = "",
+        tls: Tls | None = None,
     ) -> None:
         self.incarnations: dict[str, int] = {}  # of the live nodes, at the last look
         self._address = address
+        self._open = opener(tls, CHANNEL_OPTIONS)
         self._node_ids = node_ids
         self._tell = tell
         self._dead = dead
@@ -59,7 +64,7 @@ class Readiness:
         self._tell("still starting: a first start compiles kernels and converts weights; large ones take long to read")
 
     async def _poll(self) -> None:
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+        async with self._open(self._address) as channel:
             while missing := await self._who_is_missing(channel):
                 if missing != self._missing:
                     self._missing = missing
@@ -71,8 +76,9 @@ class Readiness:
             status: pb.StatusResponse = await ClusterStub(channel).Status(
                 pb.StatusRequest(), timeout=CALL_S, metadata=self._metadata
             )
-        except grpc.RpcError:
-            return ["conductor"]
+        except grpc.RpcError as failure:
+            trouble = handshake_trouble(failure)
+            return [f"conductor ({trouble})" if trouble else "conductor"]
         self.incarnations = {
             node.info.node_id: node.info.incarnation
             for node in status.nodes

@@ -27,6 +27,7 @@ from mooncake.rpc import common_pb2, inference_pb2
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.inference_pb2_grpc import InferenceStub
 from mooncake.rpc.server import Channels
+from mooncake.tls import own_tls
 from mooncake.trace import HitCount, TraceRequest, expected_hits, trace_tokens
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Replay:
         self._options = options
         self._on_result = on_result
         self._slots = asyncio.Semaphore(options.concurrency)
-        self._channels = Channels()
+        self._channels = Channels(tls=own_tls())
         self._metadata = bearer(own_api_key())
         self._model = inference_pb2.ModelInfo()
         self._start_s = time.monotonic()

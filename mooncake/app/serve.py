@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from shlex import quote
 
 from rich.markup import escape
 
@@ -18,6 +19,7 @@ from mooncake.app.ray_cluster import RayCluster, is_loopback
 from mooncake.app.role_main import unless_stopped
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, MooncakeError
+from mooncake.tls import tls_of
 
 
 async def serve(config: Config, restart: bool, log_level: str) -> None:
@@ -43,7 +45,7 @@ async def _live(cluster: LocalCluster | RayCluster, end: Callable[[], Awaitable[
     async with cluster:
         out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
         _tell_addresses(cluster.http_url, cluster.grpc_address)
-        _tell_next(cluster.http_url, cluster.grpc_address, bool(cluster.config.conductor.api_keys))
+        _tell_next(cluster.http_url, cluster.grpc_address, cluster.config)
         try:
             raise await end()
         except asyncio.CancelledError:
@@ -71,13 +73,16 @@ def _tell_addresses(http_url: str, grpc_address: str) -> None:
     out.print(f"  metrics  {http_url}/metrics", soft_wrap=True)
 
 
-def _tell_next(http_url: str, grpc_address: str, needs_key: bool) -> None:
+def _tell_next(http_url: str, grpc_address: str, config: Config) -> None:
+    needs_key, tls = bool(config.conductor.api_keys), tls_of(config)
+    exports = [f"export {API_KEY_ENV}=…  # one of the keys"] if needs_key else []
+    exports += [f"export {name}={quote(value)}" for name, value in (tls.environment() if tls else {}).items() if value]
     address = "" if grpc_address == load_config().conductor_address else f" --address {grpc_address}"
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     key = f' -H "authorization: Bearer ${API_KEY_ENV}"' if needs_key else ""
     out.print("\nNow, in another terminal:")
     for line in (
-        *([f"export {API_KEY_ENV}=…  # one of the keys"] if needs_key else []),
+        *exports,
         f'mooncake generate{address} "Why is the sky blue?"',
         f"mooncake chat{address}",
         f"mooncake status{address}",

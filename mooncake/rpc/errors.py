@@ -49,12 +49,30 @@ def trailing_metadata(error: MooncakeError) -> tuple[tuple[str, str], ...]:
     return tuple(metadata)
 
 
+# What gRPC says of connections that never come about, and what it means.
+_HANDSHAKES = {
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "certificate has expired": "its certificate has expired",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by anyone who is trusted here",
+    "Hostname Verification Check failed": "its certificate has another name than the one that was called",
+    "Socket closed": "it hangs up at once: it may speak TLS alone, or want to see a certificate",
+}
+
+
+def handshake_trouble(error: grpc.RpcError) -> str:
+    """Why the other side, which is there, cannot be spoken to; "" when that is not what happened."""
+    details = error.details() if isinstance(error, (grpc.aio.AioRpcError, grpc.Call)) else None
+    if not (details or "").startswith("failed to connect"):
+        return ""
+    return next((meaning for sign, meaning in _HANDSHAKES.items() if sign in str(details)), "")
+
+
 def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     """The MooncakeError that the other side raised, or the one that fits a transport failure."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):  # of an asynchronous or a blocking stub
         return errors.NodeUnavailable(f"{peer or 'peer'}: {error}")
     metadata = {str(key): str(value) for key, value in (error.trailing_metadata() or ())}
-    message = error.details() or str(error.code())
+    message = handshake_trouble(error) or error.details() or str(error.code())
     cls = _BY_CODE.get(metadata.get(CODE_KEY, "")) or _BY_STATUS.get(error.code(), errors.InternalError)
     if CODE_KEY not in metadata and peer:
         message = f"{peer}: {message}"

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.recent import KEEP_S, Recent
 from mooncake.rpc.errors import status_of, trailing_metadata
+from mooncake.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -139,18 +140,22 @@ class RpcServer:
         add_to_server(servicer, self._server)
         self._services.append(service)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; the port chosen when ``port`` is 0. Raises ConfigError when the address cannot be had."""
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Listen, with ``credentials`` to TLS alone; the port chosen when ``port`` is 0. Raises ConfigError when the
+        address cannot be had."""
         names = (*self._services, reflection.SERVICE_NAME, health.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+        address = join_address(host, port)
         try:
-            bound = self._server.add_insecure_port(join_address(host, port))
+            bound = (
+                self._server.add_secure_port(address, credentials)
+                if credentials
+                else self._server.add_insecure_port(address)
+            )
         except RuntimeError:
             bound = 0
         if bound == 0:
-            raise ConfigError(
-                f"cannot listen on {join_address(host, port)}: the port is taken or the address is not local"
-            )
+            raise ConfigError(f"cannot listen on {address}: the port is taken or the address is not local")
         await self._server.start()
         await self.set_serving(True)
         return bound
@@ -169,13 +174,11 @@ class RpcServer:
 class Channels:
     """Channels by address, opened once and kept while they are in use. One owner, one event loop."""
 
-    def __init__(self, keep_s: float = KEEP_S) -> None:
+    def __init__(self, keep_s: float = KEEP_S, tls: Tls | None = None) -> None:
         """One without a call for ``keep_s`` disconnects, and seeks a peer that has gone no more; it is forgotten when
-        nobody has asked for it either."""
+        nobody has asked for it either. Raises ConfigError for files of ``tls`` that cannot be used."""
         options = (*_CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", int(keep_s * 1e3)))
-        self._channels = Recent(
-            lambda address: grpc.aio.insecure_channel(address, options=options), keep_s, may_go=_is_idle
-        )
+        self._channels = Recent(opener(tls, options), keep_s, may_go=_is_idle)
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -190,6 +193,14 @@ class Channels:
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.pop_all()))
+
+
+def opener(tls: Tls | None, options: Sequence[tuple[str, Any]]) -> Callable[[str], grpc.aio.Channel]:
+    """What opens channels to addresses. Raises ConfigError for files of ``tls`` that cannot be used."""
+    if tls is None:
+        return lambda address: grpc.aio.insecure_channel(address, options=options)
+    credentials, secure = tls.credentials(), (*options, *tls.options)
+    return lambda address: grpc.aio.secure_channel(address, credentials, options=secure)
 
 
 def _is_idle(channel: grpc.aio.Channel) -> bool:
@@ -228,6 +239,7 @@ __all__: Sequence[str] = (
     "RpcServer",
     "check_address",
     "join_address",
+    "opener",
     "remaining_s",
     "split_address",
 )

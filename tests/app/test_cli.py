@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificate
 
 from mooncake.app.local import LocalCluster
 from mooncake.client import Client
@@ -281,6 +283,21 @@ def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalC
     assert "1 of 2 requests" in out
     assert "stopped early: 1 of 2 requests sent, 1 answered" in out
     assert err.endswith("mooncake: stopped before the end of the trace\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_serve_tells_whom_clients_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its certificate is for the name that the world knows, and nodes join all the same."""
+    certificate, key = make_certificate(tmp_path, "public", names="DNS:llm.example")
+    with started(*SERVE, "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as process:
+        text = read_until(process, "Ctrl-C stops")
+        for name, value in re.findall(r"export (MOONCAKE_SSL_\w+)=(\S+)", text):
+            monkeypatch.setenv(name, value)
+        done = run("generate", "Hi", "--max-tokens", "2", "--address", re.findall(r"--address (\S+)", text)[0])
+        assert done.returncode == 0, done.stderr
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
 
 
 def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:

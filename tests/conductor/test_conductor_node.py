@@ -1,15 +1,19 @@
 """The conductor as it is started: one process, real ports, the demo model's tokenizer, and no torch."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import pytest
+from certificates import make_certificate
 
 from conductor.node import ConductorNode
 from mooncake.app.directory import open_directory
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
+from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, inference_pb2
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
 from mooncake.rpc.inference_pb2_grpc import InferenceStub
@@ -30,6 +34,38 @@ async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
                 await call.read()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert node.http_port
+    finally:
+        await node.stop()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+async def test_nodes_join_over_tls_whatever_the_certificate_s_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = make_certificate(tmp_path, "conductor", names="DNS:llm.example")
+    other, _ = make_certificate(tmp_path, "other")
+    ports = ["conductor.grpc_port=0", "conductor.http_port=0"]
+    behind = [f"conductor.ssl_certfile={certificate}", f"conductor.ssl_keyfile={key}"]
+    node = ConductorNode(load_config(overrides=[*ports, *behind]), open_directory)
+    await node.start()
+
+    def member(*overrides: str) -> Membership:
+        info = cluster_pb2.NodeInfo(node_id="p", role="prefill", control_address="127.0.0.1:9")
+        address = f"node.conductor={node.control_address}"
+        return Membership(load_config(overrides=[address, *overrides]), info, cluster_pb2.HeartbeatRequest)
+
+    try:
+        for overrides, sentence in (
+            ((), "it may speak TLS alone"),
+            ([f"node.ssl_ca_certs={other}"], "its certificate is not signed by anyone who is trusted here"),
+            ([f"node.ssl_ca_certs={certificate}"], "its certificate has another name than the one that was called"),
+        ):
+            stranger = member(*overrides)
+            await stranger.start()
+            assert not stranger.is_registered and sentence in caplog.records[-1].message
+            await stranger.stop()
+        with pytest.raises(ConfigError, match="give every node the same configuration"):  # it was heard
+            await member(*behind).start()
     finally:
         await node.stop()
 

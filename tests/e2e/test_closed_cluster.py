@@ -1,4 +1,4 @@
-"""A real cluster that wants an API key and speaks HTTPS: who knows the key gets in, nodes do by themselves."""
+"""A real cluster that wants an API key and speaks TLS alone: who knows the key gets in, nodes do by themselves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from certificates import make_certificate
 from live import SMALL, running_cluster, small_config
 
 from mooncake.api_keys import API_KEY_ENV
 from mooncake.app.cli import exit_code
 from mooncake.client import Client
-from mooncake.errors import Unauthenticated
+from mooncake.errors import NodeUnavailable, Unauthenticated
+from mooncake.tls import CA_CERTS_ENV, Tls
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,10 +31,9 @@ KEY, OTHER = "sk-cluster-5d1f", "sk-second-77aa"
 
 def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY_ENV, raising=False)
-    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=mooncake"]
-    alternative = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*make, *alternative], check=True, capture_output=True)
+    monkeypatch.delenv(CA_CERTS_ENV, raising=False)
+    certificate, key = make_certificate(tmp_path, "server")
+    tls = Tls(str(certificate))
     config = small_config(
         f'conductor.api_keys=["{KEY}", "{OTHER}"]',
         f"conductor.ssl_certfile={certificate}",
@@ -55,19 +56,26 @@ def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: py
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         ask()
-        with Client(cluster.grpc_address) as stranger, pytest.raises(Unauthenticated) as refused:
+        with Client(cluster.grpc_address, KEY) as plain, pytest.raises(NodeUnavailable, match="it may speak TLS alone"):
+            plain.status()
+        with Client(cluster.grpc_address, tls=tls) as stranger, pytest.raises(Unauthenticated) as refused:
             stranger.status()
         assert exit_code(refused.value) == 2
-        with Client(cluster.grpc_address, KEY) as known:
+        with Client(cluster.grpc_address, KEY, tls) as known:
             assert known.generate("One, two,").text
             assert KEY not in str(known.status())
         mooncake = [str(Path(sys.executable).parent / "mooncake"), "status", "--address", cluster.grpc_address]
-        for flags, code in (([], 2), (["--set", f'conductor.api_keys=["{KEY}"]'], 0)):
-            command = subprocess.run([*mooncake, *flags], capture_output=True, text=True, timeout=240, check=False)
+        trusting = os.environ | tls.environment()
+        knows = ["--set", f'conductor.api_keys=["{KEY}"]']
+        reads = ["--set", f"conductor.ssl_certfile={certificate}"]
+        for flags, env, code in (([], trusting, 2), (knows, trusting, 0), (knows + reads, None, 0)):
+            run = [*mooncake, *flags]
+            command = subprocess.run(run, capture_output=True, text=True, timeout=240, check=False, env=env)
             assert command.returncode == code
             assert ("decode-0" in command.stdout) == (code == 0) == (API_KEY_ENV not in command.stderr)
         nosy = [sys.executable, "-m", "decode_node", *(f"--set={value}" for value in SMALL)]
         nosy += [f"--set=node.conductor={cluster.grpc_address}", "--set=node.id=nosy"]
+        nosy += [f"--set=node.ssl_ca_certs={certificate}"]
         node = subprocess.run(nosy, capture_output=True, text=True, timeout=240, env=os.environ | {API_KEY_ENV: "sk-x"})
         assert node.returncode == 1 and "the API key is not one of this server's" in node.stderr
         assert not [text for child in cluster.children.values() for text in child.last_lines if "sk-" in text]

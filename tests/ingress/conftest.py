@@ -22,6 +22,7 @@ from mooncake.config import ConductorSection, Config
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import NEUTRAL
+from mooncake.tls import server_credentials
 from mooncake.types import FinishReason, PrefillReport, SampledToken, Timings, TokenLogprob
 
 EOS = 256
@@ -232,7 +233,7 @@ async def running_front(script=None, **limits):
     )
     server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
     ingress.add_grpc(server)
-    grpc_port = await server.start("127.0.0.1", 0)
+    grpc_port = await server.start("127.0.0.1", 0, server_credentials(config.conductor))
     http_port = await ingress.start_http()
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=10, trust_env=False) as http:

@@ -1,35 +1,24 @@
-"""HTTPS: certificates made here with openssl, real handshakes, and files that are wrong in every way."""
+"""HTTPS and gRPC over TLS: certificates made with openssl, real handshakes, and files that are wrong in every way."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
+from certificates import make_certificate, openssl
 
+from mooncake.client import Client
 from mooncake.config import ConductorSection, load_config
-from mooncake.errors import ConfigError
-from mooncake.tls import check_tls
+from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.tls import CA_CERTS_ENV, SERVER_NAME_ENV, Tls, check_tls, own_tls, tls_of
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-
-
-def openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
-
-
-def make_certificate(folder: Path, name: str, *more: object) -> tuple[Path, Path]:
-    """Self-signed, or signed as ``more`` says; its file and its key's."""
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    request = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", 1)
-    subject = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
-    openssl(*request, *subject, "-keyout", key, "-out", certificate, *more)
-    return certificate, key
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +27,15 @@ def files(tmp_path_factory):
     (folder / "both.pem").write_bytes(b"".join(file.read_bytes() for file in make_certificate(folder, "server")))
     make_certificate(folder, "other")
     ca, ca_key = make_certificate(folder, "ca", "-addext", "keyUsage=critical,keyCertSign")
-    make_certificate(folder, "user", "-CA", ca, "-CAkey", ca_key, "-addext", "basicConstraints=critical,CA:FALSE")
+    signed = ("-CA", ca, "-CAkey", ca_key, "-addext", "basicConstraints=critical,CA:FALSE")
+    make_certificate(folder, "user", *signed)
+    make_certificate(folder, "named", *signed, names="DNS:llm.example,DNS:other.example")
+    make_certificate(folder, "wild", *signed, names="DNS:*.example")
+    make_certificate(folder, "plain", *signed, names="")
+    openssl("req", "-new", "-key", folder / "server.key", "-subj", "/CN=old", "-out", folder / "old.csr")
+    old = ("x509", "-req", "-in", folder / "old.csr", "-signkey", folder / "server.key", "-days", -1)
+    openssl(*old, "-out", folder / "old.pem")
+    (folder / "old.key").write_bytes((folder / "server.key").read_bytes())
     openssl("ec", "-in", folder / "server.key", "-aes128", "-passout", "pass:secret", "-out", folder / "locked.key")
     (folder / "text.pem").write_text("no certificate\n")
     return folder
@@ -80,6 +77,100 @@ async def test_a_client_must_show_a_certificate_where_that_is_asked(open_front, 
                     await unknown.get(url)
 
 
+def served_by(files: Path, name: str, **more: object) -> dict[str, object]:
+    """The settings of a conductor with this certificate."""
+    return {"ssl_certfile": str(files / f"{name}.pem"), "ssl_keyfile": str(files / f"{name}.key"), **more}
+
+
+def ask(front, tls: Tls | None):
+    """What our blocking client gets, asked from a thread of its own."""
+
+    def talk() -> str:
+        with Client(front.grpc_address, tls=tls) as client:
+            return client.generate("x", timeout_s=10).text
+
+    return asyncio.to_thread(talk)
+
+
+async def test_grpc_answers_who_trusts_the_certificate(open_front, files, monkeypatch):
+    trusted = Tls(str(files / "server.pem"))
+    for settings in (served_by(files, "server"), {"ssl_certfile": str(files / "both.pem")}):
+        async with open_front(**settings) as front:
+            assert await ask(front, trusted) == "Hello, wörld!"
+    async with open_front(**served_by(files, "named")) as front:  # signed by a CA, called by an address
+        assert await ask(front, Tls(str(files / "ca.pem"), server_name="llm.example")) == "Hello, wörld!"
+        for name, value in Tls(str(files / "ca.pem"), server_name="other.example").environment().items():
+            monkeypatch.setenv(name, value)
+        assert await ask(front, None) == "Hello, wörld!"
+
+
+@pytest.mark.parametrize(
+    ("server", "tls", "sentence"),
+    [
+        ("server", None, "it hangs up at once: it may speak TLS alone"),
+        ("server", Tls("ca.pem"), "its certificate is not signed by anyone who is trusted here"),
+        ("named", Tls("ca.pem"), "its certificate has another name"),
+        ("named", Tls("ca.pem", server_name="third.example"), "its certificate has another name"),
+        ("old", Tls("old.pem"), "its certificate has expired"),
+        ("", Tls("ca.pem"), "it does not speak TLS"),
+    ],
+)
+async def test_two_sides_that_do_not_fit_say_why(open_front, files, monkeypatch, server, tls, sentence):
+    monkeypatch.delenv(CA_CERTS_ENV, raising=False)
+    tls = tls and Tls(str(files / tls.ca_certs), server_name=tls.server_name)
+    async with open_front(**(served_by(files, server) if server else {})) as front:
+        with pytest.raises(NodeUnavailable, match=f"^{front.grpc_address}: {sentence}"):
+            await ask(front, tls)
+
+
+async def test_callers_of_grpc_show_a_certificate_where_they_must(open_front, files):
+    settings = served_by(files, "server", ssl_ca_certs=str(files / "ca.pem"), ssl_cert_reqs=2)
+    trusted = str(files / "server.pem")
+    async with open_front(**settings) as front:
+        assert await ask(front, Tls(trusted, str(files / "user.pem"), str(files / "user.key"))) == "Hello, wörld!"
+        for stranger in (Tls(trusted), Tls(trusted, str(files / "other.pem"), str(files / "other.key"))):
+            with pytest.raises(NodeUnavailable, match="want to see a certificate"):
+                await ask(front, stranger)
+    async with open_front(**settings | {"ssl_cert_reqs": 1}) as front:  # they may, and are not asked
+        assert await ask(front, Tls(trusted)) == "Hello, wörld!"
+
+
+@pytest.mark.parametrize(
+    ("tls", "sentence"),
+    [
+        (Tls("none.pem"), r"ca_certs: cannot read .*none.pem: No such file"),
+        (Tls("text.pem"), r"no certificates \(PEM\) in .*text.pem"),
+        (Tls("ca.pem", "user.pem"), r"no certificate and key \(PEM\) in .*user.pem"),
+        (Tls("ca.pem", "user.pem", "other.key"), r"the key .*other.key does not belong to the certificate .*user.pem"),
+    ],
+)
+def test_a_caller_s_files_that_are_wrong_are_named(files, tls, sentence):
+    paths = [str(files / name) if name else "" for name in (tls.ca_certs, tls.certfile, tls.keyfile)]
+    with pytest.raises(ConfigError, match=sentence):
+        Client(tls=Tls(*paths))
+
+
+def test_a_node_trusts_its_conductor_s_certificate_under_any_name(files, monkeypatch):
+    def of(*overrides: str) -> Tls | None:
+        return tls_of(load_config(None, list(overrides)))
+
+    assert of() is None
+    for name, told in (("server", "127.0.0.1"), ("named", "llm.example"), ("wild", "any.example"), ("plain", "plain")):
+        certificate, key = str(files / f"{name}.pem"), str(files / f"{name}.key")
+        own = (f"conductor.ssl_certfile={certificate}", f"conductor.ssl_keyfile={key}")
+        assert of(*own) == Tls(certificate, server_name=told)
+        assert of(own[0]) == Tls(certificate)  # on another host, without the key
+        assert of(*own, "node.ssl_server_name=x") == Tls(certificate, server_name="x")
+        assert of(*own, "node.ssl_ca_certs=ca.pem") == Tls("ca.pem")  # who signed it: then the name counts
+    assert of("node.ssl_ca_certs=ca.pem", "node.ssl_certfile=c", "node.ssl_keyfile=k") == Tls("ca.pem", "c", "k")
+    with pytest.raises(ConfigError, match=r"conductor.ssl_cert_reqs = 2 needs node.ssl_certfile"):
+        of(*own, "conductor.ssl_ca_certs=ca.pem", "conductor.ssl_cert_reqs=2")
+
+    for name in (CA_CERTS_ENV, SERVER_NAME_ENV):
+        monkeypatch.delenv(name, raising=False)
+    assert own_tls() is None
+
+
 @pytest.mark.parametrize(
     ("certificate", "key", "ca", "sentence"),
     [
@@ -107,6 +198,7 @@ def test_files_that_are_wrong_are_named_before_anything_starts(files, certificat
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (["node.ssl_keyfile=k"], "node.ssl_keyfile needs node.ssl_certfile"),
         (["conductor.ssl_keyfile=k"], "conductor.ssl_keyfile needs conductor.ssl_certfile"),
         (["conductor.ssl_certfile=c", "conductor.ssl_cert_reqs=2"], "conductor.ssl_cert_reqs needs conductor.ssl_ca"),
         (["conductor.ssl_certfile=c", "conductor.ssl_cert_reqs=3"], "ssl_cert_reqs must be between 0 and 2"),
