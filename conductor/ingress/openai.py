@@ -83,7 +83,7 @@ class Call:
     def session(self) -> str:
         """A hint which requests belong together, never an identity."""
         headers = self.request.headers
-        return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.user or ""
+        return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ class OpenAIApi:
         self.pipeline.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
-        answer_id = f"{id_prefix}{uuid.uuid4().hex}"
+        answer_id = f"{id_prefix}{body.request_id or uuid.uuid4().hex}"
         return Call(request, body, arrived_at, answer_id, int(time.time()), _warning(ignored)), body
 
     async def _prompts(

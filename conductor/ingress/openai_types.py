@@ -88,6 +88,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    request_id: str | None = None  # of the answer's id; this and the next are vLLM's
+    session_id: str | None = None  # which requests belong together: this, or else one of the next two
+    prompt_cache_key: str | None = None
     user: str | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None  # lower runs first, as in vLLM
@@ -106,6 +109,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         """Where the guide comes from."""
         names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
         return next((name for name in names if getattr(self, name) is not None), "response_format")
+
+    @property
+    def session(self) -> str:
+        """A hint which requests belong together."""
+        return self.session_id or self.prompt_cache_key or self.user or ""
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -131,8 +139,11 @@ class Message(msgspec.Struct, frozen=True):
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: list[Message]
-    chat_template_kwargs: dict[str, object] | None = None  # this and the next two are vLLM's
-    add_generation_prompt: bool | None = None  # None: true, unless the last message is to be continued
+    chat_template: str | None = None  # refused: the model's is used; this and the next two are vLLM's
+    chat_template_kwargs: dict[str, object] | None = None
+    documents: list[dict[str, object]] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None  # None: true, unless the last message is to be continued; vLLM's again
     continue_final_message: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -149,7 +160,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     messages: list[Message] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    documents: list[dict[str, object]] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
@@ -163,14 +177,30 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, object]:
-    """What the chat template may read. Raises InvalidRequest for two that exclude each other."""
+    """What the chat template may read. Raises InvalidRequest for two that exclude each other, and for another
+    template."""
     if body.add_generation_prompt and body.continue_final_message:
         what = "add_generation_prompt begins a new message: no continue_final_message with it"
         raise InvalidRequest(what, "continue_final_message")
-    variables = dict(body.chat_template_kwargs or {})
+    variables = chosen_variables(body.chat_template_kwargs, body.reasoning_effort, body.chat_template)
+    if body.documents is not None:
+        variables["documents"] = body.documents
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     return variables
+
+
+def chosen_variables(
+    named: dict[str, object] | None, effort: str | None, template: str | None = None
+) -> dict[str, object]:
+    """Those that are ``named``, and what templates read of an ``effort`` to think: a grade, or whether to at all.
+
+    Raises InvalidRequest for another template: control tokens that no message can forge are those of the model's.
+    """
+    if template is not None or (named or {}).get("chat_template") is not None:
+        raise InvalidRequest("a request brings no chat template: the model's is used", "chat_template")
+    grades = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return grades | (named or {})
 
 
 R = TypeVar("R", bound=msgspec.Struct)

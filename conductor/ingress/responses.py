@@ -24,7 +24,13 @@ from conductor.ingress.http_client import unless_gone
 from conductor.ingress.http_errors import NoSuchRoute, json_response
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai import WARNING_HEADER, Call, OpenAIApi, guarded
-from conductor.ingress.openai_types import ContentLogprob, ContentPart, JsonSchema, ResponseFormat
+from conductor.ingress.openai_types import (
+    ContentLogprob,
+    ContentPart,
+    JsonSchema,
+    ResponseFormat,
+    chosen_variables,
+)
 from conductor.ingress.responses_types import (
     CallItem,
     ChosenTool,
@@ -35,6 +41,7 @@ from conductor.ingress.responses_types import (
     MessageItem,
     OutputItem,
     OutputText,
+    Reasoning,
     ResponseBody,
     ResponseEvent,
     ResponseFailure,
@@ -95,7 +102,9 @@ class ResponsesApi:
             truncate_prompt_tokens=-1 if body.truncation == "auto" else body.truncate_prompt_tokens,
         )
         call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, _headers(call, body))
-        conversation = Conversation(_messages(body), tools, body.chat_template_kwargs, param="input")
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        variables = chosen_variables(body.chat_template_kwargs, effort)
+        conversation = Conversation(_messages(body), tools, variables, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
@@ -296,6 +305,7 @@ def _head(call: Call, body: ResponsesRequest, model: str, sampling: SamplingPara
         parallel_tool_calls=body.parallel_tool_calls is not False,
         truncation=body.truncation or "disabled",
         metadata=body.metadata or {},
+        reasoning=body.reasoning or Reasoning(),
         user=body.user,
     )
 

@@ -37,6 +37,11 @@ class TextConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     format: TextFormat | None = None
 
 
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None  # for the chat template to read
+    summary: str | None = None  # none is made
+
+
 class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: str = ""
@@ -70,6 +75,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     conversation: str | dict[str, object] | None = None
     prompt: dict[str, object] | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    reasoning: Reasoning | None = None
 
     @property
     def guide_field(self) -> str:
@@ -131,11 +137,6 @@ class ResponseFailure(msgspec.Struct, frozen=True):
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: str = "max_output_tokens"
-
-
-class Reasoning(msgspec.Struct, frozen=True):
-    effort: None = None
-    summary: None = None
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):

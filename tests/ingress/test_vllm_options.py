@@ -72,6 +72,51 @@ async def test_what_ended_an_answer_is_told(front, wishes, reason):
     assert choice["stop_reason"] == reason
 
 
+async def test_a_chat_template_reads_documents_and_how_much_to_think(front):
+    chat = {"messages": MESSAGES, "documents": [{"title": "T"}], "reasoning_effort": "none"}
+    thinks = {"messages": MESSAGES, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    await front.http.post("/v1/chat/completions", json=chat)
+    await front.http.post("/v1/chat/completions", json=thinks)
+    response = await front.http.post("/v1/responses", json={"input": "Hi", "reasoning": {"effort": "high"}})
+    tokens = (await front.http.post("/tokenize", json=chat)).json()["tokens"]
+
+    first, second, third = (asked.tokens.tolist() for asked in front.script.asked)
+    assert tokens == first
+    assert bytes(first).startswith(
+        b"[reasoning_effort=none][enable_thinking=False][documents=[{'title': 'T'}]]<user>Hi"
+    )
+    assert bytes(second).startswith(b"[reasoning_effort=low][enable_thinking=False]<user>")  # what is named counts
+    assert bytes(third).startswith(b"[reasoning_effort=high][enable_thinking=True]<user>")
+    assert response.json()["reasoning"]["effort"] == "high"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("wishes", [{"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}])
+async def test_a_request_brings_no_template_of_its_own(front, path, wishes):
+    answer = await front.http.post(path, json={"messages": MESSAGES} | wishes)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template")
+    assert front.script.asked == []
+
+
+async def test_the_answer_has_the_id_that_was_asked_for(front):
+    for path, prefix, body in (
+        ("/v1/completions", "cmpl-", {"prompt": "x"}),
+        ("/v1/chat/completions", "chatcmpl-", {"messages": MESSAGES}),
+        ("/v1/responses", "resp_", {"input": "x"}),
+    ):
+        answer = await front.http.post(path, json=body | {"request_id": "mine.1"})
+        assert answer.json()["id"] == f"{prefix}mine.1" and "x-mooncake-warning" not in answer.headers
+    refused = await front.http.post("/v1/completions", json={"prompt": "x", "request_id": "a b"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+
+
+async def test_what_belongs_together_is_said_in_several_ways(front):
+    names = ("session_id", "prompt_cache_key", "user")
+    for count in range(len(names) + 1):
+        await complete(front, **{name: name for name in names[count:]})
+    assert [asked.session for asked in front.script.asked] == [*names, ""]
+
+
 async def test_control_tokens_are_text_where_that_is_asked(front):
     assert (await complete(front, skip_special_tokens=False, include_stop_str_in_output=True))["text"].endswith("<end>")
     assert (await complete(front, skip_special_tokens=False))["text"] == "Hello, wörld!"
