@@ -15,7 +15,7 @@ import torch
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import BuildFailed, load_library
-from mooncake.kernels.reference import Coding
+from mooncake.kernels.reference import Coding, Matrix
 from mooncake.precision import cpu_features
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Linear(Protocol):
 class Kernels(Protocol):
     """The functions of ``reference``, whose docstrings define them. A module is an implementation."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear: ...
+    def linear(self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear: ...
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.kernels import reference
-from mooncake.kernels.reference import Coding
+from mooncake.kernels.reference import Codes, Coding, Matrix
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
@@ -144,20 +144,23 @@ class PanelLinear:
         self,
         library: ctypes.CDLL,
         memory: WeightMemory,
-        weight: torch.Tensor,
+        weight: Matrix,
         bias: torch.Tensor | None,
         coding: Coding = "",
         is_gated: bool = False,
     ) -> None:
         outputs, inputs = weight.shape
         width = int(library.mc_panel_width())
-        source, scales, kind = weight, None, _WEIGHT_KINDS.get(weight.dtype, -1)
-        block = reference.hadamard_size(inputs) if coding == "w8a8" else 1
+        scales, kind, block = None, _WEIGHT_KINDS.get(weight.dtype, -1), 1
+        coding = weight.coding if isinstance(weight, Codes) else coding
         if coding:
-            source, scales = reference.quantise_rows(weight if block == 1 else reference.hadamard(weight) / block)
+            source, scales, block = reference.coded(weight, coding)
             kind = _CODED_KINDS[coding]
             if coding == "int8" and weight.dtype is torch.bfloat16 and activation_unit(library):
                 kind = _WIDE_CODES
+        else:
+            assert isinstance(weight, torch.Tensor)
+            source = weight
         source = source.contiguous()  # packing reads it by its address
         order = torch.arange(outputs)
         if is_gated:  # as source_row of packed.h
@@ -232,16 +235,17 @@ class CpuKernels:
         self._sample, self._score = library.mc_sample, library.mc_score
 
     def linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = ""
+        self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = ""
     ) -> reference.Linear | PanelLinear:
         if weight.dtype not in _WEIGHT_KINDS:
             return reference.linear(weight, bias, coding)
         return self.panel_linear(weight, bias, coding)
 
     def panel_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "", is_gated: bool = False
+        self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "", is_gated: bool = False
     ) -> PanelLinear:
-        """Of float32 or bfloat16 weights. ``is_gated`` needs a multiple of ``mc_panel_width()`` outputs."""
+        """Of float32 or bfloat16 weights, or of codes in a model of those. ``is_gated`` needs a multiple of
+        ``mc_panel_width()`` outputs."""
         return PanelLinear(self.library, self.weight_memory, weight, bias, coding, is_gated)
 
     def sample(

@@ -38,9 +38,10 @@ class GpuKernels:
     # Products and norms
 
     def linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, coding: reference.Coding = ""
+        self, weight: reference.Matrix, bias: torch.Tensor | None = None, coding: reference.Coding = ""
     ) -> reference.Linear | Int8Linear:
         weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
+        coding = weight.coding if isinstance(weight, reference.Codes) else coding
         return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -233,15 +234,15 @@ class Int8Linear:
     The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._block = reference.hadamard_size(weight.shape[1])
-        self._mixing = reference.hadamard(torch.eye(self._block)).to(weight)
-        self.codes, self.scales = reference.quantise_rows(reference.hadamard(weight) / self._block)
+    def __init__(self, weight: reference.Matrix, bias: torch.Tensor | None = None) -> None:
+        self.codes, self.scales, self._block = reference.coded(weight, "w8a8")
+        self._mixing = reference.hadamard(torch.eye(self._block)).to(self.codes.device, weight.dtype)
         self.bias, self._dtype = bias, weight.dtype
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the weights, ``[T, in]``, for int64 ``indices`` ``[T]``."""
-        return (reference.hadamard(self.codes[indices]) * self.scales[indices][:, None]).to(self._dtype)
+        codes = self.codes[indices] if self._block == 1 else reference.hadamard(self.codes[indices])
+        return (codes * self.scales[indices][:, None]).to(self._dtype)
 
     def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Activations as they are coded, ``[T, in]``."""

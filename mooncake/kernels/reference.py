@@ -16,6 +16,7 @@ its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothin
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,26 @@ from mooncake.precision import Coding as Coding
 
 SCALE_BYTES = 4  # a float32 behind the codes of each row of an int8 cache
 MAX_CODE = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix ``[out, in]`` that came as int8 codes with a scale an output: products take them as they are."""
+
+    values: torch.Tensor  # int8 [out, in]
+    scales: torch.Tensor  # float32 [out]
+    coding: Coding  # "int8", or "w8a8": activations are coded too
+    dtype: torch.dtype  # of the model around it
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def to(self, device: torch.device) -> Codes:
+        return Codes(self.values.to(device), self.scales.to(device), self.coding, self.dtype)
+
+
+Matrix = torch.Tensor | Codes
 
 
 class Linear:
@@ -49,8 +70,8 @@ class Linear:
 class CodedLinear(Linear):
     """int8 weights with a scale an output, activations as they are."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.codes, self.scales = quantise_rows(weight)
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+        self.codes, self.scales, _ = coded(weight, "int8")
         super().__init__(self.codes * self.scales[:, None], None if bias is None else bias.float())
 
 
@@ -58,15 +79,18 @@ class W8A8Linear(Linear):
     """Activations are coded too, a token at a time; sums of products of codes are exact.
 
     Both sides go through the same Hadamard transform first, which leaves the product as it is and spreads the few large
-    channels that would take all of a row's codes (QuaRot, Ashkboos et al. 2024).
+    channels that would take all of a row's codes (QuaRot, Ashkboos et al. 2024). ``Codes`` were made without it.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.codes, self.scales = quantise_rows(hadamard(weight) / hadamard_size(weight.shape[1]))
-        super().__init__(hadamard(self.codes) * self.scales[:, None], None if bias is None else bias.float())
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+        self.codes, self.scales, self._block = coded(weight, "w8a8")
+        super().__init__(self._mixed(self.codes) * self.scales[:, None], None if bias is None else bias.float())
+
+    def _mixed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._block == 1 else hadamard(rows)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantise_rows(hadamard(hidden))
+        codes, scales = quantise_rows(self._mixed(hidden))
         exact = (codes.double() @ self.codes.double().T).float()
         output = exact * (self.scales * scales[:, None])
         return (output if self.bias is None else output + self.bias).to(hidden.dtype)
@@ -78,6 +102,14 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = wide.abs().amax(-1) / MAX_CODE
     codes = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round_()
     return codes.to(torch.int8), scales
+
+
+def coded(weight: Matrix, coding: Coding) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """int8 codes ``[out, in]``, float32 scales ``[out]``, and how many inputs are mixed with each other first."""
+    if isinstance(weight, Codes):
+        return weight.values, weight.scales, 1
+    block = hadamard_size(weight.shape[1]) if coding == "w8a8" else 1
+    return *quantise_rows(weight if block == 1 else hadamard(weight) / block), block
 
 
 def hadamard_size(length: int) -> int:
@@ -103,10 +135,14 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
     return mixed.T.contiguous().view(rows.shape)
 
 
-def linear(weight: torch.Tensor, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:
-    """A linear layer over these weights, in whatever form is fast; ``weight`` need not be kept."""
-    kind = {"": Linear, "int8": CodedLinear, "w8a8": W8A8Linear}[coding]
-    return kind(weight, bias)
+def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:
+    """A linear layer over these weights, in whatever form is fast; ``weight`` need not be kept. ``Codes`` have a coding
+    of their own."""
+    coding = weight.coding if isinstance(weight, Codes) else coding
+    if coding:
+        return (W8A8Linear if coding == "w8a8" else CodedLinear)(weight, bias)
+    assert isinstance(weight, torch.Tensor)
+    return Linear(weight, bias)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -348,6 +348,30 @@ def test_what_is_not_finite_shows(
     assert finite.tolist() == [row != 7 for row in range(20)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coding", ["int8", "w8a8"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_codes_of_a_checkpoint_are_multiplied_as_they_are(
+    cpu: CpuKernels, dtype: torch.dtype, coding: Coding, tokens: int
+) -> None:
+    """Down to -128, which our own codes never are, and without a transform."""
+    torch.manual_seed(6)
+    values = torch.randint(-128, 128, (48, 96)).to(torch.int8)
+    values[:4] = -128
+    codes = reference.Codes(values, torch.rand(48) / 64, coding, dtype)
+    hidden, bias = torch.randn(tokens, 96), torch.randn(48)
+    defined, ours = reference.linear(codes, bias), cpu.linear(codes, bias)
+    given = hidden
+    if coding == "w8a8":
+        scale = hidden.abs().amax(1, keepdim=True) / 127
+        given = (hidden / scale).round() * scale
+    exact = given.double() @ (values.double() * codes.scales.double()[:, None]).T + bias
+    for layer in (defined, ours):
+        torch.testing.assert_close(layer(hidden), exact.float(), atol=2e-3, rtol=1e-4)
+        rows = torch.tensor([0, 47, 3])
+        torch.testing.assert_close(layer.rows(rows), (values * codes.scales[:, None])[rows])
+
+
 def test_w8a8_bears_channels_that_are_much_larger_than_the_rest(cpu: CpuKernels) -> None:
     """A scale for the whole row would leave the other channels a few codes; mixed with each other, all keep most."""
     torch.manual_seed(0)

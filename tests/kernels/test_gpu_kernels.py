@@ -312,6 +312,17 @@ def test_int8_products_are_exact_in_the_codes(tokens: int) -> None:
     torch.testing.assert_close(layer(hidden), hidden @ weight.T + bias, atol=0.6, rtol=0.1)
 
 
+@pytest.mark.parametrize("coding", ["int8", "w8a8"])
+def test_codes_of_a_checkpoint_are_multiplied_as_they_are(kernels: GpuKernels, coding: reference.Coding) -> None:
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randint(-128, 128, (70, 160), generator=generator).to(torch.int8)
+    codes = reference.Codes(values, torch.rand(70, generator=generator) / 64, coding, torch.float32)
+    hidden, rows = torch.randn(33, 160, generator=generator), torch.tensor([69, 0])
+    defined, layer = reference.linear(codes), kernels.linear(codes)
+    torch.testing.assert_close(layer(hidden.to(DEVICE)).cpu(), defined(hidden), atol=5e-2, rtol=1e-2)
+    assert torch.equal(layer.rows(rows.to(DEVICE)).cpu(), (values * codes.scales[:, None])[rows])
+
+
 def test_pages_are_copied_whole_and_nothing_else() -> None:
     source = torch.arange(6 * 2 * 3 * 700, dtype=torch.float32).view(6, 2, 3, 700).to(DEVICE)
     target = torch.zeros((4, 2, 3, 700), device=DEVICE)
