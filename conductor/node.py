@@ -103,7 +103,7 @@ class ConductorNode:
 
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
-    precision = config.precision()
+    precision = config.precision(checkpoint.coding)
     layout = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype)
     return ModelFacts(
         kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout),

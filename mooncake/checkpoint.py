@@ -1,6 +1,7 @@
 """A model on disk: what it is (``ModelConfig``), which weights it has (``digest``), and its tokenizer. Torch-free.
 
-Opens Hugging Face folders, and GGUF files of the Llama family, and says in one sentence what is wrong with the others.
+Opens Hugging Face folders, quantised ones too (``mooncake.quantised``), and GGUF files of the Llama family, and says in
+one sentence what is wrong with the others.
 Reads headers only; ``mooncake.model.weights`` reads the weights.
 """
 
@@ -12,9 +13,10 @@ import math
 import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import xxhash
 
@@ -24,6 +26,8 @@ from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import read_json
 from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
+from mooncake.precision import Coding
+from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
@@ -48,6 +52,17 @@ class Checkpoint(ABC):
     name: str
     path: Path
     config: ModelConfig
+    coded: Coded = MappingProxyType({})  # weights that are stored as codes
+
+    @property
+    def coding(self) -> Coding:
+        """What products can do with the weights' own int8 codes: those of the Llama family take them."""
+        return coding_of(self.coded) if self.config.architecture in FAMILIES else ""
+
+    @property
+    def num_codes(self) -> int:
+        """Parameters that products can take as the int8 codes they are."""
+        return sum(math.prod(weight.shape) for weight in self.coded.values() if weight.coding)
 
     def sampling_defaults(self, wanted: str) -> SamplingDefaults:
         """Of requests that do not say how to sample, with model.generation_config as ``wanted``. GGUF files recommend
@@ -125,17 +140,22 @@ class GGUFCheckpoint(Checkpoint):
 
 
 class HFCheckpoint(Checkpoint):
-    """A folder with config.json, safetensors (maybe in shards), tokenizer.json and a chat template."""
+    """A folder with config.json, safetensors (maybe in shards), tokenizer.json and a chat template.
+
+    Weights may be quantised (``mooncake.quantised``).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.resolve().name
-        tree = read_json(path / "config.json", "an HF folder needs one")
+        settings = Settings(read_json(path / "config.json", "an HF folder needs one"), str(path / "config.json"))
+        read_coded = quantisation_of(settings)
         self.shards = _open_shards(path)
-        shapes = {name: tensor.shape for shard in self.shards for name, tensor in shard.tensors.items()}
+        tensors = {name: tensor for shard in self.shards for name, tensor in shard.tensors.items()}
+        self.coded = read_coded(tensors) if read_coded else {}
         self._generation = _read_if_there(path / "generation_config.json")
-        settings = Settings(tree, str(path / "config.json"))
-        self.config = _hf_config(settings, _hf_eos(path, self._generation, settings), shapes)
+        eos_ids = _hf_eos(path, self._generation, settings)
+        self.config = _hf_config(settings, eos_ids, shapes_of(tensors, self.coded), zero_biases(self.coded))
 
     def sampling_defaults(self, wanted: str) -> SamplingDefaults:
         source = str(self.path / "generation_config.json")
@@ -145,6 +165,8 @@ class HFCheckpoint(Checkpoint):
         return tokenizer_from_hf(self.path, self.config.eos_ids)
 
     def _identity(self) -> Iterable[bytes]:
+        if self.coded:  # the same codes may stand for other values
+            yield repr(sorted(self.coded.items())).encode()
         for shard in self.shards:
             yield _file_identity(
                 shard.path, shard.header_bytes, ((t.offset, t.num_bytes) for t in shard.tensors.values())
@@ -344,13 +366,19 @@ def _hf_eos(folder: Path, generation: Mapping[str, object], settings: Settings) 
     return tuple(dict.fromkeys((*ids, *(token_id for token_id in own if token_id < vocab_size))))
 
 
-def _hf_config(settings: Settings, eos_ids: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+def _hf_config(
+    settings: Settings,
+    eos_ids: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    spare: Collection[str] = (),
+) -> ModelConfig:
+    """``spare`` weights may be there although the model needs none of them."""
     family = settings.get("model_type")
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     if isinstance(family, str) and family in OTHER_FAMILIES:
         config = read_config(family, settings, bos_id, eos_ids, shapes)
         named = {published_name(family, name): shape for name, shape in shapes.items()}
-        _check_shapes(config, named, str(Path(settings.source).parent))
+        _check_shapes(config, named, str(Path(settings.source).parent), spare)
         return config
     if not isinstance(family, str) or family not in FAMILIES:
         raise _unsupported(f"the model_type {family!r} in {settings.source}")
@@ -382,7 +410,7 @@ def _hf_config(settings: Settings, eos_ids: tuple[int, ...], shapes: Mapping[str
         bos_id=bos_id,
         eos_ids=eos_ids,
     )
-    _check_shapes(config, shapes, str(Path(settings.source).parent))
+    _check_shapes(config, shapes, str(Path(settings.source).parent), spare)
     return config
 
 
@@ -475,7 +503,9 @@ _SPARE = re.compile(r".*\.rotary_emb\.\w+|.*\.(attn|attention)\.(masked_)?bias|r
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
-def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str) -> None:
+def _check_shapes(
+    config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str, spare: Collection[str] = ()
+) -> None:
     """Also that there is nothing else: a weight that the arithmetic leaves out makes it another model's."""
     needed = weight_shapes(config)
     for name, shape in needed.items():
@@ -484,5 +514,5 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], sou
         if found[name] != shape:
             raise ModelError(f"{source}: the weight {name} has the shape {found[name]}, the configuration says {shape}")
     for name in sorted(found.keys() - needed.keys()):
-        if not (_SPARE.fullmatch(name) or (config.tie_embeddings and name in _HEADS)):
+        if not (_SPARE.fullmatch(name) or name in spare or (config.tie_embeddings and name in _HEADS)):
             raise ModelError(f"{source} has the weight {name}, which nothing in its configuration asks for")

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from mooncake.adapters import parse_adapters
 from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
-from mooncake.precision import KV_FORMATS, Precision, resolve_precision
+from mooncake.precision import KV_FORMATS, Coding, Precision, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
 
@@ -33,7 +33,9 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": what all devices multiply natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
-    weights: str = "auto"  # "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "auto": as dtype
+    # "plain": as dtype | "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "auto": the int8 codes
+    # that a quantised checkpoint has itself, for what they are made for; all others as dtype
+    weights: str = "auto"
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # "auto": sample as its generation_config.json says, where requests do not; "none"
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
@@ -220,11 +222,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host = f"[{host}]" if ":" in host else host  # IPv6
         return self.node.conductor or f"{host}:{self.conductor.grpc_port}"
 
-    def precision(self) -> Precision:
-        """What "auto" means here: all nodes must have the same formats. Raises ConfigError for an unknown one."""
+    def precision(self, stored: Coding = "") -> Precision:
+        """What "auto" means here: all nodes must have the same formats. ``stored`` is ``Checkpoint.coding``;
+        what is not about weights does not depend on it. Raises ConfigError for an unknown one."""
         devices = {self.prefill.device} if self.cluster.coupled else {self.prefill.device, self.decode.device}
         model = self.model
-        return resolve_precision(model.dtype, model.kv_dtype, model.weights, devices, model.key_scales)
+        return resolve_precision(model.dtype, model.kv_dtype, model.weights, devices, model.key_scales, stored)
 
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:

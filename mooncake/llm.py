@@ -32,7 +32,7 @@ from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import chain_seed, kv_fingerprint
-from mooncake.precision import resolve_precision
+from mooncake.precision import Coding, resolve_precision
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ROLES, ChatMessage
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -123,7 +123,7 @@ class LLM:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
 
-        ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("int8", "w8a8") are those of the
+        ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("int8", "w8a8", "plain") are those of the
         configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, up to
         rounding, and sooner where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With
@@ -151,7 +151,8 @@ class LLM:
         )
         if threads:
             torch.set_num_threads(threads)
-        precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales)
+        stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
+        precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         if num_blocks < 1:

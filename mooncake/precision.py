@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16")
 KV_FORMATS = ("float32", "bfloat16", "int8")
 KV_DTYPES = ("auto", *KV_FORMATS)
-WEIGHTS = ("auto", "int8", "w8a8")
+WEIGHTS = ("auto", "plain", "int8", "w8a8")
 
 Coding = Literal["", "int8", "w8a8"]
 """Of a linear layer: as its weights are; int8 weights; int8 weights and activations."""
 
-_CODINGS: dict[str, Coding] = {"auto": "", "int8": "int8", "w8a8": "w8a8"}
+_CODINGS: dict[str, Coding] = {"auto": "", "plain": "", "int8": "int8", "w8a8": "w8a8"}
 _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -35,11 +35,19 @@ class Precision:
     kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
     key_scales: KeyScales | None = None  # for the channels of keys, before they are coded
+    codes: Coding = ""  # how int8 codes that the checkpoint has itself are used; "": as the values they stand for
+
+    @property
+    def weights(self) -> str:
+        """For who reads a log."""
+        others = self.coding or self.dtype
+        return f"{self.codes} as stored, others {others}" if self.codes else others
 
     def identity(self, weights_digest: str) -> str:
         """What tells KV of this precision from KV of the same weights in another; for the cache's fingerprint."""
         of_keys = f"keys-{self.key_scales.digest}" if self.key_scales else ""
-        return "+".join([weights_digest, *filter(None, (self.coding, of_keys))])
+        own = f"own-{self.codes}" if self.codes else ""
+        return "+".join([weights_digest, *filter(None, (self.coding, own, of_keys))])
 
 
 def resolve_precision(
@@ -48,10 +56,13 @@ def resolve_precision(
     weights: str = "auto",
     devices: Collection[str] = ("cpu",),
     key_scales: str = "",
+    stored: Coding = "",
 ) -> Precision:
     """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
-    ``dtype``. ``weights`` "auto": as ``dtype``. ``key_scales``: a file of ``mooncake key-scales``, for int8 pages.
-    Raises ConfigError for anything unknown, and for what one of the devices has no kernels for."""
+    ``dtype``. ``weights`` "plain": as ``dtype``; "auto": so too, but int8 codes that the checkpoint has itself are
+    taken as they are, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can.
+    ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown, and for
+    what one of the devices has no kernels for."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -71,7 +82,22 @@ def resolve_precision(
         from mooncake.key_scales import load_key_scales
 
         scales = load_key_scales(key_scales)
-    return Precision(dtype, dtype if kv_dtype == "auto" else kv_dtype, _CODINGS[weights], scales)
+    return Precision(
+        dtype,
+        dtype if kv_dtype == "auto" else kv_dtype,
+        _CODINGS[weights],
+        scales,
+        _own_codes(weights, stored, on_cpus=all(device == "cpu" for device in devices)),
+    )
+
+
+def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
+    """Codes made to meet coded activations may meet plain ones; the reverse nobody has tried out for the checkpoint."""
+    if weights == "auto":
+        return stored if stored == "w8a8" or on_cpus else ""
+    if weights == "w8a8":
+        return "w8a8" if stored == "w8a8" else ""
+    return "int8" if weights == "int8" and stored else ""
 
 
 def has_native_bf16() -> bool:

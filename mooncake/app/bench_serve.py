@@ -183,7 +183,7 @@ def _own_engine(checkpoint: Checkpoint, options: Options) -> OwnEngine:
         max_model_len=config.model.max_model_len,
         keep_events=False,
     )
-    return OwnEngine(checkpoint, config.precision(), available_cores(), engine, KV_GB)
+    return OwnEngine(checkpoint, config.precision(checkpoint.coding), available_cores(), engine, KV_GB)
 
 
 def _cluster(transport: str) -> str:

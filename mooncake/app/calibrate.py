@@ -102,7 +102,8 @@ def measure(
     settings = EngineConfig(
         block_tokens=config.block.tokens, chunk_tokens=0, max_sequences=max(BATCHES), max_model_len=longest
     )
-    precision = resolve_precision(config.model.dtype, config.model.kv_dtype, config.model.weights)
+    given = config.model
+    precision = resolve_precision(given.dtype, given.kv_dtype, given.weights, stored=checkpoint.coding)
     engine = OwnEngine(checkpoint, precision, threads, settings, KV_GB)
     engine.run([[5] * 8], 2)
     rng = np.random.default_rng(0)

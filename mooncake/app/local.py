@@ -152,7 +152,7 @@ class LocalCluster:
         tls_of(self.config)
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
         await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
-        check_memory(self.config, checkpoint.config)
+        check_memory(self.config, checkpoint)
         self._fatal = asyncio.get_running_loop().create_future()
         self.folder = Path(tempfile.mkdtemp(prefix="mooncake-"))
         (self.folder / "cluster.toml").write_text(dump_toml(self.config))

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from conductor.admission import ADMISSIONS, Mode
 from conductor.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
-from mooncake.checkpoint import ModelConfig, weight_shapes
+from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes
 from mooncake.config import Config, EngineSection
 from mooncake.errors import ConfigError
 
@@ -208,13 +208,15 @@ class MemoryNeed:
         return self.weights_gb + self.kv_gb + self.store_gb + self.processes_gb
 
 
-def memory_need(config: Config, model: ModelConfig) -> MemoryNeed:
+def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
     cluster = config.cluster
     engines = cluster.num_prefill + cluster.num_decode
     on_cpus = cluster.num_prefill * (config.prefill.device == "cpu")
     on_cpus += cluster.num_decode * (config.decode.device == "cpu")
-    precision = config.precision()
-    weights_gb = parameter_count(model) * (1 if precision.coding else 4 if precision.dtype == "float32" else 2) / GB
+    precision = config.precision(checkpoint.coding)
+    plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
+    own_codes = checkpoint.num_codes if precision.codes else 0  # of one byte each
+    weights_gb = ((parameter_count(checkpoint.config) - own_codes) * plain_bytes + own_codes) / GB
     return MemoryNeed(
         weights_gb=on_cpus * weights_gb,
         kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)
@@ -229,9 +231,9 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(map(math.prod, weight_shapes(model).values()))
 
 
-def check_memory(config: Config, model: ModelConfig, available_gb: float | None = None) -> None:
+def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:
     """Raises ConfigError when the cluster would not fit what this machine (or container) has left."""
-    need = memory_need(config, model)
+    need = memory_need(config, checkpoint)
     have_gb = available_memory_gb() if available_gb is None else available_gb
     if have_gb is not None and need.total_gb > have_gb:
         raise ConfigError(

@@ -71,7 +71,7 @@ def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: in
         raise ConfigError(f"the draft model {path} has another vocabulary")
     if not max_tokens:
         raise ConfigError("a draft model needs speculative_tokens")
-    precision = resolve_precision(dtype, devices=(device,))
+    precision = resolve_precision(dtype, devices=(device,), stored=checkpoint.coding)
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     num_blocks = size.num_blocks + -(-max_tokens // layout.block_tokens)
     max_model_len = min(size.max_model_len, checkpoint.config.max_model_len)
@@ -134,7 +134,7 @@ def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int)
     """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or precision.key_scales or size.layout.dtype != precision.dtype:
+    if precision.coding or precision.codes or precision.key_scales or size.layout.dtype != precision.dtype:
         raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
     model = TensorParallelModel(
         path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
@@ -146,4 +146,6 @@ def _model(
     checkpoint: Checkpoint, precision: Precision, size: CacheSize, kernels: Kernels | None, adapters: Sequence[Adapter]
 ) -> CausalLM | Decoder:
     dtype, coding, key_scales = precision.dtype, precision.coding, precision.key_scales
-    return load_model(checkpoint, dtype, size.max_model_len, coding, kernels, adapters, key_scales)
+    return load_model(
+        checkpoint, dtype, size.max_model_len, coding, kernels, adapters, key_scales, codes=precision.codes
+    )

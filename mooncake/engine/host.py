@@ -133,7 +133,7 @@ class EngineHost:
         self.config = config
         self.plan = plan
         self.incarnation = secrets.randbits(63) | 1
-        self._precision = config.precision()
+        self._precision = config.precision(checkpoint.coding)
         self.content = self._precision.identity(checkpoint.digest)
         self.fingerprint = kv_fingerprint(self.content, plan.layout)
         self.samples = StepSamples()
@@ -189,10 +189,11 @@ class EngineHost:
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
         log.info(
-            "%s ready on %s in %.1f s: %d blocks of %d tokens (%.2f GB), context %d",
+            "%s ready on %s in %.1f s: weights %s, %d blocks of %d tokens (%.2f GB), context %d",
             self._checkpoint.name,
             self.device,
             time.monotonic() - started_s,
+            self._precision.weights,
             self.plan.num_blocks,
             self.config.block.tokens,
             self.plan.num_bytes / 1e9,

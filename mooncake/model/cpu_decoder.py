@@ -25,9 +25,9 @@ from mooncake.kernels.cpu import (
     num_threads,
     page_kind,
 )
-from mooncake.kernels.reference import Coding
+from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.layers import LayerWeights, Weights, vector, weight
+from mooncake.model.layers import LayerWeights, Weights, matrix, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter, adapter_of_rows
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -111,16 +111,16 @@ class CpuDecoder:
             self._kept.append(kept)
             return kept.data_ptr()
 
-        def matrix(tensor: torch.Tensor, bias: torch.Tensor | None = None, is_gated: bool = False) -> int:
-            packed = kernels.panel_linear(tensor, bias, coding, is_gated)
+        def product(source: Matrix, bias: torch.Tensor | None = None, is_gated: bool = False) -> int:
+            packed = kernels.panel_linear(source, bias, coding, is_gated)
             self._kept.append(packed)
             return packed.address
 
         def low_rank(layer: LayerAdapter) -> Iterator[int | None]:
-            for product in PRODUCTS:
-                pair: tuple[torch.Tensor, torch.Tensor] | None = getattr(layer, product)
+            for name in PRODUCTS:
+                pair: tuple[torch.Tensor, torch.Tensor] | None = getattr(layer, name)
                 for half in pair or (None, None):
-                    is_gated = product == "gate_up" and pair is not None and half is pair[1]
+                    is_gated = name == "gate_up" and pair is not None and half is pair[1]
                     packed = None if half is None else kernels.panel_linear(half, is_gated=is_gated)
                     if packed is not None:
                         self._kept_adapters.append(packed)
@@ -133,10 +133,10 @@ class CpuDecoder:
                     address(layer.mlp_norm),
                     address(layer.query_norm),
                     address(layer.key_norm),
-                    matrix(layer.qkv, layer.qkv_bias),
-                    matrix(layer.output),
-                    matrix(layer.gate_up, is_gated=True),
-                    matrix(layer.down),
+                    product(layer.qkv, layer.qkv_bias),
+                    product(layer.output),
+                    product(layer.gate_up, is_gated=True),
+                    product(layer.down),
                 )
                 for layer in layers
             )
@@ -146,12 +146,12 @@ class CpuDecoder:
             for adapter in adapters
         ]
         self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
-        embedding = matrix(weight(weights, "model.embed_tokens.weight"))
+        embedding = product(matrix(weights, "model.embed_tokens.weight"))
         cos, sin = tables
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
             embedding,
-            embedding if config.tie_embeddings else matrix(weight(weights, "lm_head.weight")),
+            embedding if config.tie_embeddings else product(matrix(weights, "lm_head.weight")),
             ctypes.addressof(self._adapter_table),
             address(weight(weights, "model.norm.weight")),
             cos.data_ptr(),

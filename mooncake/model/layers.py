@@ -14,17 +14,26 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
-from mooncake.kernels.reference import Coding
+from mooncake.kernels.reference import Codes, Coding, Matrix
 
 Weights = Mapping[str, torch.Tensor]
 
 
 class WeightsOnDemand(Weights):
-    """Each is made anew whenever it is asked for: who packs one after the other never holds all of them twice."""
+    """Each is made anew whenever it is asked for: who packs one after the other never holds all of them twice.
 
-    def __init__(self, names: Iterable[str], make: Callable[[str], torch.Tensor]) -> None:
+    ``codes`` gives a matrix as codes that products take as they are, where it came so and they are wanted, else None.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        make: Callable[[str], torch.Tensor],
+        codes: Callable[[str], Codes | None] = lambda _: None,
+    ) -> None:
         self._names = dict.fromkeys(names)
         self._make = make
+        self.codes = codes
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -43,14 +52,14 @@ class LayerWeights:
     """As published, but for the fusing."""
 
     attention_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(Hq + 2 * Hkv) * D, hidden]
+    qkv: Matrix  # [(Hq + 2 * Hkv) * D, hidden]
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [D], Qwen3
     key_norm: torch.Tensor | None
-    output: torch.Tensor  # [hidden, Hq * D]
+    output: Matrix  # [hidden, Hq * D]
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +83,14 @@ def layer_weights(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool) -
     projections = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
     return LayerWeights(
         attention_norm=weight(weights, prefix + "input_layernorm.weight"),
-        qkv=torch.cat([weight(weights, name + ".weight") for name in projections]),
+        qkv=matrix(weights, *(name + ".weight" for name in projections)),
         qkv_bias=torch.cat([weight(weights, name + ".bias") for name in projections]) if qkv_bias else None,
         query_norm=weight(weights, attention + "q_norm.weight") if qk_norm else None,
         key_norm=weight(weights, attention + "k_norm.weight") if qk_norm else None,
-        output=weight(weights, attention + "o_proj.weight"),
+        output=matrix(weights, attention + "o_proj.weight"),
         mlp_norm=weight(weights, prefix + "post_attention_layernorm.weight"),
-        gate_up=torch.cat([weight(weights, mlp + name) for name in ("gate_proj.weight", "up_proj.weight")]),
-        down=weight(weights, mlp + "down_proj.weight"),
+        gate_up=matrix(weights, *(mlp + name for name in ("gate_proj.weight", "up_proj.weight"))),
+        down=matrix(weights, mlp + "down_proj.weight"),
     )
 
 
@@ -104,6 +113,18 @@ def weight(weights: Weights, name: str) -> torch.Tensor:
         return weights[name]
     except KeyError:
         raise ModelError(f"the model's files have no weight {name!r}") from None
+
+
+def matrix(weights: Weights, *names: str) -> Matrix:
+    """Matrices above each other as one: of codes, where all of them are. Raises ModelError when the model lacks one."""
+    given = [weights.codes(name) for name in names] if isinstance(weights, WeightsOnDemand) else []
+    codes = [each for each in given if each is not None]
+    if len(codes) == len(names) and len({each.coding for each in codes}) == 1:
+        values, scales = (
+            torch.cat(parts) for parts in zip(*((each.values, each.scales) for each in codes), strict=True)
+        )
+        return Codes(values, scales, codes[0].coding, codes[0].dtype)
+    return weight(weights, names[0]) if len(names) == 1 else torch.cat([weight(weights, name) for name in names])
 
 
 def vector(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:

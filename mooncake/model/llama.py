@@ -16,7 +16,7 @@ from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.cpu_decoder import CpuDecoder
-from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, vector, weight
+from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, matrix, vector, weight
 from mooncake.model.lora import AdapterLayers, LayerAdapter, Rows, adapter_of_rows, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
@@ -58,9 +58,9 @@ class CausalLM:
         self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
-        self._embedding = self._head = kernels.linear(weight(weights, "model.embed_tokens.weight"), None, coding)
+        self._embedding = self._head = kernels.linear(matrix(weights, "model.embed_tokens.weight"), None, coding)
         if not config.tie_embeddings:
-            self._head = kernels.linear(weight(weights, "lm_head.weight"), None, coding)
+            self._head = kernels.linear(matrix(weights, "lm_head.weight"), None, coding)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:

@@ -37,9 +37,10 @@ def load_model(
     kernels: Kernels | None = None,
     adapters: Sequence[Adapter] = (),
     key_scales: KeyScales | None = None,
+    codes: Coding = "",
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
-    their places.
+    their places. ``codes`` is for the int8 codes that the checkpoint has itself, ``coding`` for all other weights.
 
     Raises ModelError when weights are missing, broken or of an unsupported kind.
     """
@@ -51,7 +52,7 @@ def load_model(
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
     if family is None:
         layers = [load_adapter(adapter, config) for adapter in adapters]
-        weights = load_weights(checkpoint, dtype)
+        weights = load_weights(checkpoint, dtype, codes)
         if key_scales:
             weights = with_scaled_keys(weights, config, key_scales)
         return CausalLM(config, weights, max_model_len, kernels, coding, adapters=layers)

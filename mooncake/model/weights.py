@@ -23,7 +23,11 @@ from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelC
 from mooncake.errors import ModelError
 from mooncake.families import published_name
 from mooncake.gguf_file import GGUFFile, TensorInfo
+from mooncake.kernels.reference import Codes
+from mooncake.model.dequantise import as_codes, dequantised
 from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.precision import Coding
+from mooncake.quantised import zero_biases
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +38,10 @@ _STALE_PART_S = 3600  # a file still being written after this long belongs to no
 _INTERLEAVED = ("llama", "mistral")
 
 
-def load_weights(checkpoint: Checkpoint, dtype: str) -> Weights:
+def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "") -> Weights:
     """Every weight that the model needs, as ``torch.dtype`` ``dtype`` ("float32", "bfloat16", "float16"), on the CPU.
+
+    With ``codes`` (as of ``Precision``) the weights also give the int8 codes that the checkpoint has itself.
 
     The tensors are read-only mapped memory or, where their numbers have to be converted, made when they are asked for:
     do not write to them, and keep none longer than it is needed. Raises ModelError, for some only then.
@@ -44,21 +50,38 @@ def load_weights(checkpoint: Checkpoint, dtype: str) -> Weights:
     if isinstance(checkpoint, GGUFCheckpoint):
         return _cached_gguf_weights(checkpoint, wanted)
     if isinstance(checkpoint, HFCheckpoint):
-        return _safetensors_weights(checkpoint, wanted)
+        return _safetensors_weights(checkpoint, wanted, codes)
     raise ModelError(f"there are no weights to load for {checkpoint.name}")
 
 
-def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype) -> Weights:
-    needed = weight_shapes(checkpoint.config)
-    stored: dict[str, torch.Tensor] = {}
+def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Coding) -> Weights:
+    needed, family = weight_shapes(checkpoint.config), checkpoint.config.architecture
+    coded = {published_name(family, name): weight for name, weight in checkpoint.coded.items()}
+    parts = {part for weight in checkpoint.coded.values() for part in weight.parts}
+    spare = zero_biases(checkpoint.coded)
+    stored: dict[str, torch.Tensor] = {}  # by their full names, parts of coded ones by those in the files
     for shard in checkpoint.shards:
         for stored_name, tensor in _mapped(shard.path).items():
-            name = published_name(checkpoint.config.architecture, stored_name)
-            if name in needed:
+            name = published_name(family, stored_name)
+            if stored_name in parts:
+                stored[stored_name] = tensor
+            elif name in needed:
                 if not tensor.is_floating_point():
                     raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")
                 stored[name] = tensor
-    return WeightsOnDemand(stored, lambda name: stored[name].to(dtype))
+            elif stored_name in spare and tensor.any():
+                raise ModelError(f"{shard.path} has the weight {name}, which nothing in its configuration asks for")
+
+    def make(name: str) -> torch.Tensor:
+        return dequantised(coded[name], stored, dtype) if name in coded else stored[name].to(dtype)
+
+    def own_codes(name: str) -> Codes | None:
+        weight = coded.get(name)
+        if weight is None or not codes or not weight.coding or (codes == "w8a8" and weight.coding != "w8a8"):
+            return None
+        return as_codes(weight, stored, codes, dtype)
+
+    return WeightsOnDemand(needed, make, own_codes)
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quantised import int8, write_quantised
+from tiny_model import write_tiny_model
 
 from mooncake.app.preflight import (
     available_cores,
@@ -90,23 +92,35 @@ def test_threads_are_shared_among_the_compute_nodes() -> None:
 
 
 def test_memory_is_counted_for_every_node() -> None:
-    model = open_checkpoint("smollm2").config
+    checkpoint = open_checkpoint("smollm2")
+    model = checkpoint.config
     assert parameter_count(model) == 134_515_008
     experts = replace(model, architecture="qwen3_moe", num_experts=8, experts_per_token=2)
     assert parameter_count(experts) > parameter_count(model) + 7 * model.num_layers * 3 * 576 * 1536
     config = load_config(None, ["cluster.prefill=2", "prefill.kv_gb=3", "decode.kv_gb=5", "store.dram_gb=7"])
-    need = memory_need(config, model)
+    need = memory_need(config, checkpoint)
     assert (need.kv_gb, need.store_gb) == (11 + 3 * 0.25, 7), "with what is kept of preempted sequences"
     assert need.weights_gb == pytest.approx(3 * 0.538, rel=0.01)
 
-    check_memory(config, model, available_gb=30)
+    check_memory(config, checkpoint, available_gb=30)
     with pytest.raises(ConfigError, match=r"needs 2\d\.\d GB of memory .* and 8\.0 GB are available; lower"):
-        check_memory(config, model, available_gb=8)
+        check_memory(config, checkpoint, available_gb=8)
+
+
+def test_codes_that_are_used_as_they_are_take_a_byte_each(tmp_path: Path) -> None:
+    theirs = write_tiny_model(tmp_path, hidden_size=64, head_dim=16)
+    write_quantised(tmp_path, theirs, int8())
+    checkpoint = open_checkpoint(str(tmp_path))
+    auto, plain = (
+        memory_need(load_config(None, [f"model.weights={weights}"]), checkpoint) for weights in ("auto", "plain")
+    )
+    assert checkpoint.num_codes == 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 48 * 64)
+    assert plain.weights_gb - auto.weights_gb == pytest.approx(2 * 3 * checkpoint.num_codes / 1e9), "on two nodes"
 
 
 def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
     config = load_config(None, ["prefill.device='cuda'"])
-    on_both, on_one = (memory_need(one, open_checkpoint("smollm2").config) for one in (load_config(None, []), config))
+    on_both, on_one = (memory_need(one, open_checkpoint("smollm2")) for one in (load_config(None, []), config))
     assert on_one.weights_gb == on_both.weights_gb / 2
     assert on_one.kv_gb == on_both.kv_gb  # its mirror
 

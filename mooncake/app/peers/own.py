@@ -81,7 +81,9 @@ class OwnEngine:
         torch.set_num_threads(threads)
         layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
         self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
-        self._model = TimedModel(load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding))
+        self._model = TimedModel(
+            load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding, codes=precision.codes)
+        )
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
         self.core = Engine(self._model, self.cache, config)
         self._sampler = Sampler()

@@ -1,0 +1,103 @@
+"""Codes of quantised checkpoints as values, or as int8 codes that products take as they are.
+
+One weight at a time, from mapped files: nothing is kept. ``mooncake.quantised`` has the layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mooncake.errors import ModelError
+from mooncake.kernels.reference import Codes
+from mooncake.precision import Coding
+from mooncake.quantised import CodedWeight
+
+Tensors = Mapping[str, torch.Tensor]
+
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs is
+
+
+def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    """``[outputs, inputs]``, computed in float32 and rounded to ``dtype`` once. Raises ModelError for groups that the
+    scales do not have."""
+    codes, scales, zeros = _parts(weight, tensors)
+    outputs, inputs = weight.shape
+    height, width = weight.tile
+    values = codes.to(torch.float32, memory_format=torch.contiguous_format)
+    if 1 < height < outputs:
+        scales = scales.repeat_interleave(height, 0)[:outputs]
+    tiles = values
+    if weight.groups and (groups := _uneven_groups(weight, tensors)) is not None:
+        scales, zeros = scales[:, groups], zeros if zeros is None else zeros[:, groups]
+    elif width < inputs and inputs % width:
+        columns = torch.arange(inputs) // width
+        scales, zeros = scales[:, columns], zeros if zeros is None else zeros[:, columns]
+    elif width < inputs:
+        tiles = values.view(outputs, -1, width)
+        scales, zeros = scales.unsqueeze(-1), zeros if zeros is None else zeros.unsqueeze(-1)
+    if zeros is not None:
+        tiles.sub_(zeros)
+    tiles.mul_(scales)
+    return values.to(dtype)
+
+
+def as_codes(weight: CodedWeight, tensors: Tensors, coding: Coding, dtype: torch.dtype) -> Codes:
+    """Of a weight that has a ``coding``; ``dtype`` is that of the model around it."""
+    codes, scales, _ = _parts(weight, tensors)
+    return Codes(codes, scales.flatten().expand(weight.shape[0]).contiguous(), coding, dtype)
+
+
+def _parts(weight: CodedWeight, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes ``[outputs, inputs]``, and float32 scales and zeros ``[outputs / tile, inputs / tile]``."""
+    bits, codes, scales = weight.bits, tensors[weight.codes], tensors[weight.scales].float()
+    zeros = tensors[weight.zeros] if weight.zeros else None
+    if weight.layout == "gptq":
+        codes, scales = _unpacked(codes.T, bits), scales.T
+        if zeros is None:
+            return codes, scales, torch.full_like(scales, 1 << bits - 1)
+        return codes, scales, _unpacked(_with_carry(zeros, weight.zero_shift, bits), bits).T.float()
+    if weight.layout == "awq":
+        assert zeros is not None
+        return _awq_unpacked(codes).T, scales.T, _awq_unpacked(zeros).T.float()
+    outputs, inputs = weight.shape
+    grid = -(-outputs // weight.tile[0]), -(-inputs // weight.tile[1])
+    if weight.layout == "packed":
+        codes = _signed(_unpacked(codes, bits), bits)
+        if zeros is not None and zeros.dtype is torch.int32:
+            zeros = _signed(_unpacked(zeros.T, bits), bits).T[: grid[0]]
+    return codes, scales.reshape(grid), None if zeros is None else zeros.reshape(grid).float()
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes ``[rows, columns * 32 / bits]`` of int32 words ``[rows, columns]``, the lowest bits first."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets.clone() if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """In place."""
+    return codes.view(torch.int8).add_(-(1 << bits - 1))
+
+
+def _awq_unpacked(words: torch.Tensor) -> torch.Tensor:
+    codes = _unpacked(words, 4)
+    return codes.view(len(codes), -1, len(_AWQ_PLACES))[..., _AWQ_PLACES].flatten(1)
+
+
+def _with_carry(words: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+    """Words with ``shift`` added to each of their codes. A zero of 0 was stored by borrowing from the next code, so the
+    sum is that of whole words."""
+    each = sum(shift << place for place in range(0, 32, bits))
+    return (words.long() + each).to(torch.int32)
+
+
+def _uneven_groups(weight: CodedWeight, tensors: Tensors) -> torch.Tensor | None:
+    """Of each input, its column of scales; None where they follow each other, tile after tile (or -1 is stored)."""
+    groups, inputs = tensors[weight.groups].long(), weight.shape[1]
+    if torch.equal(groups, torch.arange(inputs) // weight.tile[1]) or (groups == -1).all():
+        return None
+    if groups.min() < 0 or groups.max() * weight.tile[1] >= inputs:
+        raise ModelError(f"{weight.groups} names a group that {weight.scales} does not have")
+    return groups
