@@ -153,12 +153,29 @@ def test_every_family_may_be_quantised(family: str, form: Callable[[], Format], 
     assert tokens == published.greedy(prompt)
 
 
+def test_biases_that_a_model_has_are_its_own(tmp_path: Path) -> None:
+    shape = {"ffn_dim": 96, "word_embed_proj_dim": 64}
+    published = Published(tmp_path / "tiny", gptq(4, 32, bias=None), "opt", **shape)
+    prompt, tokens = answer(published.folder)
+    assert tokens == published.greedy(prompt)
+
+
+def test_transformers_reads_the_same_of_fp8_in_blocks(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    published = Published(tmp_path / "tiny", fp8((32, 32)))
+    how = FineGrainedFP8Config(weight_block_size=(32, 32), dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(published.folder, dtype=torch.float32, quantization_config=how)
+    for name, values in load_weights(published.checkpoint, "float32").items():
+        assert torch.equal(values, theirs.state_dict()[name]), name
+
+
 def test_a_mixture_of_experts_may_be_quantised(tmp_path: Path) -> None:
     """transformers holds experts in one tensor; publishers write them one by one, with a scale each."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     published = Published(tmp_path / "tiny", fp8((32, 32)), "qwen3_moe", **experts)
     stored = load_file(published.folder / "model.safetensors")
-    _, pack = "", fp8((32, 32)).pack
+    pack = fp8((32, 32)).pack
     state = published.theirs.state_dict()
     with torch.no_grad():
         for name in [name for name in stored if ".experts." in name]:
@@ -269,17 +286,21 @@ def test_the_codes_reach_the_products_as_they_are(tmp_path: Path) -> None:
     assert weights.codes("model.norm.weight") is None
 
 
-@pytest.mark.parametrize("form", [int8(), int8("tensor"), packed(8), packed(4)], ids=["int8", "tensor", "packed", "4"])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_int8_weights_alone_give_the_tokens_of_their_values(form: Format, compiled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [int8(activations=None), int8("tensor", None), packed(8), packed(4)],
+    ids=["int8", "int8 of whole weights", "packed 8 bits", "packed 4 bits"],
+)
+def test_int8_weights_alone_give_the_tokens_of_their_values(form: Format, tmp_path: Path) -> None:
     published = Published(tmp_path / "tiny", form)
-    checkpoint, kernels = published.checkpoint, choose_kernels() if compiled else reference
-    coded = load_model(checkpoint, "float32", kernels=kernels, codes="int8")
-    plain = load_model(checkpoint, "float32", kernels=kernels)
-    assert isinstance(coded, CausalLM) and isinstance(plain, CausalLM)
-    torch.testing.assert_close(logits_of(coded, checkpoint), logits_of(plain, checkpoint), atol=1e-3, rtol=1e-3)
-    prompt, tokens = answer(published.folder, weights="int8" if form.settings["format"] == "int-quantized" else "auto")
-    assert len(tokens) == len(published.greedy(prompt))
+    checkpoint = published.checkpoint
+    for kernels in (choose_kernels(), reference):
+        coded = load_model(checkpoint, "float32", kernels=kernels, codes="int8")
+        plain = load_model(checkpoint, "float32", kernels=kernels)
+        assert isinstance(coded, CausalLM) and isinstance(plain, CausalLM)
+        torch.testing.assert_close(logits_of(coded, checkpoint), logits_of(plain, checkpoint), atol=1e-3, rtol=1e-3)
+    prompt, tokens = answer(published.folder)
+    assert tokens == published.greedy(prompt)
 
 
 def test_w8a8_is_the_arithmetic_of_its_scheme(tmp_path: Path) -> None:
