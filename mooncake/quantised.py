@@ -23,7 +23,8 @@ Layout = Literal["rows", "packed", "gptq", "awq"]
 """How the codes of a matrix ``[outputs, inputs]`` lie. Words are int32 with 32 / bits codes, the lowest bits first.
 
     rows    [outputs, inputs] of int8 or float8; zeros are int8
-    packed  words along the inputs; signed codes plus 2^(bits - 1); zeros likewise, in words along the outputs
+    packed  [outputs, words] along the inputs, signed codes plus 2^(bits - 1); zeros likewise, [words, groups] along the
+            outputs, or int8
     gptq    [words, outputs] along the inputs; zeros [groups, words] along the outputs
     awq     [inputs, words] along the outputs, in the order 0 2 4 6 1 3 5 7; zeros [groups, words] likewise
 """
@@ -264,7 +265,7 @@ def _gptq(settings: Settings) -> Reader:
 
 
 def _awq(settings: Settings) -> Reader:
-    bits = settings.integer("bits", settings.integer("w_bit", 4))
+    bits = settings.integer("bits")
     if bits != 4:
         raise ModelError(f"{settings.source} asks for AWQ of {bits} bits; supported: 4")
     version = settings.get("version") or settings.get("format") or "gemm"
@@ -285,7 +286,7 @@ def _awq(settings: Settings) -> Reader:
 
 def _group_size(settings: Settings, inputs: int) -> int:
     """Inputs that share a scale; -1 in the file, or none named: all."""
-    size = settings.integer("group_size", settings.integer("q_group_size", -1))
+    size = settings.integer("group_size", -1)
     return size if size > 0 else inputs
 
 
@@ -377,11 +378,11 @@ def _tile(tensors: Tensors, scales: str, shape: tuple[int, int], block: tuple[in
     if tensor is None:
         raise ModelError(f"the quantised weights lack {scales}")
     if tensor.dtype in _FLOATS:
-        if math.prod(tensor.shape) == 1:
-            return shape
         if block is not None:
             if tensor.shape == (-(-rows // block[0]), -(-columns // block[1])):
                 return block
+        elif math.prod(tensor.shape) == 1:
+            return shape
         elif tensor.shape in ((rows,), (rows, 1)):
             return 1, columns
         elif len(tensor.shape) == 2 and tensor.shape[0] == rows and tensor.shape[1] and columns % tensor.shape[1] == 0:

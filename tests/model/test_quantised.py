@@ -530,6 +530,7 @@ def test_what_is_not_supported_is_one_sentence(
         (int8, {"weight": torch.ones(64, 32, dtype=torch.int8)}, "the configuration says (64, 64)"),
         (lambda: packed(4, 16, False), {"weight_zero_point": None}, "lack model.layers.0.self_attn.q_proj.weight_zero"),
         (fp8, {"weight_scale": None}, "the quantised weights lack model.layers.0.self_attn.q_proj.weight_scale"),
+        (lambda: fp8((32, 32)), {"weight_scale_inv": torch.ones(1)}, "weight_scale_inv is F32 [1], which does not fit"),
         (
             lambda: gptq(4, 32, order=True),
             {"g_idx": None},
