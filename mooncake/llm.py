@@ -138,7 +138,7 @@ class LLM:
         check_least({"tensor_parallel": (tensor_parallel, 1)})
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, max_model_len)
         self._defaults = checkpoint.sampling_defaults(generation_config)
         config = EngineConfig(
             block_tokens,
@@ -171,7 +171,8 @@ class LLM:
         if tensor_parallel > 1:
             if device != "cpu" or self._adapters:
                 raise InvalidRequest("tensor_parallel goes neither with a device nor with adapters", "tensor_parallel")
-            self._backend = over_ranks(model, precision, size, tensor_parallel)
+            asked = replace(size, max_model_len=config.max_model_len)  # the ranks open the model for the same context
+            self._backend = over_ranks(model, precision, asked, tensor_parallel)
         elif device != "cpu":
             self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
         else:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake.errors import ConfigError, ModelError
 
 MAX_LAYERS = 1024
+MAX_POSITIONS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder. Differences within the Llama family are fields, not code; others add theirs at the end.
 
-    ``rope_scaling`` is None or holds "rope_type" ("linear" or "llama3") and its parameters, named as in config.json.
+    ``rope_scaling`` is None or holds "rope_type" ("linear", "llama3", "yarn" or "longrope") and its parameters, named
+    as in config.json; of LongRoPE's two sets of divisors, ``for_context`` leaves the one in use, as "factors".
     """
 
     architecture: str  # the family, as config.json's model_type names it
@@ -59,6 +61,26 @@ class ModelConfig:
             )
         return asked or self.max_model_len
 
+    def for_context(self, asked: int) -> ModelConfig:
+        """The model as it runs where so many tokens are ``asked`` for, or 0. Only LongRoPE makes a difference.
+
+        Its long divisors serve contexts beyond the length that the model was trained with, its short ones all others,
+        and rotated keys stay in the cache: so one set serves every sequence, the long one exactly when more than that
+        length is asked for. Without a wish the context ends there (vLLM's rule). Idempotent for ``max_model_len``.
+        """
+        scaling = self.rope_scaling or {}
+        if "short_factor" not in scaling:
+            return self
+        trained_len = scaling["original_max_position_embeddings"]
+        assert isinstance(trained_len, float)
+        is_long = asked > trained_len
+        kept = {name: scaling[name] for name in ("rope_type", "attention_factor")}
+        return replace(
+            self,
+            max_model_len=self.max_model_len if is_long else min(self.max_model_len, int(trained_len)),
+            rope_scaling=kept | {"factors": scaling["long_factor" if is_long else "short_factor"]},
+        )
+
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees, itself included; 0: all."""
         return self.layer_windows[layer] if self.layer_windows else self.sliding_window or 0
@@ -68,7 +90,7 @@ class ModelConfig:
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
             self._check(name, 1, 1 << 24)
         self._check("num_layers", 1, MAX_LAYERS)
-        self._check("max_model_len", 1, 1 << 28)
+        self._check("max_model_len", 1, MAX_POSITIONS)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:

@@ -151,7 +151,8 @@ def _config(options: Options) -> dict[str, object]:
 
 
 async def measure(options: Options, report: Report, shown: Progress) -> None:
-    checkpoint = open_checkpoint(options.config.model.path)
+    model = options.config.model
+    checkpoint = open_checkpoint(model.path, model.max_model_len)
     tell(shown, "loading the model")
     engine = ServedByEngine(_own_engine(checkpoint, options))
     try:

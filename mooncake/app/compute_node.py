@@ -86,7 +86,7 @@ class ComputeNode:
 
     async def start(self) -> None:
         config, transfer = self.config, self.config.transfer
-        checkpoint = open_checkpoint(config.model.path)
+        checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
         section = _section_for_both(config.prefill, config.decode)
         plan = plan_cache(config, section, checkpoint)
         self._transfer = TransferEngine(

@@ -66,7 +66,7 @@ def on_device(
 def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int) -> DraftModel:
     """The model at ``path``, to guess up to ``max_tokens`` at once for the sequences in a cache of this size, with room
     for all of them. Raises ConfigError when it has another vocabulary or may not guess, and as the others do."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, size.max_model_len)
     if checkpoint.config.vocab_size != vocab_size:
         raise ConfigError(f"the draft model {path} has another vocabulary")
     if not max_tokens:

@@ -16,9 +16,8 @@ from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear, choose_kernels
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.layers import Weights, vector, weight
+from mooncake.model.rope import Tables
 from mooncake.model_config import ModelConfig
-
-Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [P, D / 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +134,3 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return functions[name]
     except KeyError:
         raise ModelError(f"there is no activation {name!r}; there are {', '.join(functions)}") from None
-
-
-def no_rotation(num_positions: int, head_dim: int) -> Tables:
-    """Tables that leave every element as it is, to the bit: models with learned positions rotate nothing."""
-    half = head_dim // 2
-    return torch.ones(num_positions, half), torch.zeros(num_positions, half)

@@ -10,8 +10,8 @@ import torch
 from mooncake.families import OPT_POSITION_OFFSET
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, Step, activation, no_rotation
-from mooncake.model.rope import rope_tables
+from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.rope import no_rotation, rope_tables, rotary_order
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -111,7 +111,10 @@ class GptNeoX(_Gpt):
     def _build(self) -> None:
         top = "gpt_neox."
         self._finish(top + "embed_in", top + "final_layer_norm", head="embed_out")
-        self._tables = self.tables(self._partial_rotation())
+        config = self.config
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None, config.rotary_dim)
+        )
         self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
 
     def _take(self, prefix: str) -> _Layer:
@@ -126,29 +129,11 @@ class GptNeoX(_Gpt):
         )
 
     def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
-        """Rows from ``[head][q, k, v][D]`` to ``[q, k, v][head][D]``, queries and keys in ``_head_order``."""
+        """Rows from ``[head][q, k, v][D]`` to ``[q, k, v][head][D]``, queries and keys in ``rotary_order``."""
         config = self.config
         rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
-        order = self._head_order()
+        order = rotary_order(config.head_dim, config.rotary_dim)
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
-
-    def _head_order(self) -> torch.Tensor:
-        """Rotating pairs at (i, i + D/2), as the kernels have them; what stays fills the rest of both halves.
-
-        Queries and keys are reordered alike, so their products are what they were.
-        """
-        rotating, dim = self.config.rotary_dim // 2, self.config.head_dim
-        still = torch.arange(2 * rotating, dim)
-        first, second = still[: dim // 2 - rotating], still[dim // 2 - rotating :]
-        return torch.cat([torch.arange(rotating), first, torch.arange(rotating, 2 * rotating), second])
-
-    def _partial_rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
-        config = self.config
-        cos, sin = no_rotation(self.max_model_len, config.head_dim)
-        if config.rotary_dim:
-            turning = rope_tables(config.rotary_dim, self.max_model_len, config.rope_theta, None)
-            cos[:, : config.rotary_dim // 2], sin[:, : config.rotary_dim // 2] = turning
-        return cos, sin
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens)

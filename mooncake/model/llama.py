@@ -44,7 +44,9 @@ class CausalLM:
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self._kernels = kernels = kernels or choose_kernels()
-        tables = rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        tables = rope_tables(
+            config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling, config.rotary_dim
+        )
         self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
         self._reduce = reduce or _as_it_is
         # One at a time: what a layer is fused from and into is given back before the next one is read.

@@ -35,7 +35,9 @@ class Qwen3Moe(Decoder):
         if not config.tie_embeddings:
             self._head = self.linear("lm_head")
         self._final_norm = self.vector("model.norm.weight")
-        self._tables = self.tables(rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None))
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        )
         self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
 
     def _take(self, prefix: str) -> _Layer:

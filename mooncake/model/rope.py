@@ -13,26 +13,61 @@ import torch
 
 from mooncake.errors import ModelError
 
+Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, float32 [P, D / 2]
+
 
 def rope_tables(
-    head_dim: int, num_positions: int, theta: float, scaling: Mapping[str, object] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float32 ``[num_positions, head_dim / 2]`` each. Raises ModelError for an unknown scaling."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    frequencies = _scale(frequencies, scaling or {})
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+    head_dim: int, num_positions: int, theta: float, scaling: Mapping[str, object] | None, rotary_dim: int = -1
+) -> Tables:
+    """For so many positions, times the scaling's attention factor. Only the first ``rotary_dim`` elements of a head
+    rotate (-1: all), once ``rotary_order`` has moved them. Raises ModelError for an unknown scaling."""
+    scaling = scaling or {}
+    width = head_dim if rotary_dim < 0 else rotary_dim
+    periods = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), _frequencies(periods, theta, scaling))
+    sharpness = _number(scaling, "attention_factor") if "attention_factor" in scaling else 1.0
+    cos, sin = angles.cos() * sharpness, angles.sin() * sharpness
+    if width == head_dim:
+        return cos, sin
+    still_cos, still_sin = no_rotation(num_positions, head_dim - width)
+    return torch.cat([cos, still_cos], 1), torch.cat([sin, still_sin], 1)
 
 
-def _scale(frequencies: torch.Tensor, scaling: Mapping[str, object]) -> torch.Tensor:
+def no_rotation(num_positions: int, head_dim: int) -> Tables:
+    """Tables that leave every element as it is, to the bit: models with learned positions rotate nothing."""
+    half = head_dim // 2
+    return torch.ones(num_positions, half), torch.zeros(num_positions, half)
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """int64 ``[head_dim]``: of a head whose first elements rotate in pairs (i, i + rotary_dim / 2), an order in which
+    the pairs are (i, i + head_dim / 2), as kernels have them; what stays fills the rest of both halves.
+
+    Queries and keys are reordered alike, so their products are what they were.
+    """
+    pairs, half = rotary_dim // 2, head_dim // 2
+    still = torch.arange(2 * pairs, head_dim)
+    return torch.cat(
+        [torch.arange(pairs), still[: half - pairs], torch.arange(pairs, 2 * pairs), still[half - pairs :]]
+    )
+
+
+def _frequencies(periods: torch.Tensor, theta: float, scaling: Mapping[str, object]) -> torch.Tensor:
+    """``periods`` [D / 2]: tokens in which each pair turns by one radian, before they are scaled."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
-        return frequencies
+        return 1.0 / periods
     if kind == "linear":
-        return frequencies / _number(scaling, "factor")
+        return 1.0 / periods / _number(scaling, "factor")
     if kind == "llama3":
-        return _llama3(frequencies, scaling)
-    raise ModelError(f"this model scales its positions by {kind!r}; supported are default, linear and llama3")
+        return _llama3(1.0 / periods, scaling)
+    if kind == "yarn":
+        return _yarn(periods, theta, scaling)
+    if kind == "longrope":
+        return 1.0 / (_factors(scaling) * periods)
+    raise ModelError(
+        f"this model scales its positions by {kind!r}; supported are default, linear, llama3, yarn and longrope"
+    )
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, object]) -> torch.Tensor:
@@ -45,6 +80,33 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, object]) -> torch.T
     blended = (1 - blend) * frequencies / factor + blend * frequencies
     stretched = torch.where(wavelengths > trained_len / low, frequencies / factor, blended)
     return torch.where(wavelengths < trained_len / high, frequencies, stretched)
+
+
+def _yarn(periods: torch.Tensor, theta: float, scaling: Mapping[str, object]) -> torch.Tensor:
+    """Stretch pairs that turn less than ``beta_slow`` times over the trained length, keep those that turn more than
+    ``beta_fast`` times, and go from one to the other by the pairs' numbers between ("NTK-by-parts", Peng et al. 2023).
+    """
+    dim = 2 * len(periods)
+    factor, trained_len = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(trained_len / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = (pair_that_turns(_number(scaling, name)) for name in ("beta_fast", "beta_slow"))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _factors(scaling: Mapping[str, object]) -> torch.Tensor:
+    values = scaling.get("factors")
+    if not isinstance(values, tuple):
+        raise ModelError("which of LongRoPE's factors count is settled by ModelConfig.for_context")
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _number(scaling: Mapping[str, object], name: str) -> float:

@@ -144,8 +144,8 @@ class TensorParallelModel:
     def __init__(
         self, model: str, size: int, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int = 0
     ) -> None:
-        """``model`` as for ``open_checkpoint``. Raises ModelError when it cannot be cut so."""
-        checkpoint = open_checkpoint(model)
+        """``model`` and ``max_model_len`` as for ``open_checkpoint``. Raises ModelError when it cannot be cut so."""
+        checkpoint = open_checkpoint(model, max_model_len)
         self.config = checkpoint.config
         shard_config(self.config, size)
         self.num_blocks = num_blocks
@@ -278,7 +278,7 @@ def main(argv: Sequence[str]) -> None:
     ranks = Ranks(options.rank, options.size, options.port)
     shard = Shard(
         ranks,
-        open_checkpoint(options.model),
+        open_checkpoint(options.model, options.max_model_len),
         options.dtype,
         options.num_blocks,
         options.block_tokens,

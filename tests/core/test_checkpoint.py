@@ -263,8 +263,8 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "biases": (lambda f: edit(f / "config.json", attention_bias=True), "asks for attention_bias"),
     "activation": (lambda f: edit(f / "config.json", hidden_act="gelu"), "only silu"),
     "rope": (
-        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        "'yarn'; supported: linear, llama3",
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "axial", "factor": 4.0}),
+        "'axial'; supported: linear, llama3, yarn, longrope",
     ),
     "rope without factor": (
         lambda f: edit(f / "config.json", rope_parameters={"rope_type": "linear"}),
@@ -358,8 +358,20 @@ def test_every_family_opens_from_a_gguf_file(family: str, tmp_path: Path) -> Non
 def test_linear_scaling_is_read_and_other_kinds_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
     assert open_checkpoint(str(tmp_path / "a.gguf")).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
-    write_gguf(tmp_path / "b.gguf", **{"rope.scaling.type": "yarn"})
-    assert "'yarn'" in problem(tmp_path / "b.gguf")
+    write_gguf(tmp_path / "b.gguf", **{"rope.scaling.type": "longrope"})
+    assert "'longrope'" in problem(tmp_path / "b.gguf")
+
+
+def test_yarn_is_the_same_in_a_gguf_file_and_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+    write_gguf(tmp_path / "a.gguf", **yarn)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    edit(folder / "config.json", rope_parameters=scaling)
+    ours, published = open_checkpoint(str(tmp_path / "a.gguf")).config, open_checkpoint(str(folder)).config
+    assert ours.rope_scaling == published.rope_scaling
+    assert ours.max_model_len == published.max_model_len == 256
+    write_gguf(tmp_path / "b.gguf", **yarn, **{"rope.scaling.yarn_log_multiplier": 0.1})
+    assert "asks for rope.scaling.yarn_log_multiplier" in problem(tmp_path / "b.gguf")
 
 
 def test_llama3_scaling_is_recognised_in_its_table(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
     "bos_token_id": 0,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 
 

@@ -1,0 +1,180 @@
+"""How a model turns positions into rotations, as config.json says it: keys of either generation, checked. Torch-free.
+
+What is left to work out of it is settled here, in the scaling's ``attention_factor``; ``mooncake.model.rope`` computes
+the tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mooncake.errors import ModelError
+from mooncake.model_config import MAX_POSITIONS, Settings
+
+Scaling = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    theta: float
+    scaling: Scaling | None  # as ``ModelConfig.rope_scaling`` before ``ModelConfig.for_context``
+    rotary_dim: int  # elements of a head that rotate, -1: all
+    max_model_len: int  # tokens
+
+
+def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0, partial: bool = False) -> Rope:
+    """From rope_parameters, or rope_theta and rope_scaling. ``partial``: heads may rotate in part.
+
+    Raises ModelError for what is not supported.
+    """
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{settings.source}: the rope parameters must be an object")
+    rope = Settings(parameters, settings.source)
+    theta = rope.number("rope_theta", settings.number("rope_theta", default_theta))
+    share = rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if rotary_dim != head_dim and not partial:
+        raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
+    rotating = -1 if rotary_dim == head_dim else rotary_dim
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    num_positions = settings.integer("max_position_embeddings")
+    if not 0 < num_positions <= MAX_POSITIONS:
+        raise ModelError(f"{settings.source}: max_position_embeddings must be between 1 and {MAX_POSITIONS}")
+    if kind == "default":
+        return Rope(theta, None, rotating, num_positions)
+    kind = _FORMER_NAMES.get(kind, kind)
+    if kind not in _READERS:
+        why = _REFUSALS.get(kind, "")
+        raise ModelError(f"{settings.source} scales its positions by {kind!r}{why}; supported: {', '.join(_READERS)}")
+    if kind == "yarn" and theta <= 1:
+        raise ModelError(f"{settings.source}: the rope scaling 'yarn' needs a rope_theta above 1, got {theta:g}")
+    scaling = _READERS[kind](settings, rope, rotary_dim)
+    stretched = num_positions
+    if kind == "linear":  # so many tokens share what config.json counts as one position
+        stretched = int(num_positions * _of(scaling, "factor"))
+    if kind == "yarn":
+        stretched = int(_of(scaling, "original_max_position_embeddings") * _of(scaling, "factor"))
+    return Rope(theta, {"rope_type": kind, **scaling}, rotating, stretched)
+
+
+_FORMER_NAMES = {"su": "longrope"}
+_REFUSALS = {"dynamic": ", so that keys in the cache would have to be rotated anew as their sequence grows"}
+
+
+def _linear(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
+    return {"factor": _positive(rope, "linear", "factor")}
+
+
+def _llama3(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
+    factors = {name: _positive(rope, "llama3", name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    return factors | {"original_max_position_embeddings": _trained_len(settings, rope, "llama3")}
+
+
+def _yarn(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
+    """YaRN (Peng et al. 2023); what it does to the sharpness of attention is multiplied into the rotations."""
+    factor = _positive(rope, "yarn", "factor")
+    return yarn_scaling(
+        factor,
+        _trained_len(settings, rope, "yarn"),
+        rope.number("beta_fast", 0.0) or 32.0,
+        rope.number("beta_slow", 0.0) or 1.0,
+        rope.flag("truncate", True),
+        _attention_factor(rope, "yarn", lambda: _yarn_attention_factor(rope, factor)),
+    )
+
+
+def yarn_scaling(
+    factor: float,
+    trained_len: float,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+    attention_factor: float | None = None,
+) -> Scaling:
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": trained_len,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": truncate,
+        "attention_factor": _sharpness(factor) if attention_factor is None else attention_factor,
+    }
+
+
+def _yarn_attention_factor(rope: Settings, factor: float) -> float:
+    mscale, of_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if mscale and of_all:
+        return _sharpness(factor, mscale) / _sharpness(factor, of_all)
+    return _sharpness(factor)
+
+
+def _sharpness(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's sqrt(1 / t) for contexts so many times as long (its section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, of short contexts and of long ones."""
+    trained_len = _trained_len(settings, rope, "longrope")
+    factor = rope.number("factor", settings.integer("max_position_embeddings") / trained_len)
+
+    def attention_factor() -> float:
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained_len))
+
+    return {
+        "original_max_position_embeddings": trained_len,
+        "short_factor": _divisors(rope, "short_factor", rotary_dim // 2),
+        "long_factor": _divisors(rope, "long_factor", rotary_dim // 2),
+        "attention_factor": _attention_factor(rope, "longrope", attention_factor),
+    }
+
+
+_READERS: dict[str, Callable[[Settings, Settings, int], Scaling]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _trained_len(settings: Settings, rope: Settings, kind: str) -> float:
+    """Tokens, before scaling. Where several are named, the one beside max_position_embeddings counts, as everywhere."""
+    name = "original_max_position_embeddings"
+    own = rope.number(name, settings.integer("max_position_embeddings"))
+    trained_len = _checked(settings.source, kind, name, settings.number(name, own))
+    if trained_len <= 1:
+        raise ModelError(f"{settings.source}: the rope scaling {kind!r} needs {name} above 1")
+    return trained_len
+
+
+def _attention_factor(rope: Settings, kind: str, default: Callable[[], float]) -> float:
+    given = rope.get("attention_factor")
+    return default() if given is None else _positive(rope, kind, "attention_factor")
+
+
+def _divisors(rope: Settings, name: str, count: int) -> tuple[float, ...]:
+    values = rope.get(name)
+    if not isinstance(values, list) or len(values) != count:
+        raise ModelError(f"{rope.source}: the rope scaling 'longrope' needs {count} numbers as {name}")
+    return tuple(_checked(rope.source, "longrope", name, value) for value in values)
+
+
+def _positive(rope: Settings, kind: str, name: str) -> float:
+    return _checked(rope.source, kind, name, rope.number(name, math.nan))
+
+
+def _checked(source: str, kind: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_POSITIONS:
+        raise ModelError(f"{source}: the rope scaling {kind!r} needs a positive {name}")
+    return float(value)
+
+
+def _of(scaling: Scaling, name: str) -> float:
+    value = scaling[name]
+    assert isinstance(value, float)
+    return value
