@@ -309,13 +309,13 @@ def _gemma3_layer(config: ModelConfig) -> Shapes:
     hidden = config.hidden_size
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return {
-        **_attention_with_norms(config),
+        **_attention(config),
         **_gated("mlp", hidden, config.intermediate_size),
         **{f"{n}.weight": (hidden,) for n in names},
     }
 
 
-# Qwen3 mixture of experts (Qwen team 2025)
+# Mixtures of experts: Qwen3's (Qwen team 2025) and Mixtral (Jiang et al. 2024)
 
 
 def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -323,15 +323,38 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
         raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
     if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
         raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
+    return {
+        **_read_moe(settings, shapes),
+        "intermediate_size": settings.integer("moe_intermediate_size"),
+        "qk_norm": True,
+        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", 128)),
+        "experts_per_token": settings.integer("num_experts_per_tok", 8),
+        "norm_expert_weights": settings.flag("norm_topk_prob", False),
+    }
+
+
+def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **_read_moe(settings, shapes, default_theta=1e6),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "sliding_window": settings.integer("sliding_window", 0) or None,
+        "num_experts": settings.integer("num_local_experts", settings.integer("num_experts", 8)),
+        "experts_per_token": settings.integer("num_experts_per_tok", 2),
+        "norm_expert_weights": True,
+    }
+
+
+def _read_moe(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
     if _activation(settings, "hidden_act", "silu") != "silu":
         raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
     heads = settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
-    rope = read_rope(settings, head_dim)
+    rope = read_rope(settings, head_dim, default_theta)
     return {
         "num_layers": settings.integer("num_hidden_layers"),
         "hidden_size": settings.integer("hidden_size"),
-        "intermediate_size": settings.integer("moe_intermediate_size"),
         "num_heads": heads,
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
         "head_dim": head_dim,
@@ -341,22 +364,37 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
         "rope_scaling": rope.scaling,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
-        "qk_norm": True,
-        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", 128)),
-        "experts_per_token": settings.integer("num_experts_per_tok", 8),
-        "norm_expert_weights": settings.flag("norm_topk_prob", False),
     }
 
 
-def _qwen3_moe_layer(config: ModelConfig) -> Shapes:
-    hidden = config.hidden_size
-    layer = {**_attention_with_norms(config), "mlp.gate.weight": (config.num_experts, hidden)}
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Of a layer's mixture, below the layer; ``gate``, ``up`` and ``down`` below each expert."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES = {
+    "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+
+
+def _moe_layer(config: ModelConfig) -> Shapes:
+    hidden, inner, names = config.hidden_size, config.intermediate_size, EXPERT_NAMES[config.architecture]
+    layer = {**_attention(config), f"{names.router}.weight": (config.num_experts, hidden)}
     for expert in range(config.num_experts):
-        layer |= _gated(f"mlp.experts.{expert}", hidden, config.intermediate_size)
+        at = f"{names.experts}.{expert}"
+        layer |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
+        layer[f"{at}.{names.down}.weight"] = (hidden, inner)
     return layer | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
-def _attention_with_norms(config: ModelConfig) -> Shapes:
+def _attention(config: ModelConfig) -> Shapes:
     hidden, dim = config.hidden_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     return {
@@ -364,8 +402,7 @@ def _attention_with_norms(config: ModelConfig) -> Shapes:
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, query),
-        "self_attn.q_norm.weight": (dim,),
-        "self_attn.k_norm.weight": (dim,),
+        **({f"self_attn.{name}_norm.weight": (dim,) for name in "qk"} if config.qk_norm else {}),
     }
 
 
@@ -388,5 +425,6 @@ OTHER_FAMILIES: dict[str, Family] = {
     "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
     "gemma3_text": Family(_read_gemma3, _gemma3_layer, "model.layers", _llama_top),
-    "qwen3_moe": Family(_read_qwen3_moe, _qwen3_moe_layer, "model.layers", _llama_top),
+    "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", _llama_top),
+    "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", _llama_top),
 }

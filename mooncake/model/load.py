@@ -16,7 +16,7 @@ from mooncake.model.gpt import Gpt2, GptNeoX, Opt
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.qwen3_moe import Qwen3Moe
+from mooncake.model.moe import MixtureOfExperts
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")
@@ -25,7 +25,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "opt": Opt,
     "gpt_neox": GptNeoX,
     "gemma3_text": Gemma3,
-    "qwen3_moe": Qwen3Moe,
+    "qwen3_moe": MixtureOfExperts,
+    "mixtral": MixtureOfExperts,
 }
 
 

@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": LLAMA
     | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
     "qwen3_moe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True},
+    "mixtral": LLAMA | {"num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True, "sliding_window": 24},
 }
 
 

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, GPT-NeoX, Gemma 3 and Qwen3-MoE: folders as publishers write them, against transformers' own models."""
+"""The families whose weights are not Llama's: folders as publishers write them, against transformers' own models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -99,6 +101,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             norm_topk_prob=True,
             initializer_range=0.2,
         )
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**GATED, num_local_experts=6, num_experts_per_tok=2, sliding_window=20, initializer_range=0.2)
     ),
 }
 
@@ -209,6 +214,8 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("gemma3", {"layer_types": ["full_attention"]}, "each of the 3 layers"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "only some layers experts"),
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
+        ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.gate.weight has the shape"),
+        ("mixtral", {"hidden_act": "gelu"}, "other than silu"),
     ],
 )
 def test_what_is_not_supported_is_one_sentence(

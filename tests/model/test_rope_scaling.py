@@ -97,7 +97,7 @@ def answers(folder: Path, asked: list[list[int]], max_model_len: int = 0, **opti
         return [tuple(answer.token_ids) for answer in llm.generate(asked, GREEDY, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_a_stretched_model_answers_as_theirs_beyond_what_it_was_trained_with(family: str, tmp_path: Path) -> None:
     changes = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2} if family == "qwen3_moe" else {}
     theirs = write_tiny_model(

@@ -1,4 +1,4 @@
-"""Qwen3's mixture of experts over a paged cache (Qwen team 2025): a token uses a few of each MLP's experts.
+"""Mixtures of experts over a paged cache, Qwen3's and Mixtral: a token uses a few of each MLP's experts.
 
 A step computes each expert once, for the tokens that chose it.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mooncake.families import EXPERT_NAMES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
@@ -19,8 +20,8 @@ from mooncake.model.rope import rope_tables
 class _Layer:
     attention_norm: torch.Tensor
     qkv: Linear
-    query_norm: torch.Tensor
-    key_norm: torch.Tensor
+    query_norm: torch.Tensor | None  # Qwen3
+    key_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
     router: Linear
@@ -28,7 +29,7 @@ class _Layer:
     down: list[Linear]
 
 
-class Qwen3Moe(Decoder):
+class MixtureOfExperts(Decoder):
     def _build(self) -> None:
         config = self.config
         self._embedding = self._head = self.linear("model.embed_tokens")
@@ -41,18 +42,18 @@ class Qwen3Moe(Decoder):
         self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
 
     def _take(self, prefix: str) -> _Layer:
-        attention = prefix + "self_attn."
-        experts = [f"{prefix}mlp.experts.{expert}." for expert in range(self.config.num_experts)]
+        attention, names, has_norms = prefix + "self_attn.", EXPERT_NAMES[self.config.architecture], self.config.qk_norm
+        experts = [f"{prefix}{names.experts}.{expert}." for expert in range(self.config.num_experts)]
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
-            self.vector(attention + "q_norm.weight"),
-            self.vector(attention + "k_norm.weight"),
+            self.vector(attention + "q_norm.weight") if has_norms else None,
+            self.vector(attention + "k_norm.weight") if has_norms else None,
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
-            self.linear(prefix + "mlp.gate"),
-            [self.linear(expert + "gate_proj", expert + "up_proj") for expert in experts],
-            [self.linear(expert + "down_proj") for expert in experts],
+            self.linear(prefix + names.router),
+            [self.linear(expert + names.gate, expert + names.up) for expert in experts],
+            [self.linear(expert + names.down) for expert in experts],
         )
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
