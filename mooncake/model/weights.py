@@ -26,6 +26,7 @@ from mooncake.gguf_file import GGUFFile, TensorInfo
 from mooncake.kernels.reference import Codes
 from mooncake.model.dequantise import as_codes, dequantised
 from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.model.phi3 import as_llama
 from mooncake.precision import Coding
 from mooncake.quantised import zero_biases
 
@@ -46,7 +47,11 @@ def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "") -> Weig
     The tensors are read-only mapped memory or, where their numbers have to be converted, made when they are asked for:
     do not write to them, and keep none longer than it is needed. Raises ModelError, for some only then.
     """
-    wanted: torch.dtype = getattr(torch, dtype)
+    weights = _stored_weights(checkpoint, getattr(torch, dtype), codes)
+    return as_llama(weights, checkpoint.config) if checkpoint.config.architecture == "phi3" else weights
+
+
+def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding) -> Weights:
     if isinstance(checkpoint, GGUFCheckpoint):
         return _cached_gguf_weights(checkpoint, wanted)
     if isinstance(checkpoint, HFCheckpoint):

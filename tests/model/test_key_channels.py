@@ -25,11 +25,13 @@ from mooncake.precision import resolve_precision
 from mooncake.types import SamplingParams
 
 TOKENS, UNEVEN = 60, 3
-FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # plain, with biases, with norms
+# Plain, with biases, with norms, and with heads that rotate in part.
+FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 
 
 def checkpoint_of(family: str, folder: Path) -> Checkpoint:
-    write_tiny_model(folder, family, head_dim=32, hidden_size=128)
+    part = {"partial_rotary_factor": 0.75} if family == "phi3" else {}
+    write_tiny_model(folder, family, head_dim=32, hidden_size=128, **part)
     return open_checkpoint(str(folder))
 
 

@@ -20,6 +20,8 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -104,6 +106,23 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**GATED, num_local_experts=6, num_experts_per_tok=2, sliding_window=20, initializer_range=0.2)
+    ),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
+    "phi4-mini": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            **GATED,
+            tie_word_embeddings=True,
+            sliding_window=4096,
+            original_max_position_embeddings=128,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+                "long_factor": [1.0, 1.5, 2.5, 5.0, 9.0, 15.0],
+            },
+            initializer_range=0.2,
+        )
     ),
 }
 
@@ -216,6 +235,11 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
         ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.gate.weight has the shape"),
         ("mixtral", {"hidden_act": "gelu"}, "other than silu"),
+        ("phi3", {"attention_bias": True}, "asks for attention_bias"),
+        ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),
+        ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "rotates 11 of a head's 16 elements"),
+        ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rotates 24 of a head's 16 elements"),
     ],
 )
 def test_what_is_not_supported_is_one_sentence(

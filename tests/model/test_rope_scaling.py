@@ -111,12 +111,14 @@ def test_a_stretched_model_answers_as_theirs_beyond_what_it_was_trained_with(fam
     assert len({token for answer in found for token in answer}) > 6
 
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+@pytest.fixture(scope="module", params=["llama", "phi3", "part of a phi3"])
+def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("longrope")
-    rope = {"rope_theta": 10_000.0, **LONGROPE}
+    rope, family = {"rope_theta": 10_000.0, **LONGROPE}, request.param.split()[-1]
+    if request.param == "part of a phi3":
+        rope |= {name: LONGROPE[name][:3] for name in ("short_factor", "long_factor")} | {"partial_rotary_factor": 0.75}
     shape = {"max_position_embeddings": 512, "original_max_position_embeddings": TRAINED}
-    return folder, write_tiny_model(folder, rope_parameters=rope, initializer_range=0.2, **shape)
+    return folder, write_tiny_model(folder, family, rope_parameters=rope, initializer_range=0.2, **shape)
 
 
 def test_a_context_within_the_trained_length_has_the_short_factors(long: tuple[Path, Any]) -> None:
