@@ -350,7 +350,7 @@ def _other_launch(
 ) -> None:
     def run(layer: int) -> torch.Tensor:
         processors = gpu.kernels.num_processors
-        return run_plan(given(layer)[0], processors, *given(layer)[1:], HEAD_DIM**-0.5, 0, lambda *_: launch)
+        return run_plan(given(layer)[0], processors, *given(layer)[1:], HEAD_DIM**-0.5, 0, choose=lambda *_: launch)
 
     try:
         seconds = gpu.timed_s(run, layers, captured=True)

@@ -64,6 +64,7 @@ class Kernels(Protocol):
         context_lens: torch.Tensor,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> torch.Tensor: ...
 
 

@@ -28,7 +28,7 @@ _SIGNATURES = {
     "mc_paged_attention": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # query, query_stride, output, pages, num_heads
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # block_tables, table_stride, query_starts, context_lens, B
-        *(_FLOAT, _INT, _INT),  # scale, window, threads
+        *(_FLOAT, _INT, _FLOAT, _INT),  # scale, window, softcap, threads
     ],
     "mc_rope_write_kv": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # qkv, qkv_stride, rope, positions, pages
@@ -369,8 +369,10 @@ class CpuKernels:
         context_lens: torch.Tensor,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
-        return self.ready_attention(query, cache_layer, block_tables, query_starts, context_lens, scale, window)()
+        given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap)
+        return self.ready_attention(*given)()
 
     def ready_attention(
         self,
@@ -381,12 +383,13 @@ class CpuKernels:
         context_lens: torch.Tensor,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> Callable[[], torch.Tensor]:
         """``paged_attention`` but for the call of the library, which may be made any number of times, as long as the
         tensors live."""
         query_stride, *inner = query.stride()
         if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
-            given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window)
+            given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap)
             return lambda: reference.paged_attention(*given)
         output, attend, pages = query.new_empty(query.shape), self._paged_attention, _pages(cache_layer)
         arguments = (
@@ -402,6 +405,7 @@ class CpuKernels:
             context_lens.shape[0],
             scale,
             window,
+            softcap,
             num_threads(),
         )
 

@@ -204,6 +204,7 @@ class GpuKernels:
         context_lens: torch.Tensor,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -225,7 +226,7 @@ class GpuKernels:
                 wide=query.dtype is torch.float32,
                 scaled=scales is not None,
             )
-        return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window)
+        return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window, softcap)
 
 
 class Int8Linear:

@@ -160,6 +160,7 @@ def run_plan(
     block_tables: torch.Tensor,
     scale: float,
     window: int,
+    softcap: float = 0.0,
     choose: Callable[[int, int, int, bool, bool], Launch] = attention_launch,
 ) -> torch.Tensor:
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
@@ -188,6 +189,7 @@ def run_plan(
             block_tables.stride(0),
             scale,
             window,
+            softcap,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
             GROUP_PAD=group_pad,
@@ -196,6 +198,7 @@ def run_plan(
             TILE_TOKENS=one.tile_tokens,
             KEYS=launch.keys,
             WINDOWED=window > 0,
+            CAPPED=softcap > 0,
             SCALED=scales is not None,
             WIDE=wide,
             ROW_UNIT=math.gcd(cache_layer.stride(3), 16),

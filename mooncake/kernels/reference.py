@@ -237,10 +237,12 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[T, Hq, D]`` over each sequence's own context; returns ``[T, Hq, D]``.
 
     Query head h reads key and value head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it.
+    With ``softcap`` c > 0 a score s counts as ``c * tanh(s / c)`` (Gemma 2).
     """
     output = torch.empty_like(query)
     num_heads, num_kv_heads = query.shape[1], cache_layer.shape[2]
@@ -253,6 +255,8 @@ def paged_attention(
         key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [Hkv, context, D] each
         queries = query[first:last].float().reshape(-1, num_kv_heads, group, query.shape[2])  # [t, Hkv, G, D]
         scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         scores.masked_fill_(~_visible(context, last - first, window, scores.device), float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", scores.softmax(-1), value)
         output[first:last] = mixed.flatten(1, 2).to(query.dtype)

@@ -48,12 +48,14 @@ def _visit(
     scale_row_stride,
     softmax_scale,
     window,
+    softcap,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -93,15 +95,20 @@ def _visit(
         key_scale = tl.load(scales + scale_at, mask=keys < end, other=0.0)
         value_scale = tl.load(scales + scale_at + scale_kv_stride, mask=keys < end, other=0.0)
         scores = scores * (key_scale * softmax_scale)[None, :]
+    if CAPPED:
+        if not SCALED:
+            scores = scores * softmax_scale
+        # tanh, as 1 - 2 / (e^2x + 1): exact enough at both ends, where e^2x is 0 or infinite
+        scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
             visible = visible & (keys[None, :] > row_positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     # Plain scores are scaled where the peak is subtracted, in one instruction: the scale is positive.
-    new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED else tl.max(scores, 1) * softmax_scale)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED or CAPPED else tl.max(scores, 1) * softmax_scale)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
-    weights = tl.exp2((scores if SCALED else scores * softmax_scale) - base[:, None])
+    weights = tl.exp2((scores if SCALED or CAPPED else scores * softmax_scale) - base[:, None])
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, 1)
     if SCALED:
@@ -133,6 +140,7 @@ def attend(
     table_stride,
     softmax_scale,
     window,
+    softcap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -142,12 +150,14 @@ def attend(
     TILE_TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     WIDE: tl.constexpr,
     ROW_UNIT: tl.constexpr,  # divides row_stride, for the compiler to know how wide it may load
 ):
     """Every program takes pieces in turn, heads of one piece next to each other since they lie in the same blocks."""
     softmax_scale = softmax_scale * _LOG2_E
+    softcap = softcap * _LOG2_E
     row_stride = row_stride // ROW_UNIT * ROW_UNIT
     rows = tl.arange(0, TILE_TOKENS * GROUP_PAD)
     row_token, row_head = rows // GROUP_PAD, rows % GROUP_PAD
@@ -180,16 +190,16 @@ def attend(
                 rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, window,
-                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, SCALED, WIDE,
+                softmax_scale, window, softcap,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             accumulated, peak, total = _visit(
                 rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, window,
-                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, SCALED, WIDE,
+                softmax_scale, window, softcap,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
 
         result = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -65,6 +65,7 @@ class PlannedKernels(GpuKernels):
         context_lens: torch.Tensor,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -76,6 +77,7 @@ class PlannedKernels(GpuKernels):
             context_lens,
             scale,
             window,
+            softcap,
             plan or self.step_plans.get(window),
             scales,
         )

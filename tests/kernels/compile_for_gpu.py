@@ -73,6 +73,9 @@ def attention_cases() -> Iterator[Case]:
     for rows in (DECODE_ROWS, PREFILL_ROWS):
         yield _attention("mistral", 4, 128, 64, rows, "bfloat16", "bfloat16", windowed=True)
         yield _attention("gemma3", 2, 256, 64, min(rows, most_rows(256, False)), "bfloat16", "bfloat16", windowed=True)
+        for windowed in (False, True):
+            few = min(rows, most_rows(256, False))
+            yield _attention("gemma2", 2, 256, 64, few, "bfloat16", "bfloat16", windowed, capped=True)
         yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
     for head_dim in (64, 128, 256):
         yield Case(
@@ -97,13 +100,14 @@ def _attention(
     query: str,
     pages: str,
     windowed: bool,
+    capped: bool = False,
     row_unit: int = 16,  # 4: each row carries its scale
 ) -> Case:
     wide = query == "float32"
     group_pad = triton.next_power_of_2(group)
     launch = attention_launch(rows, head_dim, block_tokens, wide, pages in SCALED)
     return Case(
-        f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}",
+        f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}{'-cap' if capped else ''}",
         triton_attention.attend,
         {
             "query": POINTERS[query],
@@ -126,7 +130,7 @@ def _attention(
                 ),
                 "i32",
             ),
-            "softmax_scale": "fp32",
+            **dict.fromkeys(("softmax_scale", "softcap"), "fp32"),
         },
         {
             "NUM_KV_HEADS": 8,
@@ -138,6 +142,7 @@ def _attention(
             "TILE_TOKENS": max(rows // group_pad, 1),
             "KEYS": launch.keys,
             "WINDOWED": windowed,
+            "CAPPED": capped,
             "SCALED": pages in SCALED,
             "WIDE": wide,
             "ROW_UNIT": row_unit,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -71,6 +71,7 @@ class Ragged:
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
+    softcap: float = 0.0
 
     def tolerance(self, cpu: CpuKernels) -> float:
         dtype = self.cache_layer.dtype
@@ -87,6 +88,7 @@ class Ragged:
             self.context_lens,
             self.query.shape[2] ** -0.5,
             window,
+            self.softcap,
         )
 
 
@@ -168,6 +170,17 @@ def test_a_window_hides_what_is_older(cpu: CpuKernels, dtype: torch.dtype, windo
     torch.testing.assert_close(batch.attend(cpu, window), expected, rtol=tolerance, atol=tolerance)
 
 
+@PAGES
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.2), (0, 1.5), (64, 1.5), (0, 50.0)])
+def test_scores_are_bent_to_within_a_cap(cpu: CpuKernels, dtype: torch.dtype, window: int, softcap: float) -> None:
+    plain = ragged(MIXED, dtype=dtype)
+    batch = replace(plain, softcap=softcap)
+    tolerance = batch.tolerance(cpu)
+    expected = batch.attend(reference, window)
+    torch.testing.assert_close(batch.attend(cpu, window), expected, rtol=tolerance, atol=tolerance)
+    assert softcap == 50 or not torch.allclose(plain.attend(cpu, window), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_reference_attention_is_sdpa() -> None:
     batch = ragged([(0, 50)], block_tokens=64, num_kv_heads=2, group=3)
     key, value = batch.cache_layer[int(batch.block_tables[0, 0]), :, :, :50]
@@ -231,14 +244,14 @@ def test_neighbours_with_the_same_first_blocks_change_no_bit(
 
 
 @PAGES
-@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize(("group", "softcap"), [(1, 0.0), (3, 0.0), (7, 0.0), (3, 1.5)])
 def test_many_neighbours_with_the_same_first_blocks_change_no_bit(
-    cpu: CpuKernels, dtype: torch.dtype, group: int
+    cpu: CpuKernels, dtype: torch.dtype, group: int, softcap: float
 ) -> None:
     """So many rows that lanes run over them: full, with some to spare, and what is left over for the few."""
     batch = ragged([(520 + 9 * b, 1) for b in range(37)], block_tokens=64, group=group, dtype=dtype)
     batch.block_tables[1:, :8] = batch.block_tables[0, :8]
-    assert_alone_is_the_same(batch, cpu)
+    assert_alone_is_the_same(replace(batch, softcap=softcap), cpu)
 
 
 def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
@@ -247,7 +260,8 @@ def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
     for b, table in enumerate(batch.block_tables):
         first, last = batch.query_starts[b : b + 2].tolist()
         starts = torch.tensor([0, last - first], dtype=torch.int32)
-        alone = Ragged(batch.query[first:last], batch.cache_layer, table[None], starts, batch.context_lens[b : b + 1])
+        query, context = batch.query[first:last], batch.context_lens[b : b + 1]
+        alone = Ragged(query, batch.cache_layer, table[None], starts, context, batch.softcap)
         assert torch.equal(alone.attend(cpu), together[first:last])
 
 

@@ -100,6 +100,15 @@ def test_a_sliding_window(kernels: GpuKernels, window: int) -> None:
     torch.testing.assert_close(kernels.paged_attention(*batch.arguments, window), expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(("softcap", "window"), [(0.2, 0), (1.5, 10), (50.0, 0)])
+def test_scores_are_bent_to_within_a_cap(kernels: GpuKernels, softcap: float, window: int) -> None:
+    batch = Batch([1, 20], [150, 47])
+    expected = reference.paged_attention(*batch.arguments, window, softcap)
+    actual = kernels.paged_attention(*batch.arguments, window, softcap)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    assert softcap == 50 or not torch.allclose(kernels.paged_attention(*batch.arguments, window), expected, atol=1e-2)
+
+
 def test_split_contexts_merge_to_the_same(kernels: GpuKernels) -> None:
     batch = Batch([1, 1, 6], [400, 33, 260])
     plan = kernels.plan(

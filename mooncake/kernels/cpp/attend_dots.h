@@ -295,6 +295,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         }
         if constexpr (IS_CODED<T>) scale_scores(tile, SCORE_KEYS, D, rows, scores + at, width);
     }
+    if (call.cap_log2) bend(scores, rows * width, call.cap_log2);
 
     for (int row = 0; row < rows; row++) {
         const int position = call.position(places[row].seq, places[row].row);

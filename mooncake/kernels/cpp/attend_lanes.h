@@ -132,8 +132,9 @@ struct PairTile {
 };
 
 template <class Tile>
-void attend_tile(const RowBlock& rows, const Tile& tile, int begin, int count, int window, int D, float* scores) {
+void attend_tile(const RowBlock& rows, const Tile& tile, int begin, int count, int window, float cap_log2, int D, float* scores) {
     for (int t = 0; t < count; t += 4) tile.score(rows, t, D, scores + t * LANES);
+    if (cap_log2) bend(scores, count * LANES, cap_log2);
     const bool future = begin + count - 1 > rows.first_position;
     const bool past = window && begin <= rows.last_position - window;
     vf fade[LANE_VECS];
@@ -228,9 +229,9 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
             if (at > part.last_position) continue;
             if (call.window && at + count <= part.first_position - call.window + 1) continue;
             if (in_pairs)
-                attend_tile(part, pairs, at, count, call.window, D, scores);
+                attend_tile(part, pairs, at, count, call.window, call.cap_log2, D, scores);
             else
-                attend_tile(part, floats, at, count, call.window, D, scores);
+                attend_tile(part, floats, at, count, call.window, call.cap_log2, D, scores);
         }
     }
 

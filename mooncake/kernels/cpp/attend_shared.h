@@ -102,6 +102,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
                 score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
             }
         scale(at);
+        if (call.cap_log2) bend(scores + at * lanes, TILE * lanes, call.cap_log2);
         for (int t = at; t < at + TILE; t++)
             for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
     }

@@ -78,13 +78,15 @@ struct TiledTokens {
     int begin, count, padded;
 };
 
-// Scores of one vector of rows: hides what they must not see, takes the largest, and leaves weights as pairs of tokens.
+// Scores of one vector of rows: bends them where there is a cap, hides what they must not see, takes the largest, and leaves weights as pairs of tokens.
 // Returns what everything before it fades to.
-inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int window, float* scores, uint32_t* weights) {
+inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int window, float cap_log2, float* scores,
+                uint32_t* weights) {
     float* column = scores + v * W;
     if (tokens.key_scales)
         for (int t = 0; t < tokens.count; t++)
             store(column + t * TILE_LANES, load(column + t * TILE_LANES) * tokens.key_scales[t]);
+    for (int t = 0; t < tokens.count && cap_log2; t++) bend(column + t * TILE_LANES, W, cap_log2);
     const bool future = tokens.begin + tokens.padded - 1 > rows.first_position || tokens.count < tokens.padded;
     if (future || (window && tokens.begin <= rows.last_position - window)) {
         const vi position = load_as<vi>(rows.position + v * W);
@@ -116,7 +118,8 @@ inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int win
     return fade;
 }
 
-inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window, int D, float* scores, uint32_t* weights) {
+inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window, float cap_log2, int D, float* scores,
+                          uint32_t* weights) {
     const int64_t key_bytes = D * int64_t(sizeof(bf16)), strip_values = tokens.padded;
     // what all rows of the block must not see adds nothing to them
     const int seen = (rows.last_position + TILE_STRIP - tokens.begin) / TILE_STRIP * TILE_STRIP;
@@ -127,7 +130,7 @@ inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window,
         multiply_tiles<BF16S>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
                               (char*)(scores + t * TILE_LANES), nullptr, 0);
     vf fade[PANEL_VECS];
-    for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(rows, tokens, v, window, scores, weights);
+    for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(rows, tokens, v, window, cap_log2, scores, weights);
     for (int d = 0; d < D; d += TILE_STRIP) {
         multiply_tiles<BF16S>((const char*)(tokens.values + d * strip_values), TILE_STRIP, (const char*)weights,
                               token_bytes, (char*)scores, nullptr, 0);
@@ -188,7 +191,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
                                  positions[from], positions[from + TILE_LANES - 1]};
             if (at > part.last_position) continue;
             if (call.window && at + count <= part.first_position - call.window + 1) continue;
-            attend_tokens(part, tokens, call.window, D, scores, weights);
+            attend_tokens(part, tokens, call.window, call.cap_log2, D, scores, weights);
         }
     }
 

@@ -27,7 +27,8 @@ struct AttentionCall {
     const int32_t *block_tables, *query_starts, *context_lens;
     int64_t table_stride;
     int num_sequences, num_heads, num_kv_heads, head_dim, window;
-    float scale_log2;  // scale * log2(e)
+    float scale_log2;     // scale * log2(e)
+    float cap_log2 = 0;   // scores are bent to within ± this / log2(e); 0: they are as they are
 
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
@@ -45,6 +46,11 @@ struct AttentionCall {
         return output + ((query_starts[seq] + int64_t(row / group())) * num_heads + kv_head * group() + row % group()) * head_dim;
     }
 };
+
+// `count` scores, a multiple of W, of a call with a cap.
+inline void bend(float* scores, int64_t count, float cap_log2) {
+    for (float* end = scores + count; scores < end; scores += W) store(scores, cap_log2 * tanhv(load(scores) / cap_log2));
+}
 
 // Some query rows of one KV head against context tokens begin .. end. Row r of a sequence is query head r % G of the group,
 // of the sequence's query token r / G: so rows pack vectors fully, whatever G is.

@@ -197,6 +197,12 @@ inline vf expv(vf x) {
     return exp2_parts(whole, f);
 }
 
+inline vf tanhv(vf x) {
+    const vf square = x * x;
+    const vf near = x + x * square * (-0.333333333f + square * (0.133333333f - square * 0.0539682540f));
+    return magnitude(x) < 0.15f ? near : 1.0f - 2.0f / (expv(2.0f * x) + 1.0f);  // which loses digits around 0
+}
+
 inline vf silu(vf x) { return x / (expv(-x) + 1.0f); }
 
 // Lane numbers that pair up, inside segments of SEG lanes, the halves of two vectors: UPPER says which halves.
