@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.families import EXPERT_NAMES
+from mooncake.gated_families import EXPERT_NAMES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step

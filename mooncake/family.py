@@ -1,0 +1,51 @@
+"""What the readers of all families share: their entry, activations, and shapes of common parts. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mooncake.errors import ModelError
+from mooncake.model_config import ModelConfig, Settings
+
+Shapes = dict[str, tuple[int, ...]]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``prefix``: what some publishers leave out in front of every weight's name."""
+
+    read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
+    layer_shapes: Callable[[ModelConfig], Shapes]
+    layers_at: str
+    top_shapes: Callable[[ModelConfig], Shapes]
+    prefix: str = ""
+
+
+def activation(settings: Settings, key: str, default: str) -> str:
+    name = settings.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"{settings.source} asks for the activation {name!r}; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[str(name)]
+
+
+def linear_shapes(name: str, outputs: int, inputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def norm_shapes(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def head_shapes(name: str, config: ModelConfig) -> Shapes:
+    """None, where the embeddings are the head."""
+    return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}

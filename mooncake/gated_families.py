@@ -1,0 +1,185 @@
+"""Families with gated MLPs beside Llama's: Gemma and mixtures of experts. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mooncake.errors import ModelError
+from mooncake.family import Family, Shapes, activation, head_shapes
+from mooncake.model_config import ModelConfig, Settings
+from mooncake.rope_settings import read_rope
+
+# Gemma 3, text (Gemma team 2025)
+
+
+def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "attention_bias", "use_bidirectional_attention"):
+        if settings.get(key):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    num_layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
+    window = settings.integer("sliding_window", 4096)
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        every = settings.integer("sliding_window_pattern", 6)
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
+    theta, local = _gemma3_rope(settings)
+    return {
+        "num_layers": num_layers,
+        "hidden_size": settings.integer("hidden_size"),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": settings.integer("head_dim", 256),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": settings.integer("max_position_embeddings"),
+        "rope_theta": theta,
+        "local_rope_theta": local,
+        "rms_eps": settings.number("rms_norm_eps", 1e-6),
+        "activation": activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
+        "qk_norm": True,
+        "layer_windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        "attention_scale": settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
+    }
+
+
+def _gemma3_rope(settings: Settings) -> tuple[float, float]:
+    """Theta of the global and of the local layers, from the keys of either generation of config.json."""
+    parameters = settings.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        scaling = settings.get("rope_scaling")
+        if isinstance(scaling, dict) and (scaling.get("rope_type") or "default") != "default":
+            raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+        return settings.number("rope_theta", 1_000_000.0), settings.number("rope_local_base_freq", 10_000.0)
+    thetas = []
+    for kind, default in (("full_attention", 1_000_000.0), ("sliding_attention", 10_000.0)):
+        own = parameters.get(kind)
+        rope = Settings(own if isinstance(own, dict) else {}, settings.source)
+        if (rope.get("rope_type") or "default") != "default":
+            raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+        thetas.append(rope.number("rope_theta", default))
+    return thetas[0], thetas[1]
+
+
+def _gemma3_layer(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return {
+        **_attention(config),
+        **_gated("mlp", hidden, config.intermediate_size),
+        **{f"{n}.weight": (hidden,) for n in names},
+    }
+
+
+# Mixtures of experts: Qwen3's (Qwen team 2025) and Mixtral (Jiang et al. 2024)
+
+
+def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if settings.flag("attention_bias", False) or settings.flag("use_sliding_window", False):
+        raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
+    if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
+        raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
+    return {
+        **_read_moe(settings, shapes),
+        "intermediate_size": settings.integer("moe_intermediate_size"),
+        "qk_norm": True,
+        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", 128)),
+        "experts_per_token": settings.integer("num_experts_per_tok", 8),
+        "norm_expert_weights": settings.flag("norm_topk_prob", False),
+    }
+
+
+def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **_read_moe(settings, shapes, default_theta=1e6),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "sliding_window": settings.integer("sliding_window", 0) or None,
+        "num_experts": settings.integer("num_local_experts", settings.integer("num_experts", 8)),
+        "experts_per_token": settings.integer("num_experts_per_tok", 2),
+        "norm_expert_weights": True,
+    }
+
+
+def _read_moe(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
+    if activation(settings, "hidden_act", "silu") != "silu":
+        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    heads = settings.integer("num_attention_heads")
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
+    rope = read_rope(settings, head_dim, default_theta)
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": settings.integer("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Of a layer's mixture, below the layer; ``gate``, ``up`` and ``down`` below each expert."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES = {
+    "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+
+
+def _moe_layer(config: ModelConfig) -> Shapes:
+    hidden, inner, names = config.hidden_size, config.intermediate_size, EXPERT_NAMES[config.architecture]
+    layer = {**_attention(config), f"{names.router}.weight": (config.num_experts, hidden)}
+    for expert in range(config.num_experts):
+        at = f"{names.experts}.{expert}"
+        layer |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
+        layer[f"{at}.{names.down}.weight"] = (hidden, inner)
+    return layer | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _attention(config: ModelConfig) -> Shapes:
+    hidden, dim = config.hidden_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        **({f"self_attn.{name}_norm.weight": (dim,) for name in "qk"} if config.qk_norm else {}),
+    }
+
+
+def _gated(name: str, hidden: int, inner: int) -> Shapes:
+    return {
+        f"{name}.gate_proj.weight": (inner, hidden),
+        f"{name}.up_proj.weight": (inner, hidden),
+        f"{name}.down_proj.weight": (hidden, inner),
+    }
+
+
+def _llama_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = {"model.norm.weight": (config.hidden_size,)}
+    return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
+
+
+GATED_FAMILIES: dict[str, Family] = {
+    "gemma3_text": Family(_read_gemma3, _gemma3_layer, "model.layers", _llama_top),
+    "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", _llama_top),
+    "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", _llama_top),
+}
