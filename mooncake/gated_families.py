@@ -10,36 +10,69 @@ from mooncake.family import Family, Shapes, activation, head_shapes
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
-# Gemma 3, text (Gemma team 2025)
+# Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
+
+
+def _read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    head_dim = settings.integer("head_dim", 256)
+    rope = read_rope(settings, head_dim)
+    if rope.scaling:
+        raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+    return {
+        **_read_gemma(settings, every=2),
+        "head_dim": head_dim,
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "local_rope_theta": rope.theta,
+        "score_cap": _cap(settings, "attn_logit_softcapping", 50.0),
+        "logit_cap": _cap(settings, "final_logit_softcapping", 30.0),
+    }
+
+
+def _cap(settings: Settings, key: str, default: float) -> float:
+    """Null stands for none, and what is left out for the family's own."""
+    cap = 0.0 if key in settings.tree and settings.tree[key] is None else settings.number(key, default)
+    if not 0 <= cap < 1e6:
+        raise ModelError(f"{settings.source}: {key} must be a positive number or null, got {cap}")
+    return cap
 
 
 def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "attention_bias", "use_bidirectional_attention"):
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if settings.get(key):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    theta, local = _gemma3_rope(settings)
+    return {
+        **_read_gemma(settings, every=settings.integer("sliding_window_pattern", 6)),
+        "head_dim": settings.integer("head_dim", 256),
+        "max_model_len": settings.integer("max_position_embeddings"),
+        "rope_theta": theta,
+        "local_rope_theta": local,
+        "qk_norm": True,
+    }
+
+
+def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
+    """``every``: which layers are global, where no list says it."""
+    for key in ("attention_bias", "use_bidirectional_attention"):
         if settings.get(key):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
     num_layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     window = settings.integer("sliding_window", 4096)
     kinds = settings.get("layer_types")
     if kinds is None:
-        every = settings.integer("sliding_window_pattern", 6)
         kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
-    theta, local = _gemma3_rope(settings)
     return {
         "num_layers": num_layers,
         "hidden_size": settings.integer("hidden_size"),
         "intermediate_size": settings.integer("intermediate_size"),
         "num_heads": heads,
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
-        "head_dim": settings.integer("head_dim", 256),
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": settings.integer("max_position_embeddings"),
-        "rope_theta": theta,
-        "local_rope_theta": local,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "activation": activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
-        "qk_norm": True,
         "layer_windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         "attention_scale": settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
     }
@@ -63,7 +96,7 @@ def _gemma3_rope(settings: Settings) -> tuple[float, float]:
     return thetas[0], thetas[1]
 
 
-def _gemma3_layer(config: ModelConfig) -> Shapes:
+def _gemma_layer(config: ModelConfig) -> Shapes:
     hidden = config.hidden_size
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return {
@@ -179,7 +212,8 @@ def _llama_top(config: ModelConfig) -> Shapes:
 
 
 GATED_FAMILIES: dict[str, Family] = {
-    "gemma3_text": Family(_read_gemma3, _gemma3_layer, "model.layers", _llama_top),
+    "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", _llama_top),
+    "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", _llama_top),
     "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", _llama_top),
     "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", _llama_top),
 }

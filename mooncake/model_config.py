@@ -41,12 +41,14 @@ class ModelConfig:
     activation: str = "silu"  # of the MLP: silu, relu, gelu, gelu_tanh
     rotary_dim: int = -1  # elements of a head that rotate: -1 all, 0 none (learned positions)
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
-    layer_windows: tuple[int, ...] = ()  # Gemma 3: each layer's own sliding window, 0 for none
+    layer_windows: tuple[int, ...] = ()  # Gemma: each layer's own sliding window, 0 for none
     local_rope_theta: float = 0.0  # Gemma 3: of the layers that have a window
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     num_experts: int = 0  # of every layer's MLP, each expert ``intermediate_size`` wide; 0: a dense one
     experts_per_token: int = 0
     norm_expert_weights: bool = False  # the chosen experts' weights sum to one
+    score_cap: float = 0.0  # Gemma 2: attention's scores are bent to within ± this; 0: not
+    logit_cap: float = 0.0  # and the logits
 
     @property
     def softmax_scale(self) -> float:

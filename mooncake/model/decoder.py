@@ -56,6 +56,7 @@ class Step:
             batch.context_lens,
             self.config.softmax_scale,
             self.config.window_of(layer),
+            self.config.score_cap,
         )
         return mixed.flatten(1)
 

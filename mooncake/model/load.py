@@ -11,7 +11,7 @@ from mooncake.kernels import Kernels
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
-from mooncake.model.gemma3 import Gemma3
+from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Gpt2, GptNeoX, Opt
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
@@ -24,7 +24,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gpt2": Gpt2,
     "opt": Opt,
     "gpt_neox": GptNeoX,
-    "gemma3_text": Gemma3,
+    "gemma2": Gemma,
+    "gemma3_text": Gemma,
     "qwen3_moe": MixtureOfExperts,
     "mixtral": MixtureOfExperts,
 }

@@ -51,6 +51,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": LLAMA
     | {"tie_embeddings": True, "qk_norm": True, "activation": "gelu_tanh"}
     | {"layer_windows": (24, 0), "local_rope_theta": 1000.0},
+    "gemma2": LLAMA
+    | {"tie_embeddings": True, "activation": "gelu_tanh", "score_cap": 2.0, "logit_cap": 3.0}
+    | {"layer_windows": (24, 0), "local_rope_theta": 10_000.0},
     "gpt_neox": LLAMA
     | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
     "qwen3_moe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True},

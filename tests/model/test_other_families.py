@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -83,6 +85,26 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             use_parallel_residual=False,
             rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
             initializer_range=0.15,
+        )
+    ),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(
+            **GATED,
+            sliding_window=20,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            initializer_range=0.2,
+        )
+    ),
+    "gemma2-without-caps": lambda: Gemma2ForCausalLM(
+        Gemma2Config(
+            **GATED,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            sliding_window=33,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            initializer_range=0.2,
         )
     ),
     "gemma3": lambda: Gemma3ForCausalLM(
@@ -229,6 +251,8 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("opt", {"do_layer_norm_before": False}, "norms after each layer"),
         ("opt", {"word_embed_proj_dim": 48}, "projects its embeddings"),
         ("gpt-neox", {"attention_bias": False}, "attention_bias"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "must be a positive number or null"),
+        ("gemma2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "not supported for this family"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("gemma3", {"layer_types": ["full_attention"]}, "each of the 3 layers"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "only some layers experts"),

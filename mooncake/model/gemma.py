@@ -1,7 +1,8 @@
-"""Gemma 3's text model over a paged cache (Gemma team 2025): local layers with a window among global ones.
+"""Gemma 2 and Gemma 3's text model over a paged cache (Gemma team 2024, 2025): local layers among global ones.
 
-Norms stand before and behind attention and the MLP, and their weights are stored less one. Local layers rotate by a
-frequency base of their own.
+Norms stand before and behind attention and the MLP, and their weights are stored less one. Gemma 2 bends the scores of
+attention and the logits to within a cap; Gemma 3 norms queries and keys instead, and its local layers, those with a
+window, rotate by a frequency base of their own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from mooncake.model.rope import rope_tables
 class _Layer:
     attention_norm: torch.Tensor
     qkv: Linear
-    query_norm: torch.Tensor
-    key_norm: torch.Tensor
+    query_norm: torch.Tensor | None  # Gemma 3
+    key_norm: torch.Tensor | None
     output: Linear
     behind_attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
@@ -31,7 +32,7 @@ class _Layer:
     behind_mlp_norm: torch.Tensor
 
 
-class Gemma3(Decoder):
+class Gemma(Decoder):
     def _build(self) -> None:
         config = self.config
         self._activation = activation(config.activation)
@@ -51,12 +52,12 @@ class Gemma3(Decoder):
         return vector(1.0 + self.weight(f"{name}.weight").float(), self.kernels)
 
     def _take(self, prefix: str) -> _Layer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention, mlp, has_norms = prefix + "self_attn.", prefix + "mlp.", self.config.qk_norm
         return _Layer(
             self._norm(prefix + "input_layernorm"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
-            self._norm(attention + "q_norm"),
-            self._norm(attention + "k_norm"),
+            self._norm(attention + "q_norm") if has_norms else None,
+            self._norm(attention + "k_norm") if has_norms else None,
             self.linear(attention + "o_proj"),
             self._norm(prefix + "post_attention_layernorm"),
             self._norm(prefix + "pre_feedforward_layernorm"),
@@ -79,4 +80,6 @@ class Gemma3(Decoder):
         return hidden + norm(layer.down(self._activation(gate) * up), layer.behind_mlp_norm, eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))
+        cap = self.config.logit_cap
+        logits = self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))
+        return cap * torch.tanh(logits / cap) if cap else logits
