@@ -12,6 +12,7 @@ from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
 from mooncake.model_config import ModelConfig, Settings
+from mooncake.rope_settings import read_rope
 
 
 def read_config(
@@ -210,9 +211,57 @@ def _gpt_neox_top(config: ModelConfig) -> Shapes:
     return {"gpt_neox.embed_in.weight": table, **norm, **head_shapes("embed_out", config)}
 
 
+# StarCoder2 (Lozhkov et al. 2024)
+
+
+def _read_starcoder2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    if not settings.flag("use_bias", True):
+        raise ModelError(f"{settings.source} leaves out the biases that StarCoder2 has, which is not supported")
+    rope = read_rope(settings, hidden // max(1, heads))
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("norm_epsilon", 1e-5),
+        "activation": activation(settings, "hidden_act", "gelu_pytorch_tanh"),
+        "qkv_bias": True,
+        "sliding_window": settings.integer("sliding_window", 0) or None,
+    }
+
+
+def _starcoder2_layer(config: ModelConfig) -> Shapes:
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        **norm_shapes("input_layernorm", hidden),
+        **linear_shapes("self_attn.q_proj", query, hidden),
+        **linear_shapes("self_attn.k_proj", kv, hidden),
+        **linear_shapes("self_attn.v_proj", kv, hidden),
+        **linear_shapes("self_attn.o_proj", hidden, query),
+        **norm_shapes("post_attention_layernorm", hidden),
+        **linear_shapes("mlp.c_fc", inner, hidden),
+        **linear_shapes("mlp.c_proj", hidden, inner),
+    }
+
+
+def _starcoder2_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = norm_shapes("model.norm", config.hidden_size)
+    return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
+
+
 OTHER_FAMILIES: dict[str, Family] = {
     "gpt2": Family(_read_gpt2, _gpt2_layer, "transformer.h", _gpt2_top, prefix="transformer."),
     "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
+    "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
     **GATED_FAMILIES,
 }

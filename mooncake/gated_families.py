@@ -1,4 +1,4 @@
-"""Families with gated MLPs beside Llama's: Gemma and mixtures of experts. Torch-free."""
+"""Families with gated MLPs beside Llama's: Gemma, mixtures of experts, Granite and OLMo-2. Torch-free."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
     if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
         raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
     return {
-        **_read_moe(settings, shapes),
+        **_read_silu(settings, shapes),
         "intermediate_size": settings.integer("moe_intermediate_size"),
         "qk_norm": True,
         "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", 128)),
@@ -126,35 +126,12 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
 
 def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     return {
-        **_read_moe(settings, shapes, default_theta=1e6),
+        **_read_silu(settings, shapes, default_theta=1e6),
         "intermediate_size": settings.integer("intermediate_size"),
         "sliding_window": settings.integer("sliding_window", 0) or None,
         "num_experts": settings.integer("num_local_experts", settings.integer("num_experts", 8)),
         "experts_per_token": settings.integer("num_experts_per_tok", 2),
         "norm_expert_weights": True,
-    }
-
-
-def _read_moe(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
-) -> dict[str, object]:
-    if activation(settings, "hidden_act", "silu") != "silu":
-        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
-    heads = settings.integer("num_attention_heads")
-    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
-    rope = read_rope(settings, head_dim, default_theta)
-    return {
-        "num_layers": settings.integer("num_hidden_layers"),
-        "hidden_size": settings.integer("hidden_size"),
-        "num_heads": heads,
-        "num_kv_heads": settings.integer("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": rope.max_model_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
-        "rms_eps": settings.number("rms_norm_eps", 1e-6),
-        "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
     }
 
 
@@ -183,6 +160,73 @@ def _moe_layer(config: ModelConfig) -> Shapes:
         layer |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
         layer[f"{at}.{names.down}.weight"] = (hidden, inner)
     return layer | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+# Granite (Granite team, IBM 2024) and OLMo-2 (OLMo team 2025)
+
+
+def _read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    factors = {
+        "attention_scale": settings.number("attention_multiplier", 1.0),
+        "embedding_factor": settings.number("embedding_multiplier", 1.0),
+        "residual_factor": settings.number("residual_multiplier", 1.0),
+        "logit_divisor": settings.number("logits_scaling", 1.0),
+    }
+    if wrong := [value for value in factors.values() if not 0 < value < 1e6]:
+        raise ModelError(f"{settings.source}: multipliers and logits_scaling must be positive, got {wrong[0]}")
+    return {**_read_dense(settings, shapes), **factors}
+
+
+def _granite_layer(config: ModelConfig) -> Shapes:
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return _dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
+
+
+def _olmo2_layer(config: ModelConfig) -> Shapes:
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return {
+        **_dense_layer(config),
+        "self_attn.q_norm.weight": (config.num_heads * config.head_dim,),
+        "self_attn.k_norm.weight": (config.num_kv_heads * config.head_dim,),
+        **{f"{name}.weight": (config.hidden_size,) for name in norms},
+    }
+
+
+def _read_dense(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    return {**_read_silu(settings, shapes), "intermediate_size": settings.integer("intermediate_size")}
+
+
+def _dense_layer(config: ModelConfig) -> Shapes:
+    return _attention(config) | _gated("mlp", config.hidden_size, config.intermediate_size)
+
+
+# Parts of several
+
+
+def _read_silu(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
+    if activation(settings, "hidden_act", "silu") != "silu":
+        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    heads = settings.integer("num_attention_heads")
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
+    rope = read_rope(settings, head_dim, default_theta)
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": settings.integer("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
+    }
 
 
 def _attention(config: ModelConfig) -> Shapes:
@@ -216,4 +260,6 @@ GATED_FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", _llama_top),
     "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", _llama_top),
     "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", _llama_top),
+    "granite": Family(_read_granite, _granite_layer, "model.layers", _llama_top),
+    "olmo2": Family(_read_dense, _olmo2_layer, "model.layers", _llama_top),
 }

@@ -49,6 +49,9 @@ class ModelConfig:
     norm_expert_weights: bool = False  # the chosen experts' weights sum to one
     score_cap: float = 0.0  # Gemma 2: attention's scores are bent to within ± this; 0: not
     logit_cap: float = 0.0  # and the logits
+    embedding_factor: float = 1.0  # Granite: of embeddings,
+    residual_factor: float = 1.0  # of what attention and MLP of each layer add,
+    logit_divisor: float = 1.0  # and of logits
 
     @property
     def softmax_scale(self) -> float:

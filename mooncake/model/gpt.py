@@ -1,4 +1,7 @@
-"""The GPT line over a paged cache: GPT-2, OPT and GPT-NeoX. Layer norms, biases everywhere, an MLP without a gate."""
+"""The GPT line over a paged cache: GPT-2, OPT, GPT-NeoX and StarCoder2.
+
+Layer norms, biases everywhere, an MLP without a gate.
+"""
 
 from __future__ import annotations
 
@@ -134,6 +137,32 @@ class GptNeoX(_Gpt):
         rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
         order = rotary_order(config.head_dim, config.rotary_dim)
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+
+class StarCoder2(_Gpt):
+    """StarCoder2 (Lozhkov et al. 2024): shared key and value heads, and a window."""
+
+    def _build(self) -> None:
+        config = self.config
+        self._finish("model.embed_tokens", "model.norm", head="lm_head")
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        )
+        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        attention = prefix + "self_attn."
+        return _Layer(
+            self.layer_norm(prefix + "input_layernorm"),
+            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=True),
+            self.linear(attention + "o_proj", biased=True),
+            self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(prefix + "mlp.c_fc", biased=True),
+            self.linear(prefix + "mlp.c_proj", biased=True),
+        )
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens)

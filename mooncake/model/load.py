@@ -11,8 +11,9 @@ from mooncake.kernels import Kernels
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
+from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Gpt2, GptNeoX, Opt
+from mooncake.model.gpt import Gpt2, GptNeoX, Opt, StarCoder2
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
@@ -24,10 +25,13 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gpt2": Gpt2,
     "opt": Opt,
     "gpt_neox": GptNeoX,
+    "starcoder2": StarCoder2,
     "gemma2": Gemma,
     "gemma3_text": Gemma,
     "qwen3_moe": MixtureOfExperts,
     "mixtral": MixtureOfExperts,
+    "granite": Granite,
+    "olmo2": Olmo2,
 }
 
 

@@ -56,6 +56,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"layer_windows": (24, 0), "local_rope_theta": 10_000.0},
     "gpt_neox": LLAMA
     | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
+    "starcoder2": LLAMA | {"qkv_bias": True, "activation": "gelu_tanh", "sliding_window": 24},
+    "granite": LLAMA | {"embedding_factor": 3.0, "residual_factor": 0.4, "logit_divisor": 2.0, "attention_scale": 0.15},
+    "olmo2": LLAMA,
     "qwen3_moe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True},
     "mixtral": LLAMA | {"num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True, "sliding_window": 24},
 }

@@ -18,8 +18,12 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -27,6 +31,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -87,6 +93,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             initializer_range=0.15,
         )
     ),
+    "starcoder2": lambda: Starcoder2ForCausalLM(
+        Starcoder2Config(
+            **EVEN,
+            num_key_value_heads=2,
+            intermediate_size=160,
+            max_position_embeddings=512,
+            sliding_window=20,
+            initializer_range=0.15,
+        )
+    ),
+    "granite": lambda: GraniteForCausalLM(
+        GraniteConfig(
+            **GATED,
+            tie_word_embeddings=True,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.15,
+            residual_multiplier=0.4,
+            logits_scaling=2.0,
+            initializer_range=0.2,
+        )
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**GATED, initializer_range=0.2)),
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(
             **GATED,
@@ -251,6 +279,10 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("opt", {"do_layer_norm_before": False}, "norms after each layer"),
         ("opt", {"word_embed_proj_dim": 48}, "projects its embeddings"),
         ("gpt-neox", {"attention_bias": False}, "attention_bias"),
+        ("starcoder2", {"use_bias": False}, "leaves out the biases"),
+        ("granite", {"residual_multiplier": 0.0}, "must be positive"),
+        ("granite", {"mlp_bias": True}, "asks for mlp_bias"),
+        ("olmo2", {"attention_bias": True}, "asks for attention_bias"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "must be a positive number or null"),
         ("gemma2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "not supported for this family"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),

@@ -1,0 +1,104 @@
+"""Granite and OLMo-2 over a paged cache: Llama's parts, put together in other ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mooncake.kernels import Linear
+from mooncake.model.batch import ForwardBatch
+from mooncake.model.decoder import Decoder, Step
+from mooncake.model.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None  # of all heads together, OLMo-2
+    key_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class _Gated(Decoder):
+    _norm_names: ClassVar[tuple[str, str]]  # of attention's and of the MLP's
+    _has_query_norm: ClassVar[bool]
+
+    def _build(self) -> None:
+        config = self.config
+        self._embedding = self._head = self.linear("model.embed_tokens")
+        if not config.tie_embeddings:
+            self._head = self.linear("lm_head")
+        self._final_norm = self.vector("model.norm.weight")
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        )
+        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention_norm, mlp_norm = self._norm_names
+        return _Layer(
+            self.vector(f"{prefix}{attention_norm}.weight"),
+            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
+            self.vector(attention + "q_norm.weight") if self._has_query_norm else None,
+            self.vector(attention + "k_norm.weight") if self._has_query_norm else None,
+            self.linear(attention + "o_proj"),
+            self.vector(f"{prefix}{mlp_norm}.weight"),
+            self.linear(mlp + "gate_proj", mlp + "up_proj"),
+            self.linear(mlp + "down_proj"),
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._norm(hidden, self._final_norm))
+
+
+class Granite(_Gated):
+    """Granite 3 (Granite team, IBM 2024): a factor for embeddings, for what each layer adds, and for logits."""
+
+    _norm_names = "input_layernorm", "post_attention_layernorm"
+    _has_query_norm = False
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return super()._embed(batch) * self.config.embedding_factor
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer, factor = self._layers[index], self.config.residual_factor
+        attended = step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), self._tables)
+        hidden = hidden + layer.output(attended) * factor
+        return hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm)) * factor
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super()._logits(hidden) / self.config.logit_divisor
+
+
+class Olmo2(_Gated):
+    """OLMo-2 (OLMo team 2025): norms behind attention and the MLP, and of all queries and of all keys of a token."""
+
+    _norm_names = "post_attention_layernorm", "post_feedforward_layernorm"
+    _has_query_norm = True
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        assert layer.query_norm is not None and layer.key_norm is not None
+        width, kv_width = len(layer.query_norm), len(layer.key_norm)
+        query, key, value = torch.tensor_split(layer.qkv(hidden), (width, width + kv_width), dim=-1)
+        query = self._norm(query.contiguous(), layer.query_norm)
+        key = self._norm(key.contiguous(), layer.key_norm)
+        attended = step.attend(index, torch.cat([query, key, value], dim=-1), self._tables)
+        hidden = hidden + self._norm(layer.output(attended), layer.attention_norm)
+        return hidden + self._norm(self._mlp(layer, hidden), layer.mlp_norm)
