@@ -254,5 +254,5 @@ class Registry:
         if info.kv_fingerprint != self._fingerprint:
             raise ConfigError(
                 f"node {info.node_id!r} makes KV {info.kv_fingerprint or '(none)'}, this cluster serves "
-                f"{self._fingerprint}: give every node the same model, dtype and block size"
+                f"{self._fingerprint}: give every node the same model, dtype, block size and max_model_len"
             )

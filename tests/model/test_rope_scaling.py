@@ -160,6 +160,15 @@ def test_ranks_have_the_factors_of_the_context_that_was_asked_for(long: tuple[Pa
     assert tuple(found[0]) == answers(folder, [prompt], 512)[0] != answers(folder, [prompt])[0]
 
 
+def test_a_draft_model_has_the_factors_of_the_context_too(long: tuple[Path, Any]) -> None:
+    folder, _ = long
+    options = {"kv_gb": 0.02, "block_tokens": 16, "max_model_len": 512}
+    with LLM(str(folder), draft_model=str(folder), speculative_tokens=4, **options) as llm:
+        llm.generate(prompts(300), GREEDY, use_tqdm=False)
+        load = llm.engine.load()
+    assert load.accepted_tokens == load.drafted_tokens > 0
+
+
 def test_the_context_ends_where_the_factors_do(long: tuple[Path, Any]) -> None:
     folder, _ = long
 
