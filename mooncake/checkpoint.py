@@ -291,7 +291,10 @@ def _gguf_yarn(file: GGUFFile, meta: _Metadata) -> Mapping[str, object]:
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
         if meta.number(f"rope.scaling.{name}", 0.0):
             raise ModelError(f"{file.path} asks for rope.scaling.{name}, which is not supported")
+    if not meta.number("rope.freq_base", 10000.0) > 1:
+        raise ModelError(f"{file.path}: YaRN needs a rope.freq_base above 1")
     return yarn_scaling(
+        str(file.path),
         meta.number("rope.scaling.factor"),
         meta.number(_TRAINED_LEN, meta.integer("context_length")),
         meta.number("rope.scaling.yarn_beta_fast", 32.0),

@@ -76,9 +76,9 @@ def _llama3(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
 
 
 def _yarn(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
-    """YaRN (Peng et al. 2023); what it does to the sharpness of attention is multiplied into the rotations."""
     factor = _positive(rope, "yarn", "factor")
     return yarn_scaling(
+        settings.source,
         factor,
         _trained_len(settings, rope, "yarn"),
         rope.number("beta_fast", 0.0) or 32.0,
@@ -89,6 +89,7 @@ def _yarn(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
 
 
 def yarn_scaling(
+    source: str,
     factor: float,
     trained_len: float,
     beta_fast: float = 32.0,
@@ -96,14 +97,18 @@ def yarn_scaling(
     truncate: bool = True,
     attention_factor: float | None = None,
 ) -> Scaling:
-    return {
+    """YaRN (Peng et al. 2023); what it does to the sharpness of attention is multiplied into the rotations.
+
+    Raises ModelError, naming ``source``, for numbers that cannot be.
+    """
+    numbers = {
         "factor": factor,
         "original_max_position_embeddings": trained_len,
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,
-        "truncate": truncate,
         "attention_factor": _sharpness(factor) if attention_factor is None else attention_factor,
     }
+    return {name: _checked(source, "yarn", name, value) for name, value in numbers.items()} | {"truncate": truncate}
 
 
 def _yarn_attention_factor(rope: Settings, factor: float) -> float:
@@ -115,7 +120,7 @@ def _yarn_attention_factor(rope: Settings, factor: float) -> float:
 
 def _sharpness(factor: float, mscale: float = 1.0) -> float:
     """YaRN's sqrt(1 / t) for contexts so many times as long (its section 3.4)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if not factor > 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:

@@ -372,6 +372,14 @@ def test_yarn_is_the_same_in_a_gguf_file_and_in_a_folder(folder: Path, tmp_path:
     assert ours.max_model_len == published.max_model_len == 256
     write_gguf(tmp_path / "b.gguf", **yarn, **{"rope.scaling.yarn_log_multiplier": 0.1})
     assert "asks for rope.scaling.yarn_log_multiplier" in problem(tmp_path / "b.gguf")
+    for changes, sentence in (
+        ({"rope.scaling.factor": float("inf")}, "needs a positive factor"),
+        ({"rope.scaling.factor": float("nan")}, "needs a positive factor"),
+        ({"rope.scaling.yarn_beta_slow": -1.0}, "needs a positive beta_slow"),
+        ({"rope.freq_base": 1.0}, "needs a rope.freq_base above 1"),
+    ):
+        write_gguf(tmp_path / "c.gguf", **(yarn | changes))
+        assert sentence in problem(tmp_path / "c.gguf")
 
 
 def test_llama3_scaling_is_recognised_in_its_table(tmp_path: Path) -> None:

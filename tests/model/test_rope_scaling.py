@@ -224,6 +224,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "length zero": (YARN | {"original_max_position_embeddings": 0}, "needs a positive original_max_position"),
     "length one": (YARN | {"original_max_position_embeddings": 1}, "needs original_max_position_embeddings above 1"),
     "theta": (YARN | {"rope_theta": 1.0}, "needs a rope_theta above 1"),
+    "beta below zero": (YARN | {"beta_fast": -2}, "needs a positive beta_fast"),
     "sharpness a word": (YARN | {"attention_factor": "much"}, "attention_factor must be a number"),
     "too few divisors": (LONGROPE | {"long_factor": [1.0] * 3}, "needs 4 numbers as long_factor"),
     "a divisor of zero": (LONGROPE | {"short_factor": [1.0, 0.0, 1.0, 1.0]}, "needs a positive short_factor"),
