@@ -1,11 +1,10 @@
 """Slots that a store has given out before anybody has said what comes into them, and the blocks that came.
 
-Each writer of this kind has a *lane*: a client of this host, which fills its slots in place, or ``WIRE``, the data
-plane itself, where blocks of all others land. A slot given ahead is an ordinary reservation that has no name yet,
-granted to its own epoch. The data plane lists most blocks on the board without a word to the store, which hears of
-them in ``catch_up``; the others it decides about in ``commit``. Whoever asks the index what it has, catches up first;
-whoever reserves blocks by their names or takes slots back does so ``alone``. This module must not know about the SSD,
-nor who reads.
+A writer of this kind is a client of this host, which fills its slots in place, or ``WIRE``, the data plane itself,
+where blocks of all others land. A slot given ahead is an ordinary reservation that has no name yet, granted to its own
+epoch. The data plane lists most blocks on the board without a word to the store, which hears of them in ``catch_up``;
+the others it decides about in ``commit``. Whoever asks the index what it has, catches up first; whoever reserves blocks
+by their names or takes slots back does so ``alone``. This module must not know about the SSD, nor who reads.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
 
-WIRE = "\0wire"  # the lane of blocks that arrive over the data plane
+WIRE = "\0wire"  # the writer of blocks that arrive over the data plane
 NEAR_AHEAD = MAX_GIFTS  # slots of each client of this host
 
 Give = Callable[[int, int], bool]
@@ -61,36 +60,36 @@ class SlotsAhead:
         self._block_bytes = block_bytes
         self._is_elsewhere = is_elsewhere
         self._on_stored = on_stored
-        self._lanes: dict[str, Give] = {WIRE: server.give_ahead}
-        self._short: set[str] = set()  # lanes of which blocks came since they were last filled up
+        self._writers: dict[str, Give] = {WIRE: server.give_ahead}
+        self._short: set[str] = set()  # writers of which blocks came since they were last filled up
         self.wire_slots = num_slots // 2  # half for each kind of writer, so that neither starves the other
         self._near_slots = num_slots - self.wire_slots
         self.num_adopted = 0  # blocks that the data plane has listed, ever
 
-    def __contains__(self, lane: str) -> bool:
-        return lane in self._lanes
+    def __contains__(self, writer: str) -> bool:
+        return writer in self._writers
 
-    def open(self, lane: str, give: Give) -> None:
-        self._lanes[lane] = give
+    def open(self, writer: str, give: Give) -> None:
+        self._writers[writer] = give
 
-    def close(self, lane: str) -> None:
+    def close(self, writer: str) -> None:
         """Its process holds the segment no more."""
-        self._short.discard(lane)
+        self._short.discard(writer)
         with self.alone():
-            del self._lanes[lane]
-            self._server.revoke([grant.slot for grant in self._index.writer_gone(lane)])
+            del self._writers[writer]
+            self._server.revoke([grant.slot for grant in self._index.writer_gone(writer)])
 
-    def num_held(self, lane: str) -> int:
-        return self._index.num_held(lane)
+    def num_held(self, writer: str) -> int:
+        return self._index.num_held(writer)
 
-    def fill_up(self, lane: str, count: int) -> None:
-        """Give slots until the lane has ``count``, but none that takes waiting."""
-        self._short.discard(lane)
-        give = self._lanes.get(lane)
-        wanted = min(count - self.num_held(lane), self._num_left(lane))
+    def fill_up(self, writer: str, count: int) -> None:
+        """Give slots until the writer has ``count``, but none that takes waiting."""
+        self._short.discard(writer)
+        give = self._writers.get(writer)
+        wanted = min(count - self.num_held(writer), self._num_left(writer))
         if give is None or wanted <= 0:
             return
-        for grant in self._index.reserve_ahead(wanted, lane, self._block_bytes, time.monotonic()):
+        for grant in self._index.reserve_ahead(wanted, writer, self._block_bytes, time.monotonic()):
             if self._board is not None:
                 self._board.expect(grant.slot, grant.epoch)
             self._server.grant([grant.slot], grant.epoch)
@@ -98,9 +97,9 @@ class SlotsAhead:
                 self.take_back(grant)
 
     def fill_short(self) -> None:
-        """The lanes of this host whose slots have been filled."""
-        for lane in self._short - {WIRE}:
-            self.fill_up(lane, NEAR_AHEAD)
+        """The writers of this host whose slots have been filled."""
+        for writer in self._short - {WIRE}:
+            self.fill_up(writer, NEAR_AHEAD)
 
     def take_back(self, grant: Grant) -> bool:
         """Of whoever holds it, ahead or otherwise. False when nobody does."""
@@ -109,11 +108,11 @@ class SlotsAhead:
             self._server.revoke([grant.slot])
         return is_held
 
-    def _num_left(self, lane: str) -> int:
-        """Slots that may still be given to lanes of this kind."""
-        if lane == WIRE:
+    def _num_left(self, writer: str) -> int:
+        """Slots that may still be given to writers of this kind."""
+        if writer == WIRE:
             return self.wire_slots - self.num_held(WIRE)
-        return self._near_slots - sum(self.num_held(other) for other in self._lanes if other != WIRE)
+        return self._near_slots - sum(self.num_held(other) for other in self._writers if other != WIRE)
 
     # What came
 
@@ -138,28 +137,28 @@ class SlotsAhead:
             self.catch_up()
             yield
 
-    def lane_of(self, grant: Grant) -> str | None:
+    def writer_of(self, grant: Grant) -> str | None:
         """Whose slot this is; None when it was not given ahead, or that is over."""
         writer = self._index.writer_of(grant)
-        return writer if writer in self._lanes else None
+        return writer if writer in self._writers else None
 
     def be_patient(self, is_patient: bool) -> None:
-        """Have the loop woken when half of the slots of a lane may have been used, or for any block that comes."""
+        """Have the loop woken when half of the slots of a writer may have been used, or for any block that comes."""
         if self._board is not None:
-            held = [count for lane in self._lanes if (count := self.num_held(lane))]
+            held = [count for writer in self._writers if (count := self.num_held(writer))]
             self._board.be_patient((min(held, default=1) + 1) // 2 if is_patient else 1)
 
     def commit(
-        self, lane: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
+        self, writer: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
     ) -> Committed:
         """Make a slot given ahead readable as this block. Its checksums were made of the very bytes that came here,
         by this process, or by one that could write anywhere in the segment; whoever reads the block checks them."""
         if not 1 <= len(checksums) <= length <= self._block_bytes or length % len(checksums):
             raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
         with self.alone():
-            if lane not in self._lanes or self._index.writer_of(grant) != lane:
+            if writer not in self._writers or self._index.writer_of(grant) != writer:
                 return Committed.OVER
-            self._short.add(lane)
+            self._short.add(writer)
             self._server.revoke([grant.slot])
             is_busy = self._index.is_reserved(name.key)
             is_stored = self._index.exists([name.key])[0] or self._is_elsewhere(name)

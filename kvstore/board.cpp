@@ -29,10 +29,10 @@ void* map(int fd, size_t bytes, bool writable) {
     return memory;
 }
 
-// A client's: the board, its own lane, and the segment.
+// A client's: the board, its own mailbox, and the segment.
 struct Reader {
     Board board;
-    Lane* lane;
+    Mailbox* mailbox;
     uint8_t* segment;
     size_t segment_bytes;
     int sock;
@@ -114,7 +114,7 @@ Outcome read_block(const Reader& reader, const uint8_t* key, uint32_t key_bytes,
         is_right = xxh3::copy(into + range * part, from + range * part, part) == listed.sums[range];
     if (!board.is_still(listed.slot, listed.epoch)) return kChanged;
     if (!is_right) return kCorrupt;
-    reader.lane->note(listed.slot, listed.epoch);
+    reader.mailbox->note(listed.slot, listed.epoch);
     return kRead;
 }
 
@@ -125,7 +125,7 @@ extern "C" {
 // Both sides
 
 uint64_t board_size(uint32_t num_slots) { return board_bytes(num_slots); }
-uint64_t board_lane_size() { return sizeof(Lane); }
+uint64_t board_mailbox_size() { return sizeof(Mailbox); }
 uint64_t board_arrival_size() { return sizeof(Arrival); }
 uint64_t board_max_arrived() { return kMaxArrived; }
 uint64_t board_max_notes() { return kNotes; }
@@ -262,16 +262,16 @@ void board_wake(void* opaque) {
     book->wake();
 }
 
-Lane* board_open_lane(int fd) { return static_cast<Lane*>(map(fd, sizeof(Lane), true)); }
-void board_close_lane(Lane* lane) { munmap(lane, sizeof(Lane)); }
+Mailbox* board_open_mailbox(int fd) { return static_cast<Mailbox*>(map(fd, sizeof(Mailbox), true)); }
+void board_close_mailbox(Mailbox* mailbox) { munmap(mailbox, sizeof(Mailbox)); }
 
-// The slots that the lane's client has read and that hold the same content still; returns how many, at most ``room``.
-uint32_t board_take_notes(const Book* book, Lane* lane, uint32_t* slots, uint32_t room) {
+// The slots that the mailbox's client has read and that hold the same content still; returns how many, at most ``room``.
+uint32_t board_take_notes(const Book* book, Mailbox* mailbox, uint32_t* slots, uint32_t room) {
     const Board* board = &book->board;
-    uint64_t at = lane->taken.load(std::memory_order_relaxed);
+    uint64_t at = mailbox->taken.load(std::memory_order_relaxed);
     uint32_t count = 0;
     for (uint32_t seen = 0; seen < kNotes && count < room; seen++) {
-        const uint64_t note = lane->notes[at % kNotes].exchange(0, std::memory_order_acquire);
+        const uint64_t note = mailbox->notes[at % kNotes].exchange(0, std::memory_order_acquire);
         if (!note) break;
         at++;
         const uint64_t slot = (note & 0xFFFFFFFF) - 1;
@@ -279,17 +279,17 @@ uint32_t board_take_notes(const Book* book, Lane* lane, uint32_t* slots, uint32_
         const uint64_t epoch = board->records[slot].epoch.load(std::memory_order_relaxed);
         if (epoch && (epoch & 0xFFFFFFFF) == note >> 32) slots[count++] = static_cast<uint32_t>(slot);
     }
-    lane->taken.store(at, std::memory_order_release);
+    mailbox->taken.store(at, std::memory_order_release);
     return count;
 }
 
-// A slot for the lane's client to fill, whatever the client may have written there. False when there is no room for it.
-int board_give(Lane* lane, uint64_t slot, uint64_t epoch) {
-    const uint64_t at = lane->given.load(std::memory_order_relaxed);
-    if (at - lane->received.load(std::memory_order_acquire) >= kGifts) return 0;
-    lane->gifts[at % kGifts][0] = slot;
-    lane->gifts[at % kGifts][1] = epoch;
-    lane->given.store(at + 1, std::memory_order_release);
+// A slot for the mailbox's client to fill, whatever the client may have written there. False when there is no room for it.
+int board_give(Mailbox* mailbox, uint64_t slot, uint64_t epoch) {
+    const uint64_t at = mailbox->given.load(std::memory_order_relaxed);
+    if (at - mailbox->received.load(std::memory_order_acquire) >= kGifts) return 0;
+    mailbox->gifts[at % kGifts][0] = slot;
+    mailbox->gifts[at % kGifts][1] = epoch;
+    mailbox->given.store(at + 1, std::memory_order_release);
     return 1;
 }
 
@@ -299,7 +299,7 @@ int board_give(Lane* lane, uint64_t slot, uint64_t epoch) {
 int board_lists_all(const Reader* reader) { return reader->board.head->num_unlisted.load() == 0; }
 
 // Null when this is not a board as we know it, or there is no address space. Takes nothing over: close the files.
-Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
+Reader* board_open(int board_fd, int mailbox_fd, int segment_fd, int sock) {
     auto* head = static_cast<Head*>(map(board_fd, sizeof(Head), false));
     if (!head) return nullptr;
     const bool is_known = head->magic == kMagic && head->num_cells == cells_for(head->num_slots);
@@ -308,16 +308,16 @@ Reader* board_open(int board_fd, int lane_fd, int segment_fd, int sock) {
     munmap(head, sizeof(Head));
     if (!is_known) return nullptr;
     void* memory = map(board_fd, bytes, false);
-    void* lane = map(lane_fd, sizeof(Lane), true);
+    void* mailbox = map(mailbox_fd, sizeof(Mailbox), true);
     void* segment = map(segment_fd, segment_bytes, true);
-    if (!memory || !lane || !segment) {
+    if (!memory || !mailbox || !segment) {
         if (memory) munmap(memory, bytes);
-        if (lane) munmap(lane, sizeof(Lane));
+        if (mailbox) munmap(mailbox, sizeof(Mailbox));
         if (segment) munmap(segment, segment_bytes);
         return nullptr;
     }
     madvise(segment, segment_bytes, MADV_HUGEPAGE);
-    return new (std::nothrow) Reader{Board(memory), static_cast<Lane*>(lane),
+    return new (std::nothrow) Reader{Board(memory), static_cast<Mailbox*>(mailbox),
                                      static_cast<uint8_t*>(segment), segment_bytes, sock};
 }
 
@@ -331,18 +331,18 @@ uint64_t board_populate(const Reader* reader, uint64_t from, uint64_t bytes) {
 
 void board_leave(Reader* reader) {
     munmap(reader->board.head, reader->board.bytes());
-    munmap(reader->lane, sizeof(Lane));
+    munmap(reader->mailbox, sizeof(Mailbox));
     munmap(reader->segment, reader->segment_bytes);
     delete reader;
 }
 
 // The next slot that the store has given us, with its epoch. False when there is none.
 int board_receive(Reader* reader, uint64_t* slot_and_epoch) {
-    Lane* lane = reader->lane;
-    const uint64_t at = lane->received.load(std::memory_order_relaxed);
-    if (at == lane->given.load(std::memory_order_acquire)) return 0;
-    memcpy(slot_and_epoch, lane->gifts[at % kGifts], sizeof lane->gifts[0]);
-    lane->received.store(at + 1, std::memory_order_release);
+    Mailbox* mailbox = reader->mailbox;
+    const uint64_t at = mailbox->received.load(std::memory_order_relaxed);
+    if (at == mailbox->given.load(std::memory_order_acquire)) return 0;
+    memcpy(slot_and_epoch, mailbox->gifts[at % kGifts], sizeof mailbox->gifts[0]);
+    mailbox->received.store(at + 1, std::memory_order_release);
     return 1;
 }
 

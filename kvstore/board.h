@@ -6,8 +6,8 @@
 //     records  one a slot: the key itself, length, checksums, and the epoch that names the content. No epoch is ever used
 //              twice, so a reader that finds the same one before and after knows that nothing changed between.
 //
-// A lane is memory between one client and the store: which slots the client has read, so that eviction knows of them, and
-// which ones it may fill.
+// A mailbox is memory between one client and the store: which slots the client has read, so that eviction knows of them,
+// and which ones it may fill.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ constexpr uint64_t kMagic = 0x33647261'6f424b4d;  // the last digit is the versi
 constexpr uint32_t kMaxKeyBytes = 256;
 constexpr uint32_t kMaxRanges = 94;
 constexpr uint32_t kMaxTenantBytes = 128;
-constexpr uint32_t kNotes = 1024, kGifts = 8;  // of a lane
+constexpr uint32_t kNotes = 1024, kGifts = 8;  // of a mailbox
 constexpr uint32_t kMaxNameBytes = 1024;  // of key, parent and tenant, with their lengths before them
 constexpr uint64_t kEmpty = 0, kRemoved = 1;
 constexpr uint64_t kFirstSlot = 2;  // what a cell's low half says of slot 0
@@ -44,7 +44,7 @@ struct Record {
     uint64_t sums[kMaxRanges];
 };
 
-struct Lane {
+struct Mailbox {
     std::atomic<uint64_t> written, taken;  // notes, since ever
     std::atomic<uint64_t> notes[kNotes];   // low half of the epoch, slot + 1; 0: not there yet
     std::atomic<uint64_t> given, received;  // gifts, since ever; the store writes one, the client the other

@@ -33,9 +33,9 @@ from mooncake.native import BuildFailed, load_native
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("board.cpp")
-FILES = 3  # that a client gets: the board, its lane, the segment
+FILES = 3  # that a client gets: the board, its mailbox, the segment
 GREETING = b"board 1\n"
-LANE_NAME_BYTES = 36
+WRITER_ID_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
 POPULATE_STEP_BYTES = 16 << 20
 MAX_ARRIVED = 64  # blocks that have been listed by others, taken at a time
@@ -45,7 +45,7 @@ MAX_GIFTS = 8  # slots for a client to fill
 _ADDRESS, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_size": (_U64, [_U32]),
-    "board_lane_size": (_U64, []),
+    "board_mailbox_size": (_U64, []),
     "board_max_ranges": (_U64, []),
     "board_min_range_bytes": (_U64, []),
     "board_arrival_size": (_U64, []),
@@ -63,8 +63,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_lists_all": (ctypes.c_int, [_ADDRESS]),
     "board_be_patient": (None, [_ADDRESS, _U32]),
     "board_take_arrived": (_U32, [_ADDRESS, _ADDRESS]),
-    "board_open_lane": (_ADDRESS, [ctypes.c_int]),
-    "board_close_lane": (None, [_ADDRESS]),
+    "board_open_mailbox": (_ADDRESS, [ctypes.c_int]),
+    "board_close_mailbox": (None, [_ADDRESS]),
     "board_take_notes": (_U32, [_ADDRESS, _ADDRESS, _ADDRESS, _U32]),
     "board_give": (ctypes.c_int, [_ADDRESS, _U64, _U64]),
     "board_receive": (ctypes.c_int, [_ADDRESS, _ADDRESS]),
@@ -139,7 +139,7 @@ class Board:
             raise OSError("no address space for the board")
         self._arrived = (Arrival * MAX_ARRIVED)()
         self._unlisted: dict[int, bytes] = {}  # keys of blocks that are stored all the same
-        self._lanes: dict[int, int] = {}  # address of each by the number of its file
+        self._mailboxes: dict[int, int] = {}  # address of each by the number of its file
         self._notes: npt.NDArray[np.uint32] = np.empty(MAX_NOTES, dtype=np.uint32)
         self._notes_at = self._notes.ctypes.data
 
@@ -203,43 +203,43 @@ class Board:
         list_at, wake, know = (int(ctypes.cast(call, _ADDRESS).value or 0) for call in calls)
         return self._board, list_at, wake, know
 
-    def add_lane(self) -> tuple[int, list[int]]:
-        """For one more client: the lane's number, and the files to send; the last but the lane's are ours to keep."""
-        fd = _sealed_memory("mooncake-lane", self._library.board_lane_size())
-        lane = self._library.board_open_lane(fd)
-        if not lane:
+    def add_mailbox(self) -> tuple[int, list[int]]:
+        """For one more client: its mailbox's number, and the files to send, which stay ours."""
+        fd = _sealed_memory("mooncake-mailbox", self._library.board_mailbox_size())
+        mailbox = self._library.board_open_mailbox(fd)
+        if not mailbox:
             os.close(fd)
-            raise OSError("no address space for a lane")
-        self._lanes[fd] = lane
+            raise OSError("no address space for a mailbox")
+        self._mailboxes[fd] = mailbox
         return fd, [self._read_only, fd, self._segment.fd]
 
     def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
-        """The board and a lane of its own, for the data plane's server in this process. They live as long as it."""
-        fd, files = self.add_lane()
-        size, lane_size = (os.fstat(file).st_size for file in (self._read_only, fd))
-        return mmap.mmap(files[0], size, prot=mmap.PROT_READ), mmap.mmap(fd, lane_size)
+        """The board and a mailbox of its own, for the data plane's server in this process. They live as long as it."""
+        fd, files = self.add_mailbox()
+        size, mailbox_size = (os.fstat(file).st_size for file in (self._read_only, fd))
+        return mmap.mmap(files[0], size, prot=mmap.PROT_READ), mmap.mmap(fd, mailbox_size)
 
-    def drop_lane(self, number: int) -> None:
-        self._library.board_close_lane(self._lanes.pop(number))
+    def drop_mailbox(self, number: int) -> None:
+        self._library.board_close_mailbox(self._mailboxes.pop(number))
         os.close(number)
 
-    def give(self, lane: int, slot: int, epoch: int) -> bool:
-        """Let this lane's client fill a slot. False when it has enough that it has not taken."""
-        return bool(self._library.board_give(self._lanes[lane], slot, epoch))
+    def give(self, mailbox: int, slot: int, epoch: int) -> bool:
+        """Let this mailbox's client fill a slot. False when it has enough that it has not taken."""
+        return bool(self._library.board_give(self._mailboxes[mailbox], slot, epoch))
 
     def take_notes(self) -> list[int]:
         """Slots that clients have read since the last call, in each one's order; only as many as they could note."""
         slots: list[int] = []
-        for lane in self._lanes.values():
-            count = self._library.board_take_notes(self._board, lane, self._notes_at, MAX_NOTES)
+        for mailbox in self._mailboxes.values():
+            count = self._library.board_take_notes(self._board, mailbox, self._notes_at, MAX_NOTES)
             if count:
                 slots += self._notes[:count].tolist()
         return slots
 
     def close(self) -> None:
         """Readers find it closed, however long they keep it mapped."""
-        for number in list(self._lanes):
-            self.drop_lane(number)
+        for number in list(self._mailboxes):
+            self.drop_mailbox(number)
         self._library.board_close(self._board)
         os.close(self._read_only)
         os.close(self.wake_fd)
@@ -248,8 +248,8 @@ class Board:
 class BoardReader:
     """A client's side, from any thread. Not to be used after ``close``."""
 
-    def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int, lane: str) -> None:
-        self.lane = lane  # its name
+    def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int, writer_id: str) -> None:
+        self.writer_id = writer_id  # under which the store gives us slots to fill
         self._block_bytes = int(library.board_block_bytes(reader))
         self._library = library
         self._sock = sock  # as long as it is open, the store is there
@@ -269,13 +269,13 @@ class BoardReader:
         try:
             sock.settimeout(OPEN_TIMEOUT_S)
             sock.connect("\0" + path[1:])
-            greeting, files, _, _ = socket.recv_fds(sock, len(GREETING) + LANE_NAME_BYTES, FILES)
-            lane = greeting[len(GREETING) :].decode("ascii", "replace")
+            greeting, files, _, _ = socket.recv_fds(sock, len(GREETING) + WRITER_ID_BYTES, FILES)
+            writer_id = greeting[len(GREETING) :].decode("ascii", "replace")
             if greeting.startswith(GREETING) and len(files) == FILES and all(map(is_sealed_size, files)):
                 sock.setblocking(False)
                 reader = library.board_open(*files, sock.fileno())
                 if reader:
-                    return cls(library, sock, reader, lane)
+                    return cls(library, sock, reader, writer_id)
         except OSError as error:
             log.debug("no board at %s: %s", path, error)
         finally:

@@ -1,7 +1,7 @@
 """Where clients of a store's own host get its board: an abstract unix socket that hands out files, and then is silent.
 
-A client that connects gets the board (to read), a lane (to write), its name and the segment, and keeps the connection:
-its end is how either side learns that the other is gone. It must not know what a board holds.
+A client that connects gets the board (to read), a mailbox (to write), its writer id and the segment, and keeps the
+connection: its end is how either side learns that the other is gone. It must not know what a board holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from kvstore.board import GREETING, LANE_NAME_BYTES, Board, is_same_user
+from kvstore.board import GREETING, WRITER_ID_BYTES, Board, is_same_user
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,11 @@ class BoardDoor:
         opened: Callable[[str, Callable[[int, int], bool]], object] | None = None,
         gone: Callable[[str], object] | None = None,
     ) -> None:
-        """``opened`` and ``gone`` are called with the name of a lane; none is ever used twice. ``opened`` is told how
-        to give this lane's client a slot to fill (``Board.give``)."""
+        """``opened`` and ``gone`` are called with a client's writer id; none is ever used twice. ``opened`` is told how
+        to give this client a slot to fill (``Board.give``)."""
         self._board = board
         self._opened, self._gone = opened, gone
-        self._clients: dict[socket.socket, tuple[int, str]] = {}  # number and name of each one's lane
+        self._clients: dict[socket.socket, tuple[int, str]] = {}  # number of each one's mailbox, writer id
         self._listener: socket.socket | None = None
         self.path = ""
 
@@ -75,27 +75,27 @@ class BoardDoor:
 
     def _welcome(self, client: socket.socket) -> None:
         try:
-            number, files = self._board.add_lane()
+            number, files = self._board.add_mailbox()
         except OSError as error:
-            log.warning("no lane for one more client: %s", error)
+            log.warning("no mailbox for one more client: %s", error)
             client.close()
             return
-        name = f"lane{secrets.token_hex(LANE_NAME_BYTES // 2 - 2)}"
-        self._clients[client] = (number, name)
+        writer_id = f"near{secrets.token_hex(WRITER_ID_BYTES // 2 - 2)}"
+        self._clients[client] = (number, writer_id)
         if self._opened is not None:
-            self._opened(name, functools.partial(self._board.give, number))
+            self._opened(writer_id, functools.partial(self._board.give, number))
         asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing: this is its end
         try:
-            socket.send_fds(client, [GREETING + name.encode()], files)
+            socket.send_fds(client, [GREETING + writer_id.encode()], files)
         except OSError:
             self._leave(client)
 
     def _leave(self, client: socket.socket) -> None:
-        number, name = self._clients.pop(client, (-1, ""))
-        if not name:
+        number, writer_id = self._clients.pop(client, (-1, ""))
+        if not writer_id:
             return
         asyncio.get_running_loop().remove_reader(client)
         client.close()
-        self._board.drop_lane(number)
+        self._board.drop_mailbox(number)
         if self._gone is not None:
-            self._gone(name)
+            self._gone(writer_id)

@@ -442,7 +442,7 @@ class StoreClient:
         if self._life != response.segment.incarnation:
             self._near.close()  # the board of an earlier life
             self._life = response.segment.incarnation
-        await self._calls.open_lane(response.lane_port)
+        await self._calls.open_fast_rpc(response.fast_rpc_port)
         if self._copies_inline:
             await self._near.open(response)
         if self._far is not None and response.HasField("segment"):

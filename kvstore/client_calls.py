@@ -1,4 +1,4 @@
-"""How a client's calls reach its store: gRPC, or the lane where that stands; and what it says without waiting for it.
+"""How a client's calls reach its store: gRPC, or fast RPC where that stands; and what it says without waiting for it.
 
 What a reservation or a lease ends with is said here, since a store that does not hear of it must be told again or finds
 out by itself. This module must not know how bytes move.
@@ -15,7 +15,7 @@ from typing import TypeVar
 import grpc
 
 from kvstore.client_types import Lease, Reservation, reservations_from_wire, slot_to_wire
-from kvstore.lane import Lane
+from kvstore.fast_rpc import FastRpc
 from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
@@ -24,7 +24,7 @@ from mooncake.rpc.server import Channels, split_address
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
-LOOK_AGAIN_S = 1.0  # for a lane that broke
+LOOK_AGAIN_S = 1.0  # for a fast RPC that broke
 REPEAT_OWED_AFTER_S = 1.0
 UNHEARD_S = 60.0  # that gRPC waits for a reservation longer than its caller does
 END_LEASES_AFTER_S = 0.02
@@ -38,7 +38,7 @@ class StoreCalls:
     def __init__(self, address: str, channels: Channels) -> None:
         self.address = address
         self.stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
-        self.lane: Lane | None = None
+        self.fast_rpc: FastRpc | None = None
         self._opening = asyncio.Lock()
         self._look_after_s = 0.0
         self._ended: list[int] = []  # leases
@@ -59,32 +59,32 @@ class StoreCalls:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        if self.lane is not None:
-            self.lane.close()
+        if self.fast_rpc is not None:
+            self.fast_rpc.close()
 
     @property
-    def fast(self) -> store_pb2_grpc.StoreAsyncStub | Lane:
+    def fast(self) -> store_pb2_grpc.StoreAsyncStub | FastRpc:
         """The short way, while it stands. One that broke is looked for again, now and then."""
-        if self.lane is None:
+        if self.fast_rpc is None:
             return self.stub
-        if self.lane.is_open:
-            return self.lane
+        if self.fast_rpc.is_open:
+            return self.fast_rpc
         if time.monotonic() >= self._look_after_s and not self._is_closed:
             self._look_after_s = time.monotonic() + LOOK_AGAIN_S
-            self.later(self._find_lane())
+            self.later(self._find_fast_rpc())
         return self.stub
 
-    async def open_lane(self, port: int) -> None:
+    async def open_fast_rpc(self, port: int) -> None:
         async with self._opening:
-            if not port or (self.lane is not None and self.lane.is_open):
+            if not port or (self.fast_rpc is not None and self.fast_rpc.is_open):
                 return
             with contextlib.suppress(NodeUnavailable):  # then there is gRPC
-                self.lane = await Lane.open(self.address, split_address(self.address)[0], port)
+                self.fast_rpc = await FastRpc.open(self.address, split_address(self.address)[0], port)
 
-    async def _find_lane(self) -> None:
+    async def _find_fast_rpc(self) -> None:
         """Where it is now: the store may have been started anew."""
         response = await self.call(self.stub.Stats(pb.StatsRequest(), timeout=DEFAULT_TIMEOUT_S))
-        await self.open_lane(response.lane_port)
+        await self.open_fast_rpc(response.fast_rpc_port)
 
     async def call(self, call: Awaitable[T]) -> T:
         """Wait for an answer. Errors are those of ``mooncake.errors``."""
@@ -110,7 +110,7 @@ class StoreCalls:
         """Slots for somebody who waits for them no more are given back when the answer comes: the store cannot know
         that nobody will write into them, and would hold them until our connections end."""
         fast = self.fast
-        if isinstance(fast, Lane):
+        if isinstance(fast, FastRpc):
             return await self.call(fast.Reserve(request, timeout_s, self._give_back))
         asking = asyncio.ensure_future(self.call(fast.Reserve(request, timeout=timeout_s + UNHEARD_S)))
         is_heard = False

@@ -121,7 +121,7 @@ class NearStore:
                     self._calls.later(self._calls.abort([slot]))
                 outcome = _OUTCOMES.get(status)
             else:
-                outcome = await self._commit(board.lane, name, slot, view.nbytes, sums, deadline)
+                outcome = await self._commit(board.writer_id, name, slot, view.nbytes, sums, deadline)
         self._keep_awake()
         return outcome
 
@@ -137,11 +137,11 @@ class NearStore:
             self._calls.later(self._calls.abort(slots))
 
     async def _commit(
-        self, lane: str, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
+        self, writer: str, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
     ) -> bool | None:
         """The way of those who leave TCP alone."""
         request = pb.CommitRequest(
-            lane=lane,
+            writer_id=writer,
             slot=slot_to_wire(slot),
             block=pb.BlockName(key=name[0], parent=name[1]),
             length=length,
@@ -152,10 +152,11 @@ class NearStore:
         return None if response.outcome == pb.CommitResponse.OVER else response.outcome == pb.CommitResponse.STORED
 
     async def _ask_ahead(self, timeout_s: float) -> Reservation | None:
-        """When none lies in the lane: the store is behind, or has taken them back."""
+        """When none lies in the mailbox: the store is behind, or has taken them back."""
         if self.board is None or time.monotonic() < self._ask_ahead_after_s:
             return None
-        await self._calls.call(self._calls.fast.Commit(pb.CommitRequest(lane=self.board.lane), timeout=timeout_s))
+        request = pb.CommitRequest(writer_id=self.board.writer_id)
+        await self._calls.call(self._calls.fast.Commit(request, timeout=timeout_s))
         slot = self._take_ahead()
         if slot is None:
             self._ask_ahead_after_s = time.monotonic() + ASK_AHEAD_AGAIN_S

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore.board import MAX_NOTES, Board
 from kvstore.board_door import BoardDoor
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
-from kvstore.lane import LaneServer
+from kvstore.fast_rpc import FastRpcServer
 from kvstore.replicas import ReplicaServicer
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
 HEAR_SHARE = 0.1  # of a processor, for what readers note
-LANE_SHARE, MANY_SLOTS = 1 / 16, 64  # of the slots writers may have so many in advance; twice as many of many
+GIVEN_AHEAD_SHARE, MANY_SLOTS = 1 / 16, 64  # of the slots writers may have so many ahead; twice as many of many
 MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
 
 
@@ -108,9 +108,9 @@ class StoreNode:
     async def _start_store(self, board: Board | None, events: EventLog) -> None:
         config, cleanup, num_blocks = self.config, self._cleanup, self._segment.num_blocks
         loop = asyncio.get_running_loop()
-        lane_slots = int(num_blocks * LANE_SHARE * (2 if num_blocks >= MANY_SLOTS else 1))
+        ahead_slots = int(num_blocks * GIVEN_AHEAD_SHARE * (2 if num_blocks >= MANY_SLOTS else 1))
         if config.store.tenant_dram_gb:
-            lane_slots = 0  # they could not be counted
+            ahead_slots = 0  # they could not be counted
         self._segment_server = SegmentServer(
             self._segment,
             self.node_id,
@@ -120,7 +120,7 @@ class StoreNode:
             secret=transfer_secret(config),
             listing=board,
             advertise=config.node.advertise,
-            on_put=(lambda put: loop.call_soon_threadsafe(self._came, put)) if lane_slots else None,
+            on_put=(lambda put: loop.call_soon_threadsafe(self._came, put)) if ahead_slots else None,
         )
         cleanup.callback(self._segment_server.stop)
         self._store = Store(
@@ -134,7 +134,7 @@ class StoreNode:
             rules=TierRules(config.store.write_through_sights, config.store.demote_sights),
             tenant_bytes=int(config.store.tenant_dram_gb * 1e9),
             board=board,
-            lane_slots=lane_slots,
+            ahead_slots=ahead_slots,
         )
         if board is not None:
             self._puts = WirePuts(self._store, self._segment_server, board.wake_fd)
@@ -159,9 +159,9 @@ class StoreNode:
         port = await server.start(config.node.host, config.node.port)
         cleanup.push_async_callback(server.stop)
         cleanup.callback(events.end)
-        lane = LaneServer(servicer)
-        cleanup.push_async_callback(lane.stop)
-        servicer.lane_port = await lane.start(config.node.host)
+        fast_rpc = FastRpcServer(servicer)
+        cleanup.push_async_callback(fast_rpc.stop)
+        servicer.fast_rpc_port = await fast_rpc.start(config.node.host)
         self.control_address = join_address(config.node.reached_at, port)
 
     async def _join(self) -> None:
@@ -195,7 +195,7 @@ class StoreNode:
         return board
 
     def _open_door(self, board: Board) -> str:
-        door = BoardDoor(board, self._store.ahead.open, self._store.lane_gone)
+        door = BoardDoor(board, self._store.ahead.open, self._store.near_writer_gone)
         self._cleanup.callback(door.close)
         try:
             door.open()

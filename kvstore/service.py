@@ -33,7 +33,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         self._store = store
         self._segment = segment_to_wire(address)
         self.board_path = ""  # set by whoever opened its door
-        self.lane_port = 0  # set by whoever serves this over a lane too
+        self.fast_rpc_port = 0  # set by whoever serves this by fast RPC, too
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         _check_count(len(request.blocks))
@@ -57,18 +57,18 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
         response = pb.CommitResponse()
-        if request.lane.startswith("\0"):
-            raise InvalidRequest("this lane is the store's own", "lane")
+        if request.writer_id.startswith("\0"):
+            raise InvalidRequest("this writer is the store's own", "writer_id")
         if request.HasField("slot"):
             name = BlockName(checked_key(request.block.key), checked_parent(request.block.parent))
             checksums = checksums_from_wire(request.checksums)
             grant = _grant(request.slot)
             outcome = self._store.ahead.commit(
-                request.lane, grant, name, request.length, checksums, checked_tenant(request.tenant)
+                request.writer_id, grant, name, request.length, checksums, checked_tenant(request.tenant)
             )
             response.outcome = _OUTCOMES[outcome]
         self._store.settle()
-        self._store.give_ahead(request.lane)
+        self._store.give_ahead(request.writer_id)
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
@@ -126,7 +126,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             ssd_capacity_bytes=ssd.index.capacity_bytes if ssd else 0,
             pins=self._store.num_pinned,
             tenant_bytes=self._store.tenant_bytes,
-            lane_port=self.lane_port,
+            fast_rpc_port=self.fast_rpc_port,
             board_path=self.board_path,
             segment=self._segment,
         )

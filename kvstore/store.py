@@ -65,10 +65,10 @@ class Store:
         rules: TierRules = TierRules(),
         tenant_bytes: int = 0,
         board: Board | None = None,
-        lane_slots: int = 0,
+        ahead_slots: int = 0,
     ) -> None:
         """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read. Writers
-        may have ``lane_slots`` slots ahead: give none where quotas are kept, which could not count them."""
+        may have ``ahead_slots`` slots ahead: give none where quotas are kept, which could not count them."""
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
@@ -95,7 +95,7 @@ class Store:
         demotion = Demotion(self._worth, self._index, segment.num_blocks)
         self._saving = Saving(ssd, demotion, self._pages, self._on_saved)
         self.ahead = SlotsAhead(
-            self._index, server, board, segment.block_bytes, lane_slots, self._worth.is_saved, self._on_stored
+            self._index, server, board, segment.block_bytes, ahead_slots, self._worth.is_saved, self._on_stored
         )
         if ssd is not None:
             ssd.index.is_built_on = self._index.is_built_on
@@ -172,9 +172,9 @@ class Store:
         safe = await asyncio.gather(*(save if save is not None else _nothing() for save in saves))
         return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
-    def give_ahead(self, lane: str, count: int = NEAR_AHEAD) -> None:
-        """Fill this lane up; others may leave for that."""
-        self.ahead.fill_up(lane, count)
+    def give_ahead(self, writer: str, count: int = NEAR_AHEAD) -> None:
+        """Fill this writer up; others may leave for that."""
+        self.ahead.fill_up(writer, count)
         self._saving.save_leaving()
         self._publish()
 
@@ -191,8 +191,9 @@ class Store:
         self.ahead.catch_up()
         self._hear_readers()
 
-    def lane_gone(self, lane: str) -> None:
-        self.ahead.close(lane)
+    def near_writer_gone(self, writer: str) -> None:
+        """It was a client of this host, and holds the segment no more."""
+        self.ahead.close(writer)
         self._room.set()
 
     def abort(self, grants: Iterable[Grant]) -> None:

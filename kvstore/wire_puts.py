@@ -102,13 +102,13 @@ class WirePuts:
 
     def _commit(self, landed: Landed) -> Status:
         grant, ahead = Grant(landed.slot, landed.epoch), self._store.ahead
-        lane = ahead.lane_of(grant)
-        if lane is None:  # another's, of whom we know only what the sender says
+        writer = ahead.writer_of(grant)
+        if writer is None:  # another's, of whom we know only what the sender says
             return Status.NO_SLOT
         try:
             name = BlockName(checked_key(landed.key), checked_parent(landed.parent))
             tenant = checked_tenant(landed.tenant)
-            return _ANSWERS[ahead.commit(lane, grant, name, landed.length, landed.checksums, tenant)]
+            return _ANSWERS[ahead.commit(writer, grant, name, landed.length, landed.checksums, tenant)]
         except InvalidRequest:  # which it hears when it asks for a reservation
             self._store.abort([grant])
             return Status.NO_SLOT

@@ -39,7 +39,7 @@ struct Flow {
     int64_t tick_us;  // the socket's timeout for this direction; 0: not known
     uint64_t part, offset;
     uint64_t hashed_part, hashed_offset;  // whole blocks of the range that is being hashed, and all before it
-    uint64_t lanes[8];
+    uint64_t lanes[8];  // of the xxh3 of that range, so far
 };
 
 void hash_until(Flow &flow, const Part *parts, uint64_t sum_bytes, uint64_t part, uint64_t offset) {

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.requests import Transfer, TransferReport
-from kvstore.transfer.routes import Lane, Routes, TransportStats
+from kvstore.transfer.routes import Rail, Routes, TransportStats
 from kvstore.transfer.schedule import Pace, Queue, Watch, takes
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from kvstore.transfer.work import LoneWork, QueuedWork
@@ -72,12 +72,12 @@ class Link:
         self._look_after()
         with self._lock:
             settled = not (self._closed or self._waiting_bytes or self._pacer)
-            lane = self._routes.free_lane() if settled else None
-            if lane is None or lane.path is None:
+            rail = self._routes.free_rail() if settled else None
+            if rail is None or rail.path is None:
                 return None
-            path, lane.is_driven, started = lane.path, True, time.monotonic()
-            lane.pace.began(part.nbytes, started)
-            lane.route.began(started)
+            path, rail.is_driven, started = rail.path, True, time.monotonic()
+            rail.pace.began(part.nbytes, started)
+            rail.route.began(started)
         work = LoneWork(part)
         failure: Exception | None = None
         try:
@@ -88,21 +88,21 @@ class Link:
             failure = InternalError(f"a bug, or an interrupt: {error!r}")
             raise
         finally:
-            self._finish_alone(lane, part, work, failure)
+            self._finish_alone(rail, part, work, failure)
         if work.error is not None:
             raise work.error
         if isinstance(failure, DeadlineExceeded):
             raise failure
         if not work.ended:
             return None
-        return TransferReport(lane.route.transport.name, part.nbytes, work.ended - started, part.sums)
+        return TransferReport(rail.route.transport.name, part.nbytes, work.ended - started, part.sums)
 
     def run(self, transfer: Transfer, slices: Sequence[Slice]) -> None:
         """Move it, in this thread as far as possible, and return when it has ended."""
-        lane, crew = self._accept(transfer, slices, is_driver=True)
+        rail, crew = self._accept(transfer, slices, is_driver=True)
         self._send_out(crew)
-        if lane is not None:
-            self._drive(lane, transfer)
+        if rail is not None:
+            self._drive(rail, transfer)
         if not transfer.has_ended:
             self._await(transfer)
 
@@ -118,12 +118,12 @@ class Link:
             for transfer in [each for each in self._live if now >= each.deadline]:
                 self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
             stalled = self._routes.stalled(now, any(each.error is not None for each in self._live))
-            for lane, _ in stalled:
-                lane.was_cut = True
+            for rail, _ in stalled:
+                rail.was_cut = True
             crew = self._crew(now)
-            is_busy = bool(self._live) or any(lane.is_driven for lane in self._routes.lanes)
-        for lane, path in stalled:
-            log.info("%s: %s path %d stands still", self.address.node_id, lane.route.transport.name, lane.index)
+            is_busy = bool(self._live) or any(rail.is_driven for rail in self._routes.rails)
+        for rail, path in stalled:
+            log.info("%s: %s path %d stands still", self.address.node_id, rail.route.transport.name, rail.index)
             path.cut()
         self._send_out(crew)
         self._tell()
@@ -151,9 +151,9 @@ class Link:
             now = time.monotonic()
             for transfer in list(self._live):
                 self._fail(transfer, NodeUnavailable("this transfer engine has been closed"), now)
-            lanes = self._routes.lanes
-            driven = [lane.path for lane in lanes if lane.path is not None and lane.is_driven]
-            idle = self._routes.take_idle_paths(lanes)
+            rails = self._routes.rails
+            driven = [rail.path for rail in rails if rail.path is not None and rail.is_driven]
+            idle = self._routes.take_idle_paths(rails)
             self._changed.notify_all()
         for path in driven:
             path.cut()
@@ -162,8 +162,8 @@ class Link:
 
     # Who drives
 
-    def _accept(self, transfer: Transfer, slices: Sequence[Slice], is_driver: bool) -> tuple[Lane | None, list[Lane]]:
-        """Queue the slices. Returns the lane that the caller is to drive, and those for helpers."""
+    def _accept(self, transfer: Transfer, slices: Sequence[Slice], is_driver: bool) -> tuple[Rail | None, list[Rail]]:
+        """Queue the slices. Returns the rail that the caller is to drive, and those for helpers."""
         transfer.on_cancel(self._cancel)
         self._look_after()
         with self._lock:
@@ -175,59 +175,59 @@ class Link:
             for part in slices:
                 self._transfers[part] = transfer
                 self._enqueue(part, transfer, now)
-            lane = self._claim(now, self._routes.has_open_lane) if is_driver else None
-            alone = lane is not None and len(self._queue) == 1
-            return lane, [] if alone else self._crew(now, skip=int(lane is not None))
+            rail = self._claim(now, self._routes.has_open_rail) if is_driver else None
+            alone = rail is not None and len(self._queue) == 1
+            return rail, [] if alone else self._crew(now, skip=int(rail is not None))
 
-    def _drive(self, lane: Lane, until: Transfer | None = None) -> None:
-        """Carry over one lane that has been claimed: until ``until`` has nothing waiting, or else until nobody has."""
+    def _drive(self, rail: Rail, until: Transfer | None = None) -> None:
+        """Carry over one rail that has been claimed: until ``until`` has nothing waiting, or else until nobody has."""
         while True:
             failed = False
             try:
-                path = lane.path or self._open(lane)
+                path = rail.path or self._open(rail)
                 if path is not None:
-                    path.carry(QueuedWork(self, lane, until))
+                    path.carry(QueuedWork(self, rail, until))
             except (PathFailed, OSError, MooncakeError) as error:
-                self._failed(lane, error)
+                self._failed(rail, error)
                 failed = True
             except Exception as error:
-                log.exception("%s: %s", self.address.node_id, lane.route.transport.name)
-                self._failed(lane, InternalError(f"a bug: {error!r}"))
+                log.exception("%s: %s", self.address.node_id, rail.route.transport.name)
+                self._failed(rail, InternalError(f"a bug: {error!r}"))
                 failed = True
             except BaseException:  # an interrupt of the program: nobody waits for the rest
-                self._failed(lane, InternalError("interrupted"))
-                lane.is_driven = False
+                self._failed(rail, InternalError("interrupted"))
+                rail.is_driven = False
                 if until is not None:
                     until.cancel()
                 raise
             with self._lock:
                 now = time.monotonic()
-                wanted = until is None or (until.num_waiting > 0 and not (failed and self._routes.has_open_lane))
-                if wanted and self._would_take(lane, now):
+                wanted = until is None or (until.num_waiting > 0 and not (failed and self._routes.has_open_rail))
+                if wanted and self._would_take(rail, now):
                     continue
-                lane.is_driven = False
-                left = self._routes.take_idle_paths([lane]) if self._closed else []
+                rail.is_driven = False
+                left = self._routes.take_idle_paths([rail]) if self._closed else []
                 crew = self._crew(now) if self._waiting_bytes else []
             _close(left)
             self._send_out(crew)
             return
 
-    def _finish_alone(self, lane: Lane, part: Slice, work: LoneWork, failure: Exception | None) -> None:
+    def _finish_alone(self, rail: Rail, part: Slice, work: LoneWork, failure: Exception | None) -> None:
         with self._lock:
             now = work.ended or time.monotonic()
             if work.ended:
-                self._routes.carried(lane, part.nbytes, now)
+                self._routes.carried(rail, part.nbytes, now)
             else:
-                lane.pace.gave_back(part.nbytes)
-                lane.route.on_way -= 1
+                rail.pace.gave_back(part.nbytes)
+                rail.route.on_way -= 1
             if failure is None and not self._closed and not self._waiting_bytes:  # as nearly always
-                lane.is_driven = False
+                rail.is_driven = False
                 return
         if failure is not None:
-            self._failed(lane, failure)
+            self._failed(rail, failure)
         with self._lock:
-            lane.is_driven = False
-            left = self._routes.take_idle_paths([lane]) if self._closed else []
+            rail.is_driven = False
+            left = self._routes.take_idle_paths([rail]) if self._closed else []
             crew = self._crew(now) if self._waiting_bytes else []
         _close(left)
         self._send_out(crew)
@@ -241,43 +241,43 @@ class Link:
         self._tell()
         if not transfer.wait(_OVERDUE_S):
             with self._lock:
-                overdue = [lane.path for lane in self._routes.lanes if lane.path is not None]
+                overdue = [rail.path for rail in self._routes.rails if rail.path is not None]
             for path in overdue:
                 path.cut()
             transfer.wait()
 
-    def _claim(self, now: float, only_open: bool) -> Lane | None:
-        """The best idle lane that would take the next slice. A caller does not open one while another could carry."""
-        for lane in self._routes.idle(now):
-            if (lane.path is not None or not only_open) and self._would_take(lane, now):
-                lane.is_driven = True
-                return lane
+    def _claim(self, now: float, only_open: bool) -> Rail | None:
+        """The best idle rail that would take the next slice. A caller does not open one while another could carry."""
+        for rail in self._routes.idle(now):
+            if (rail.path is not None or not only_open) and self._would_take(rail, now):
+                rail.is_driven = True
+                return rail
         return None
 
-    def _crew(self, now: float, skip: int = 0) -> list[Lane]:
-        """Claim idle lanes for helpers: no more than there are slices beside the ``skip`` that others will take."""
-        crew: list[Lane] = []
+    def _crew(self, now: float, skip: int = 0) -> list[Rail]:
+        """Claim idle rails for helpers: no more than there are slices beside the ``skip`` that others will take."""
+        crew: list[Rail] = []
         if len(self._queue) > skip:
-            for lane in self._routes.idle(now):
-                if len(crew) < len(self._queue) - skip and self._would_take(lane, now):
-                    lane.is_driven = True
-                    crew.append(lane)
+            for rail in self._routes.idle(now):
+                if len(crew) < len(self._queue) - skip and self._would_take(rail, now):
+                    rail.is_driven = True
+                    crew.append(rail)
         return crew
 
-    def _send_out(self, crew: Iterable[Lane]) -> None:
-        for lane in crew:
+    def _send_out(self, crew: Iterable[Rail]) -> None:
+        for rail in crew:
             try:
-                self._helpers.submit(self._drive, lane)
+                self._helpers.submit(self._drive, rail)
             except RuntimeError:  # the engine is closing
                 with self._lock:
-                    lane.is_driven = False
+                    rail.is_driven = False
 
     # What a path asks for and reports
 
-    def take(self, lane: Lane, until: Transfer | None) -> Slice | None:
+    def take(self, rail: Rail, until: Transfer | None) -> Slice | None:
         while True:
             with self._lock:
-                part, wait_s = self._next(lane, until, time.monotonic())
+                part, wait_s = self._next(rail, until, time.monotonic())
                 if wait_s > 0 and not self._ended:
                     self._changed.wait(wait_s)
             if self._ended:
@@ -285,31 +285,31 @@ class Link:
             if wait_s == 0:
                 return part
 
-    def done(self, lane: Lane, part: Slice) -> None:
+    def done(self, rail: Rail, part: Slice) -> None:
         with self._lock:
             now = time.monotonic()
-            self._routes.carried(lane, part.nbytes, now)
+            self._routes.carried(rail, part.nbytes, now)
             transfer = self._transfers.pop(part)
             transfer.num_on_way -= 1
             transfer.moved_bytes += part.nbytes
-            transfer.transport = lane.route.transport.name
+            transfer.transport = rail.route.transport.name
             self._check_end(transfer, now)
         if self._ended:
             self._tell()
 
-    def refuse(self, lane: Lane, part: Slice, error: MooncakeError) -> None:
+    def refuse(self, rail: Rail, part: Slice, error: MooncakeError) -> None:
         with self._lock:
             now = time.monotonic()
-            transfer = self._came_back(lane, part)
+            transfer = self._came_back(rail, part)
             del self._transfers[part]
             self._fail(transfer, error, now)
         self._tell()
 
-    def give_back(self, lane: Lane, parts: Iterable[Slice]) -> None:
+    def give_back(self, rail: Rail, parts: Iterable[Slice]) -> None:
         with self._lock:
             now = time.monotonic()
             for part in parts:
-                transfer = self._came_back(lane, part)
+                transfer = self._came_back(rail, part)
                 if transfer.error is None and now < part.deadline:
                     transfer.num_waiting += 1
                     self._enqueue(part, transfer, now)
@@ -318,15 +318,15 @@ class Link:
                     self._fail(transfer, DeadlineExceeded("the peer did not answer until the deadline"), now)
         self._tell()
 
-    def _came_back(self, lane: Lane, part: Slice) -> Transfer:
-        lane.pace.gave_back(part.nbytes)
-        lane.route.on_way -= 1
+    def _came_back(self, rail: Rail, part: Slice) -> Transfer:
+        rail.pace.gave_back(part.nbytes)
+        rail.route.on_way -= 1
         transfer = self._transfers[part]
         transfer.num_on_way -= 1
         return transfer
 
-    def _next(self, lane: Lane, until: Transfer | None, now: float) -> tuple[Slice | None, float]:
-        """A slice for this lane; or None, and how long to wait for the rate limit before asking again."""
+    def _next(self, rail: Rail, until: Transfer | None, now: float) -> tuple[Slice | None, float]:
+        """A slice for this rail; or None, and how long to wait for the rate limit before asking again."""
         if until is not None and until.num_waiting == 0:
             return None, 0.0
         while (part := self._queue.peek(now)) is not None:
@@ -334,7 +334,7 @@ class Link:
             if now >= part.deadline:
                 self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
                 continue
-            if not self._would_take(lane, now, part):
+            if not self._would_take(rail, now, part):
                 return None, 0.0
             wait_s = self._pacer.try_take(part.nbytes) if self._pacer else 0.0
             if wait_s > 0 and now + wait_s >= part.deadline:
@@ -342,23 +342,23 @@ class Link:
                 self._fail(transfer, DeadlineExceeded(message), now)
                 continue
             if wait_s > 0:  # first bring home what is on its way
-                return None, 0.0 if lane.pace.on_way else wait_s
+                return None, 0.0 if rail.pace.on_way else wait_s
             self._queue.pop(now)
             self._waiting_bytes -= part.nbytes
             transfer.num_waiting -= 1
             transfer.num_on_way += 1
-            lane.pace.began(part.nbytes, now)
-            lane.route.began(now)
+            rail.pace.began(part.nbytes, now)
+            rail.route.began(now)
             return part, 0.0
         return None, 0.0
 
-    def _would_take(self, lane: Lane, now: float, part: Slice | None = None) -> bool:
+    def _would_take(self, rail: Rail, now: float, part: Slice | None = None) -> bool:
         part = part or self._queue.peek(now)
-        if part is None or lane.route is not self._routes.current or lane.rest_until > now:
+        if part is None or rail.route is not self._routes.current or rail.rest_until > now:
             return False
-        others = [other.pace for other in lane.route.lanes if other is not lane and other.path is not None]
-        window = lane.path.window_bytes if lane.path is not None else part.nbytes
-        return takes(lane.pace, others, part.nbytes, self._waiting_bytes, window, now)
+        others = [other.pace for other in rail.route.rails if other is not rail and other.path is not None]
+        window = rail.path.window_bytes if rail.path is not None else part.nbytes
+        return takes(rail.pace, others, part.nbytes, self._waiting_bytes, window, now)
 
     def _enqueue(self, part: Slice, transfer: Transfer, now: float) -> None:
         self._queue.push(part, transfer.priority, part.deadline, now)
@@ -398,8 +398,8 @@ class Link:
 
     # What fails, and what takes over
 
-    def _open(self, lane: Lane) -> Path | None:
-        """Open the lane's path now. Raises PathFailed, StaleEpoch or DeadlineExceeded. None when nothing waits."""
+    def _open(self, rail: Rail) -> Path | None:
+        """Open the rail's path now. Raises PathFailed, StaleEpoch or DeadlineExceeded. None when nothing waits."""
         with self._lock:
             now = time.monotonic()
             part = self._queue.peek(now)
@@ -408,28 +408,28 @@ class Link:
             has_other = self._routes.has_other
         soon = min(part.deadline, now + OPEN_TIMEOUT_S) if has_other else part.deadline
         try:
-            path = lane.route.transport.open(self.address, self._caller, lane.index, soon)
+            path = rail.route.transport.open(self.address, self._caller, rail.index, soon)
         except DeadlineExceeded as error:
             if soon < part.deadline:
                 raise PathFailed(error.message) from None
             raise
         with self._lock:
-            lane.path = path
-            lane.watch = Watch()
+            rail.path = path
+            rail.watch = Watch()
             is_late = self._closed
         if is_late:
             path.cut()
         return path
 
-    def _failed(self, lane: Lane, error: Exception) -> None:
+    def _failed(self, rail: Rail, error: Exception) -> None:
         """A path broke, or did not open."""
         broken: list[Path] = []
         with self._lock:
             now = time.monotonic()
-            was_open = lane.path is not None
-            if lane.path is not None:
-                broken.append(lane.path)
-                lane.path, lane.pace = None, Pace()
+            was_open = rail.path is not None
+            if rail.path is not None:
+                broken.append(rail.path)
+                rail.path, rail.pace = None, Pace()
             if isinstance(error, StaleEpoch):
                 self._fail_all(error, now)
             elif isinstance(error, DeadlineExceeded):
@@ -437,8 +437,8 @@ class Link:
                     self._fail(transfer, error, now)
             elif not self._closed:
                 if was_open:  # the idle ones may be broken, too
-                    broken += self._routes.take_idle_paths(lane.route.lanes)
-                if hopeless := self._routes.failed(lane, error, was_open, now):
+                    broken += self._routes.take_idle_paths(rail.route.rails)
+                if hopeless := self._routes.failed(rail, error, was_open, now):
                     self._fail_all(NodeUnavailable(f"{self.address.node_id}: {hopeless}"), now)
         _close(broken)
         self._tell()

@@ -283,7 +283,7 @@ class _Owner(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")),
-        *((name, ctypes.c_uint64) for name in ("board", "lane", "book", "list", "wake", "know")),
+        *((name, ctypes.c_uint64) for name in ("board", "mailbox", "book", "list", "wake", "know")),
         *((name, ctypes.c_uint64) for name in ("is_locked", "num_ahead")),
         ("ahead", ctypes.c_uint64 * (2 * MAX_AHEAD)),
     )
@@ -349,7 +349,7 @@ class Listing(Protocol):
     """Where the owner finds blocks by key, and lists those that come: a board (``kvstore.board``)."""
 
     def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
-        """The board, and a lane to note in what has been read."""
+        """The board, and a mailbox to note in what has been read."""
         ...
 
     def book_for_owner(self) -> tuple[int, int, int, int]:
@@ -368,7 +368,7 @@ class NativeOwner:
         maps = [grants, *(listing.map_for_owner() if listing is not None else ())]
         self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
         segment_at, grants_at, *listing_at = (memory.ctypes.data for memory in self._kept)
-        board_at, lane_at = listing_at or (0, 0)
+        board_at, mailbox_at = listing_at or (0, 0)
         book, list_at, wake, know = listing.book_for_owner() if listing is not None and takes_puts else (0, 0, 0, 0)
         self._owner = _Owner(
             segment_at,
@@ -376,7 +376,7 @@ class NativeOwner:
             segment.block_bytes,
             segment.num_blocks,
             board=board_at,
-            lane=lane_at,
+            mailbox=mailbox_at,
             book=book,
             list=list_at,
             wake=wake,

@@ -57,7 +57,7 @@ def merged(entries: Iterable[TransportStats]) -> list[TransportStats]:
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
+class Rail:
     """One path's place: the path may be broken, resting, or not open yet."""
 
     route: Route
@@ -82,7 +82,7 @@ class Route:
     """One transport to the peer."""
 
     transport: Transport
-    lanes: list[Lane] = field(default_factory=list)
+    rails: list[Rail] = field(default_factory=list)
     nbytes: int = 0
     gb_per_s: float = 0.0
     failures: int = 0
@@ -126,22 +126,22 @@ class Routes:
         return self.current.transport.name if self.current else ""
 
     @property
-    def lanes(self) -> list[Lane]:
-        return [lane for route in self._routes for lane in route.lanes]
+    def rails(self) -> list[Rail]:
+        return [rail for route in self._routes for rail in route.rails]
 
     @property
-    def has_open_lane(self) -> bool:
-        return self.current is not None and any(lane.path is not None for lane in self.current.lanes)
+    def has_open_rail(self) -> bool:
+        return self.current is not None and any(rail.path is not None for rail in self.current.rails)
 
     @property
     def is_gone(self) -> bool:
-        """Whether no lane is driven and the peer has closed every path that is open here."""
-        return not any(lane.is_driven or (lane.path is not None and not lane.path.is_gone) for lane in self.lanes)
+        """Whether no rail is driven and the peer has closed every path that is open here."""
+        return not any(rail.is_driven or (rail.path is not None and not rail.path.is_gone) for rail in self.rails)
 
     @property
     def has_other(self) -> bool:
         """Whether something else could carry what a path that is about to be opened cannot."""
-        return len(self._tried) < len(self._routes) - 1 or self.has_open_lane
+        return len(self._tried) < len(self._routes) - 1 or self.has_open_rail
 
     def stats(self) -> list[TransportStats]:
         return [
@@ -152,7 +152,7 @@ class Routes:
                 route.gb_per_s,
                 route.failures,
                 route is self.current,
-                sum(lane.path is not None for lane in route.lanes),
+                sum(rail.path is not None for rail in route.rails),
                 route.reason,
             )
             for route in self._routes
@@ -165,7 +165,7 @@ class Routes:
         if route is None or request_bytes <= 2 * SLICE_BYTES:
             return SLICE_BYTES
         largest = min(each.transport.max_slice_bytes for each in self._routes)
-        return slice_bytes(request_bytes, len(route.lanes), route.gb_per_s * 1e9, largest)
+        return slice_bytes(request_bytes, len(route.rails), route.gb_per_s * 1e9, largest)
 
     def choose(self, now: float) -> None:
         """The best transport there is. Raises NodeUnavailable when none was configured that reaches the peer."""
@@ -176,78 +176,78 @@ class Routes:
             log.info("%s: trying %s again", self._node_id, best.transport.name)
             self.current = best
 
-    def free_lane(self) -> Lane | None:
-        """The fastest open lane that is idle, if no transport asks for a decision."""
+    def free_rail(self) -> Rail | None:
+        """The fastest open rail that is idle, if no transport asks for a decision."""
         route = self.current
         if route is None or self._tried or route is not self._routes[0]:  # it may be time to try a better one again
             return None
-        best: Lane | None = None
-        for lane in route.lanes:
-            if lane.path is not None and not lane.is_driven and (best is None or lane.pace.rate > best.pace.rate):
-                best = lane
+        best: Rail | None = None
+        for rail in route.rails:
+            if rail.path is not None and not rail.is_driven and (best is None or rail.pace.rate > best.pace.rate):
+                best = rail
         return best
 
-    def idle(self, now: float) -> list[Lane]:
+    def idle(self, now: float) -> list[Rail]:
         """Of the current transport: open ones first, fast ones first."""
         if self.current is None:
             return []
-        lanes = [lane for lane in self.current.lanes if not lane.is_driven and lane.rest_until <= now]
-        if len(lanes) > 1:
-            lanes.sort(key=lambda lane: (lane.path is None, -lane.pace.rate))
-        return lanes
+        rails = [rail for rail in self.current.rails if not rail.is_driven and rail.rest_until <= now]
+        if len(rails) > 1:
+            rails.sort(key=lambda rail: (rail.path is None, -rail.pace.rate))
+        return rails
 
-    def carried(self, lane: Lane, nbytes: int, now: float) -> None:
-        """A slice has arrived over this lane: it is sound."""
-        lane.pace.arrived(nbytes, now)
-        lane.route.arrived(nbytes, now)
-        lane.failures = lane.route.failed_in_row = 0
-        lane.has_carried = True
-        if lane.was_cut:
-            lane.was_cut = False
+    def carried(self, rail: Rail, nbytes: int, now: float) -> None:
+        """A slice has arrived over this rail: it is sound."""
+        rail.pace.arrived(nbytes, now)
+        rail.route.arrived(nbytes, now)
+        rail.failures = rail.route.failed_in_row = 0
+        rail.has_carried = True
+        if rail.was_cut:
+            rail.was_cut = False
             self._patience.grow(now)
         if self._tried:
             self._tried.clear()
 
-    def failed(self, lane: Lane, error: Exception, was_open: bool, now: float) -> str:
-        """The lane's path broke, or did not open. Why nothing reaches the peer, when that was the last hope; or ""."""
-        route = lane.route
-        lane.failures += 1
+    def failed(self, rail: Rail, error: Exception, was_open: bool, now: float) -> str:
+        """The rail's path broke, or did not open. Why nothing reaches the peer, when that was the last hope; or ""."""
+        route = rail.route
+        rail.failures += 1
         route.failed_in_row += 1
         route.reason = str(error)
-        if any(other.is_hope for other in route.lanes if other is not lane):
-            lane.rest_until = now + backoff_s(lane.failures + (not was_open))
+        if any(other.is_hope for other in route.rails if other is not rail):
+            rail.rest_until = now + backoff_s(rail.failures + (not was_open))
             name = route.transport.name
-            log.info("%s: one %s path of %d failed: %s", self._node_id, name, len(route.lanes), error)
+            log.info("%s: one %s path of %d failed: %s", self._node_id, name, len(route.rails), error)
         elif route is self.current and (not was_open or route.failed_in_row >= MAX_FAILURES):
             return self._give_up(route, str(error), now)
         return ""
 
-    def stalled(self, now: float, is_given_up: bool) -> list[tuple[Lane, Path]]:
+    def stalled(self, now: float, is_given_up: bool) -> list[tuple[Rail, Path]]:
         """Paths that stand still while others of this peer move; or at all, when something on its way ``is_given_up``,
         so that whoever gave it up gets the memory back."""
-        seen: list[tuple[Lane, Path]] = []
+        seen: list[tuple[Rail, Path]] = []
         patience = self._patience.at(now)
         for route in self._routes:
-            for lane in route.lanes:
-                if lane.path is not None:
-                    lane.watch.saw(lane.path.progress, lane.pace.on_way > 0, now)
-                    seen.append((lane, lane.path))
+            for rail in route.rails:
+                if rail.path is not None:
+                    rail.watch.saw(rail.path.progress, rail.pace.on_way > 0, now)
+                    seen.append((rail, rail.path))
         return [
-            (lane, path)
-            for lane, path in seen
-            if lane.watch.is_stalled(
-                [other.watch for other, _ in seen if other is not lane], patience, lane.failures > 0, now
+            (rail, path)
+            for rail, path in seen
+            if rail.watch.is_stalled(
+                [other.watch for other, _ in seen if other is not rail], patience, rail.failures > 0, now
             )
-            or (is_given_up and lane.watch.stands_still(GIVEN_UP_S, now))
+            or (is_given_up and rail.watch.stands_still(GIVEN_UP_S, now))
         ]
 
-    def take_idle_paths(self, lanes: Iterable[Lane]) -> list[Path]:
+    def take_idle_paths(self, rails: Iterable[Rail]) -> list[Path]:
         """The open paths of those that nobody drives, to be closed."""
         paths: list[Path] = []
-        for lane in lanes:
-            if lane.path is not None and not lane.is_driven:
-                paths.append(lane.path)
-                lane.path, lane.pace = None, Pace()
+        for rail in rails:
+            if rail.path is not None and not rail.is_driven:
+                paths.append(rail.path)
+                rail.path, rail.pace = None, Pace()
         return paths
 
     def _give_up(self, route: Route, reason: str, now: float) -> str:
@@ -275,5 +275,5 @@ class Routes:
 
 def _route(transport: Transport, address: SegmentAddress) -> Route:
     route = Route(transport)
-    route.lanes = [Lane(route, index) for index in range(transport.paths_to(address))]
+    route.rails = [Rail(route, index) for index in range(transport.paths_to(address))]
     return route

@@ -42,7 +42,7 @@ struct Owner {
     uint64_t block_bytes, num_blocks;
     std::atomic<uint64_t> credit_bytes;  // of each connection
     void *board;                         // of the store, or null
-    board::Lane *lane;                   // where we note what has been read
+    board::Mailbox *mailbox;             // where we note what has been read
     void *book;                          // of the store, or null: then nothing can be put
     board::List list;
     board::Wake wake;
@@ -210,7 +210,7 @@ int serve_fetch(const Owner &owner, Connection &connection, Flow &in, Flow &out,
     if (int error = move_all<true>(out, parts.data(), parts.size(), deadline_s)) return error;
     connection.bytes_out += bytes;
     for (const board::Listed &block : listed)
-        if (block.slot >= 0) owner.lane->note(block.slot, block.epoch);
+        if (block.slot >= 0) owner.mailbox->note(block.slot, block.epoch);
     return 0;
 }
 
@@ -255,7 +255,7 @@ board::Listing list(Owner &owner, const board::Arrival &arrival) {
     if (listing == board::kKnown) {  // which is a use of it
         uint64_t epoch;
         const int64_t slot = board::Board(owner.board).find(arrival.key(), arrival.key_bytes(), &epoch);
-        if (slot >= 0) owner.lane->note(slot, epoch);
+        if (slot >= 0) owner.mailbox->note(slot, epoch);
     }
     return static_cast<board::Listing>(listing);
 }

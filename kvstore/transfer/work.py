@@ -7,46 +7,46 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kvstore.transfer.requests import Transfer
-from kvstore.transfer.routes import Lane
+from kvstore.transfer.routes import Rail
 from kvstore.transfer.transport import Slice
 from mooncake.errors import MooncakeError
 
 
 class Books(Protocol):
-    """As a ``Link`` keeps them: what waits for which transfer, and what is on its way over which lane."""
+    """As a ``Link`` keeps them: what waits for which transfer, and what is on its way over which rail."""
 
-    def take(self, lane: Lane, until: Transfer | None) -> Slice | None: ...
+    def take(self, rail: Rail, until: Transfer | None) -> Slice | None: ...
 
-    def done(self, lane: Lane, part: Slice) -> None: ...
+    def done(self, rail: Rail, part: Slice) -> None: ...
 
-    def refuse(self, lane: Lane, part: Slice, error: MooncakeError) -> None: ...
+    def refuse(self, rail: Rail, part: Slice, error: MooncakeError) -> None: ...
 
-    def give_back(self, lane: Lane, parts: Iterable[Slice]) -> None: ...
+    def give_back(self, rail: Rail, parts: Iterable[Slice]) -> None: ...
 
 
 class QueuedWork:
-    """What one lane carries: until ``until`` has nothing waiting, or else until nobody has."""
+    """What one rail carries: until ``until`` has nothing waiting, or else until nobody has."""
 
-    __slots__ = ("_lane", "_link", "_until")
+    __slots__ = ("_link", "_rail", "_until")
 
-    def __init__(self, link: Books, lane: Lane, until: Transfer | None) -> None:
+    def __init__(self, link: Books, rail: Rail, until: Transfer | None) -> None:
         self._link = link
-        self._lane = lane
+        self._rail = rail
         self._until = until
 
     def take(self) -> Slice | None:
-        return self._link.take(self._lane, self._until)
+        return self._link.take(self._rail, self._until)
 
     def done(self, part: Slice, hashed: bool = False) -> None:
         if not hashed and part.checksum_bytes:
             part.hash()
-        self._link.done(self._lane, part)
+        self._link.done(self._rail, part)
 
     def refuse(self, part: Slice, error: MooncakeError) -> None:
-        self._link.refuse(self._lane, part, error)
+        self._link.refuse(self._rail, part, error)
 
     def give_back(self, parts: Iterable[Slice]) -> None:
-        self._link.give_back(self._lane, parts)
+        self._link.give_back(self._rail, parts)
 
 
 class LoneWork:

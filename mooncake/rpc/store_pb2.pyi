@@ -241,13 +241,13 @@ Global___SealResponse: _TypeAlias = SealResponse  # noqa: Y015
 class CommitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LANE_FIELD_NUMBER: _builtins.int
+    WRITER_ID_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
-    lane: _builtins.str
+    writer_id: _builtins.str
     """as the board's door named it"""
     length: _builtins.int
     checksums: _builtins.bytes
@@ -261,7 +261,7 @@ class CommitRequest(_message.Message):
     def __init__(
         self,
         *,
-        lane: _builtins.str = ...,
+        writer_id: _builtins.str = ...,
         slot: Global___Slot | None = ...,
         block: Global___BlockName | None = ...,
         length: _builtins.int = ...,
@@ -270,7 +270,7 @@ class CommitRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "block", b"block", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "block", b"block", "checksums", b"checksums", "lane", b"lane", "length", b"length", "slot", b"slot", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "block", b"block", "checksums", b"checksums", "length", b"length", "slot", b"slot", "tenant", b"tenant", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__slot: _TypeAlias = _typing.Literal["slot"]  # noqa: Y015
     _WhichOneofArgType__slot: _TypeAlias = _typing.Literal["_slot", b"_slot"]  # noqa: Y015
@@ -704,7 +704,7 @@ class StatsResponse(_message.Message):
     SSD_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
     TENANT_BYTES_FIELD_NUMBER: _builtins.int
-    LANE_PORT_FIELD_NUMBER: _builtins.int
+    FAST_RPC_PORT_FIELD_NUMBER: _builtins.int
     BOARD_PATH_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     blocks_total: _builtins.int
@@ -719,7 +719,7 @@ class StatsResponse(_message.Message):
     """used by them"""
     ssd_capacity_bytes: _builtins.int
     pins: _builtins.int
-    lane_port: _builtins.int
+    fast_rpc_port: _builtins.int
     """the short way for frequent calls, on the host of this service; 0: none"""
     board_path: _builtins.str
     """unix socket that hands out the list of blocks in DRAM to clients of this host; empty: none"""
@@ -750,13 +750,13 @@ class StatsResponse(_message.Message):
         ssd_capacity_bytes: _builtins.int = ...,
         pins: _builtins.int = ...,
         tenant_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        lane_port: _builtins.int = ...,
+        fast_rpc_port: _builtins.int = ...,
         board_path: _builtins.str = ...,
         segment: _common_pb2.SegmentAddress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "board_path", b"board_path", "counters", b"counters", "lane_port", b"lane_port", "leases", b"leases", "pins", b"pins", "segment", b"segment", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_reserved", b"blocks_reserved", "blocks_sealed", b"blocks_sealed", "blocks_total", b"blocks_total", "board_path", b"board_path", "counters", b"counters", "fast_rpc_port", b"fast_rpc_port", "leases", b"leases", "pins", b"pins", "segment", b"segment", "ssd_blocks", b"ssd_blocks", "ssd_bytes", b"ssd_bytes", "ssd_capacity_bytes", b"ssd_capacity_bytes", "tenant_bytes", b"tenant_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

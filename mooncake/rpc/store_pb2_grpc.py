@@ -107,7 +107,7 @@ class StoreServicer:
 
     def Commit(self, request, context):
         """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-        once, and lays more such slots into the writer's lane. Its bytes are checked by whoever reads them.
+        once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

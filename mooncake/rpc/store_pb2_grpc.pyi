@@ -41,7 +41,7 @@ class StoreStub:
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.CommitResponse]
     """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-    once, and lays more such slots into the writer's lane. Its bytes are checked by whoever reads them.
+    once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]
     """Gives up reservations; the writer will write no more."""
@@ -68,7 +68,7 @@ class StoreAsyncStub(StoreStub):
     """
     Commit: _aio.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.CommitResponse]  # type: ignore[assignment]
     """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-    once, and lays more such slots into the writer's lane. Its bytes are checked by whoever reads them.
+    once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]  # type: ignore[assignment]
     """Gives up reservations; the writer will write no more."""
@@ -110,7 +110,7 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.CommitResponse, _abc.Awaitable[_store_pb2.CommitResponse]]:
         """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-        once, and lays more such slots into the writer's lane. Its bytes are checked by whoever reads them.
+        once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
         """
 
     @_abc_1.abstractmethod

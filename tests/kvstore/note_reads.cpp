@@ -6,12 +6,12 @@
 
 #include "../../kvstore/board.h"
 
-extern "C" void note_reads(board::Lane* lane, uint64_t slot, uint64_t epoch, int num_threads, int millis) {
+extern "C" void note_reads(board::Mailbox* mailbox, uint64_t slot, uint64_t epoch, int num_threads, int millis) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(millis);
     std::vector<std::thread> threads;
     for (int i = 0; i < num_threads; i++)
         threads.emplace_back([=] {
-            do lane->note(slot, epoch);
+            do mailbox->note(slot, epoch);
             while (std::chrono::steady_clock::now() < until);
         });
     for (std::thread& thread : threads) thread.join();

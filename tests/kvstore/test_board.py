@@ -151,7 +151,7 @@ async def test_a_flipped_bit_is_found_and_what_was_read_is_noted(desk):
     desk.board.hide(0)
     desk.put(0, 3, b"new", data)
     assert desk.board.take_notes() == []  # of what was there before
-    for _ in range(5000):  # more than the lane holds: the rest is not noted
+    for _ in range(5000):  # more than the mailbox holds: the rest is not noted
         desk.reader.read(b"new", into)
     assert 0 < len(desk.board.take_notes()) < 5000
 
@@ -159,9 +159,9 @@ async def test_a_flipped_bit_is_found_and_what_was_read_is_noted(desk):
 async def test_readers_that_note_at_once_leave_no_gap_at_which_the_store_would_wait_for_ever(desk):
     headers = [ROOT / "kvstore" / name for name in ("board.h", "xxh3.h")]
     library = load_native("note_reads", Path(__file__).with_name("note_reads.cpp"), headers)
-    [lane] = desk.board._lanes.values()
+    [mailbox] = desk.board._mailboxes.values()
     desk.put(0, 1, b"key", bytes(SLOT_BYTES))
-    noting = threading.Thread(target=library.note_reads, args=(ctypes.c_void_p(lane), 0, 1, 4, 400))
+    noting = threading.Thread(target=library.note_reads, args=(ctypes.c_void_p(mailbox), 0, 1, 4, 400))
     noting.start()
     heard = 0
     while noting.is_alive():
@@ -169,7 +169,7 @@ async def test_readers_that_note_at_once_leave_no_gap_at_which_the_store_would_w
         await asyncio.sleep(0.0001)
     while more := len(desk.board.take_notes()):
         heard += more
-    library.note_reads(ctypes.c_void_p(lane), 0, 1, 1, 0)
+    library.note_reads(ctypes.c_void_p(mailbox), 0, 1, 1, 0)
     assert desk.board.take_notes() == [0], f"of {heard} notes the last ones, and of none since"
 
 
@@ -189,13 +189,13 @@ async def test_a_reader_maps_the_segment_ahead_of_its_use(desk):
 async def test_either_side_notices_the_end_of_the_other(desk):
     desk.put(0, 1, b"key", bytes(SLOT_BYTES))
     other = await asyncio.to_thread(BoardReader.open, desk.door.path)
-    assert other is not None and len(desk.board._lanes) == 2
+    assert other is not None and len(desk.board._mailboxes) == 2
     other.close()
     with pytest.raises(NodeUnavailable):
         other.write(0, memoryview(bytes(SLOT_BYTES)), 1)
     assert other.exists([b"key"]) is None and other.length(b"key") is None
     async with asyncio.timeout(10):
-        while len(desk.board._lanes) > 1:  # noqa: ASYNC110
+        while len(desk.board._mailboxes) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     desk.door.close()
     assert desk.reader.read(b"key", memoryview(bytearray(SLOT_BYTES))) is Outcome.GONE

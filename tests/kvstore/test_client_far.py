@@ -105,7 +105,8 @@ async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
         assert actor.ask("counts")["reserved"] >= 1  # slots ahead,
         for slot in (None, pb.Slot(index=0, epoch=1)):  # which nobody else can ask for or fill
             with pytest.raises(InvalidRequest, match="the store's own"):
-                await writing._calls.call(writing._calls.fast.Commit(pb.CommitRequest(lane=WIRE, slot=slot), timeout=5))
+                request = pb.CommitRequest(writer_id=WIRE, slot=slot)
+                await writing._calls.call(writing._calls.fast.Commit(request, timeout=5))
         for number in range(200):  # through all of the store, several times
             assert await far.put(f"last {number}", data(number % 3))
         assert await far.get("last 199") == data(199 % 3) and await far.get("0") is None

@@ -310,15 +310,15 @@ async def test_a_client_that_was_not_heard_says_it_again_though_it_is_idle(keep)
     store = keep()
     async with await join(store, "shm") as client:
         [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
-        assert client._calls.lane is not None
-        client._calls.lane.abort()  # as if the network had cut it
+        assert client._calls.fast_rpc is not None
+        client._calls.fast_rpc.abort()  # as if the network had cut it
         with pytest.raises(NodeUnavailable):
             await client.abort([slot])
         assert store.ask("counts")["reserved"] == 1
         await all_free(store, 8)
 
 
-WAYS = pytest.mark.parametrize("way", ["lane", "gRPC"])
+WAYS = pytest.mark.parametrize("way", ["fast RPC", "gRPC"])
 
 
 async def join_by(store: Any, way: str) -> StoreClient:
@@ -326,9 +326,9 @@ async def join_by(store: Any, way: str) -> StoreClient:
     client = await join(store, "shm")
     assert await client.put(name(0), data(0)) and await client.remove([name(0)]) == 1
     if way == "gRPC":
-        assert client._calls.lane is not None
-        client._calls.lane.close()
-        client._calls.lane = None
+        assert client._calls.fast_rpc is not None
+        client._calls.fast_rpc.close()
+        client._calls.fast_rpc = None
     return client
 
 

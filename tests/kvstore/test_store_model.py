@@ -86,12 +86,12 @@ class StoreLife(RuleBasedStateMachine):
         )
         self.server.start()
         self.store = Store(
-            self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, lane_slots=2
+            self.segment, self.server, self.events, 600.0, 600.0, ssd=tier, rules=rules, board=board, ahead_slots=2
         )
         self.puts = WirePuts(self.store, self.server, board.wake_fd)
         self.engine = TransferEngine("model", ("tcp",))
         self.wire = await asyncio.to_thread(self.engine.connect_keyed, self.server.address, time.monotonic() + 10)
-        self.board, self.door = board, BoardDoor(board, self.store.ahead.open, self.store.lane_gone)
+        self.board, self.door = board, BoardDoor(board, self.store.ahead.open, self.store.near_writer_gone)
         self.door.open()
         reader = await asyncio.to_thread(BoardReader.open, self.door.path)
         assert reader is not None
@@ -203,7 +203,7 @@ class StoreLife(RuleBasedStateMachine):
         number, name, data = self._draw(rng)
         if not self.reader.takes(len(data), 1):
             return
-        self.store.give_ahead(self.reader.lane, 1)
+        self.store.give_ahead(self.reader.writer_id, 1)
         if (gift := self.reader.receive()) is None:
             return
         assert self.reader.receive() is None, "one is all there is"

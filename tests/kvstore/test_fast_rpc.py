@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.client import StoreClient
 from kvstore.client_calls import LOOK_AGAIN_S, StoreCalls
-from kvstore.lane import MAX_CALLS, MAX_FRAMES, Lane, LaneServer
+from kvstore.fast_rpc import MAX_CALLS, MAX_FRAMES, FastRpc, FastRpcServer
 from kvstore.node import StoreNode
 from mooncake.app.role_main import run_async
 from mooncake.config import load_config
@@ -37,7 +37,7 @@ async def node() -> AsyncIterator[StoreNode]:
 
 async def test_errors_arrive_as_they_were_raised(node: StoreNode) -> None:
     async with await StoreClient.connect(node.control_address) as client:
-        assert client._calls.lane is not None and client._calls.lane.is_open
+        assert client._calls.fast_rpc is not None and client._calls.fast_rpc.is_open
         with pytest.raises(InvalidRequest, match="do not fit") as caught:
             await client.put(b"k", bytes(BLOCK + 1))
         assert caught.value.param == "length"
@@ -65,14 +65,14 @@ def test_parts_of_an_error_make_the_same_error(error: MooncakeError) -> None:
 
 async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> None:
     async with await StoreClient.connect(node.control_address) as client:
-        assert client._calls.lane is not None
-        client._calls.lane.abort()  # as if the network had cut it
+        assert client._calls.fast_rpc is not None
+        client._calls.fast_rpc.abort()  # as if the network had cut it
         with pytest.raises(NodeUnavailable):  # whatever was on its way
             await client.put(b"k", b"bytes")
-        assert not client._calls.lane.is_open and await client.put(b"k", b"bytes")
+        assert not client._calls.fast_rpc.is_open and await client.put(b"k", b"bytes")
         assert await client.get(b"k") == b"bytes"
         async with asyncio.timeout(10):  # nobody has to ask for it
-            while not client._calls.lane.is_open:
+            while not client._calls.fast_rpc.is_open:
                 await asyncio.sleep(0.01)
                 await client.acquire([b"k"])
         assert await client.get(b"k") == b"bytes"
@@ -94,28 +94,28 @@ def test_it_carries_calls_on_the_event_loop_that_nodes_run_on() -> None:
 
     async def ask() -> tuple[list[bool], int]:
         assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-        server = LaneServer(Shelf())
-        lane = await Lane.open("shelf", "127.0.0.1", await server.start("127.0.0.1"))
+        server = FastRpcServer(Shelf())
+        connection = await FastRpc.open("shelf", "127.0.0.1", await server.start("127.0.0.1"))
         try:
-            exists = await lane.Exists(store_pb2.ExistsRequest(keys=[b"k", b"x"]), timeout=5)
-            acquired = await lane.Acquire(store_pb2.AcquireRequest(keys=[b"k"]), timeout=5)
+            exists = await connection.Exists(store_pb2.ExistsRequest(keys=[b"k", b"x"]), timeout=5)
+            acquired = await connection.Acquire(store_pb2.AcquireRequest(keys=[b"k"]), timeout=5)
             return list(exists.stored), acquired.lease_id
         finally:
-            lane.close()
+            connection.close()
             await server.stop()
 
     assert run_async(ask()) == ([True, False], 1)
 
 
 class Shop(store_pb2_grpc.StoreServicer):
-    """A store that says where its lane is, and counts how often it is asked."""
+    """A store that says where its fast RPC is, and counts how often it is asked."""
 
     def __init__(self) -> None:
-        self.lane_port = self.num_asked = 0
+        self.fast_rpc_port = self.num_asked = 0
 
     async def Stats(self, request: Any, context: Any) -> store_pb2.StatsResponse:  # noqa: N802
         self.num_asked += 1
-        return store_pb2.StatsResponse(lane_port=self.lane_port)
+        return store_pb2.StatsResponse(fast_rpc_port=self.fast_rpc_port)
 
     async def Exists(self, request: Any, context: Any) -> store_pb2.ExistsResponse:  # noqa: N802
         return store_pb2.ExistsResponse(stored=[True])
@@ -125,20 +125,20 @@ async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere() -
     shop, server, channels = Shop(), RpcServer(), Channels()
     server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
     calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
-    first, second = LaneServer(shop), LaneServer(shop)
-    await calls.open_lane(await first.start("127.0.0.1"))
+    first, second = FastRpcServer(shop), FastRpcServer(shop)
+    await calls.open_fast_rpc(await first.start("127.0.0.1"))
     request, started_s = store_pb2.ExistsRequest(keys=[b"k"]), time.monotonic()
-    assert isinstance(calls.fast, Lane)
+    assert isinstance(calls.fast, FastRpc)
     await first.stop()
     async with asyncio.timeout(10):
-        while isinstance(calls.fast, Lane):  # noqa: ASYNC110
+        while isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for _ in range(100):
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
     assert 1 <= shop.num_asked <= 1 + (time.monotonic() - started_s) / LOOK_AGAIN_S
-    shop.lane_port = await second.start("127.0.0.1")
+    shop.fast_rpc_port = await second.start("127.0.0.1")
     async with asyncio.timeout(10):
-        while not isinstance(calls.fast, Lane):  # noqa: ASYNC110
+        while not isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
     await calls.close()
@@ -153,7 +153,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> 
         await client.put(b"k", b"bytes")
         response = await client._calls.stub.Stats(store_pb2.StatsRequest())
         for _ in range(30):
-            reader, writer = await asyncio.open_connection("127.0.0.1", response.lane_port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", response.fast_rpc_port)
             writer.write(rng.randbytes(rng.randrange(1, 200)))
             writer.write_eof()
             async with asyncio.timeout(5):
@@ -214,7 +214,7 @@ async def send_until_it_blocks(sock: socket.socket, data: bytes, most: int) -> i
 
 async def test_after_some_frames_of_one_connection_it_is_the_turn_of_others() -> None:
     shelf, loop = CountingShelf(), asyncio.get_running_loop()
-    server, before, most = LaneServer(shelf), 0, 0
+    server, before, most = FastRpcServer(shelf), 0, 0
     with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1"))) as sock:
         sock.setblocking(False)
         sending = loop.create_task(loop.sock_sendall(sock, FRAME.pack(0, EXISTS, 1) * 30_000))
@@ -232,7 +232,7 @@ async def test_who_asks_without_end_and_reads_nothing_waits_and_is_answered_when
     shelf, keys = CountingShelf(), [b"k"] * 400
     request = store_pb2.ExistsRequest(keys=keys) if kind == EXISTS else store_pb2.AcquireRequest(keys=keys)
     frame = FRAME.pack(request.ByteSize(), kind, 1) + request.SerializeToString()
-    server = LaneServer(shelf)
+    server = FastRpcServer(shelf)
     with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1"))) as sock:
         sock.setblocking(False)
         sent = await send_until_it_blocks(sock, frame * 200, 100_000 * len(frame))

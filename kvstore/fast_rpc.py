@@ -198,7 +198,7 @@ class _Caller(_Frames):
         self.send(_FAILED, call, parts_of_error(error))
 
 
-class LaneServer:
+class FastRpcServer:
     """Listens beside the gRPC server, on the same loop."""
 
     def __init__(self, servicer: Servicer) -> None:
@@ -225,7 +225,7 @@ class _Asked(NamedTuple):
     unheard: Callable[[Any], object] | None  # takes an answer that came when nobody waited for it any more
 
 
-class Lane(_Frames):
+class FastRpc(_Frames):
     """The client's end: the same methods as the gRPC stub's, for the calls that it carries."""
 
     def __init__(self, store: str) -> None:
@@ -236,16 +236,16 @@ class Lane(_Frames):
         self.is_open = False
 
     @classmethod
-    async def open(cls, store: str, host: str, port: int) -> Lane:
+    async def open(cls, store: str, host: str, port: int) -> FastRpc:
         """Raises NodeUnavailable."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                _, lane = await loop.create_connection(lambda: cls(store), host, port)
+                _, connection = await loop.create_connection(lambda: cls(store), host, port)
         except (OSError, TimeoutError) as error:
             raise NodeUnavailable(f"store {store}: {error or 'no answer'}") from None
-        lane.is_open = True
-        return lane
+        connection.is_open = True
+        return connection
 
     def Reserve(  # noqa: N802
         self,
