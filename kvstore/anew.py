@@ -34,10 +34,12 @@ class Anew:
         return grant in self._meant
 
     def seal(self, grant: Grant, checksums: Checksums, now: float) -> BlockName | None:
-        """The block, which is readable in DRAM now, by this copy or one that came first. None: the grant is over."""
+        """The block, which is readable in DRAM now, by this copy or one that came first. None: the grant is over. The
+        writer is done with the slot either way."""
         name, tenant = self._meant.pop(grant)
         reserved = self._index.reservation(grant)
         if reserved is None:
+            self._index.abort(grant)
             return None
         if not self._index.adopt(grant, name, reserved.length, checksums, now, tenant):
             self._index.abort(grant)

@@ -417,3 +417,17 @@ async def test_what_only_the_ssd_has_comes_back_to_memory_when_a_writer_has_it_a
         for i in range(20, 40):  # and leaves it again without being written twice
             await client.put(name(i), data(i))
         assert await client.get(name(0)) == data(0)
+
+
+async def test_a_writer_that_is_late_with_what_it_has_anew_holds_its_slot_no_longer(tmp_path: Path) -> None:
+    async with store(tmp_path, 8, 64, "store.reserve_timeout_s=0.2") as node, await join(node) as client:
+        for i in range(20):
+            await client.put(name(i), data(i))
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
+        assert slot is not None
+        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
+        async with asyncio.timeout(10):
+            while not node.store.counts.quarantined:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]
+        assert node.store.counts.quarantined == 0
