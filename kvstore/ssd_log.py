@@ -270,8 +270,8 @@ class SsdLog:
         return first_mismatch(data, record.block.checksums) is None
 
     def _numbers(self, suffix: str) -> tuple[int, ...]:
-        """Of the segments that lie there under such names."""
-        return tuple(sorted(int(path.stem, 16) for path in self.directory.glob(f"*{suffix}")))
+        """Of the segments that lie there under such names. What somebody else has put there is none."""
+        return tuple(sorted(int(path.stem, 16) for path in self.directory.glob(f"{16 * '[0-9a-f]'}{suffix}")))
 
     @property
     def _flags(self) -> int:

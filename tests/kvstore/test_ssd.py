@@ -165,6 +165,15 @@ async def test_a_block_of_too_many_ranges_is_refused_and_costs_no_other(tmp_path
         assert await found(opened, 1, 128 * most) and await found(opened, 5, 128)
 
 
+async def test_a_file_that_is_not_of_the_log_is_left_alone(tmp_path: Path) -> None:
+    async with tier(tmp_path) as opened:
+        assert await save(opened, 0) == [True]
+    shutil.copy(only_segment(tmp_path), copy := tmp_path / "copy of the first.kvlog")
+    async with tier(tmp_path) as again:
+        assert await found(again, 0) and len(again.index) == 1
+    assert copy.exists()
+
+
 async def test_a_directory_serves_one_store(tmp_path: Path) -> None:
     async with tier(tmp_path):
         with pytest.raises(ConfigError, match="in use"):
