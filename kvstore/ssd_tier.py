@@ -209,25 +209,27 @@ class SsdTier:
         block = self._index.get(key)
         if block is None:
             raise KVLoadFailed("the block has left the SSD")
-        header, place = block.header, block.place
-        started = time.monotonic()
-        self._reading += place.size
+        header, size, started = block.header, block.place.size, time.monotonic()
+        self._reading += size
         try:
             is_right = await self._reads.read(block, into)
         except (OSError, KeyError) as error:
-            if self._index.get(key) is block:  # else compaction moved it, or it was dropped while we waited
+            found = self._index.get(key)
+            if found is block:
                 self.counters["ssd_read_errors"] += 1
                 log.warning("the SSD could not read a block: %s", error)
                 self._lose(key)
+            elif found is not None and found.header is header:  # compaction moved it while we waited
+                return await self.load(key, into)
             raise KVLoadFailed(f"the SSD could not read the block: {error}") from None
         finally:
-            self._reading -= place.size
+            self._reading -= size
         if not is_right:
             self.counters["checksum_mismatches"] += 1
             if self._index.get(key) is block:
                 self._lose(key)
             raise ChecksumMismatch("the block's bytes on the SSD differ from what was sealed")
-        rate = place.size / max(time.monotonic() - started, 1e-6)
+        rate = size / max(time.monotonic() - started, 1e-6)
         self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
         self.counters["ssd_read_bytes"] += header.length
         return header

@@ -22,7 +22,7 @@ from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.ssd_index import SsdIndex
 from kvstore.ssd_io import NativeIO, PlainIO, SsdIO, VerifiedRead
-from kvstore.ssd_log import SsdLog
+from kvstore.ssd_log import BlockRead, SsdLog
 from kvstore.ssd_record import (
     MAX_HEADER_BYTES,
     PAGE,
@@ -444,6 +444,43 @@ async def test_a_block_that_could_not_be_copied_is_where_it_was_until_it_is_drop
     await opened.close()
     async with tier(tmp_path, capacity) as again:
         assert [n for n in range(480) if await found(again, n)] == here
+
+
+class LateReader(SsdLog):
+    """Who reads a certain block for the first time falls asleep on the way to its file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, MIB)
+        self.wanted = range_checksums(data(0), 4)
+        self.is_asleep, self.is_woken = threading.Event(), threading.Event()
+
+    def read_blocks(self, reads: Sequence[BlockRead]) -> list[bool | OSError | KeyError]:
+        if not self.is_asleep.is_set() and any(np.array_equal(read.checksums, self.wanted) for read in reads):
+            self.is_asleep.set()
+            assert self.is_woken.wait(20)
+        return super().read_blocks(reads)
+
+
+async def test_a_block_that_is_moved_while_somebody_is_about_to_read_it_is_read_where_it_is_then(
+    tmp_path: Path,
+) -> None:
+    files = LateReader(tmp_path)
+    opened = SsdTier(files, SsdIndex(8 * MIB, MIB, make_policy("lru", 1024)), first_sequence=1)
+    try:
+        assert await save(opened, 0) == [True]
+        block = opened.index.get(key(0))
+        assert block is not None
+        reading = asyncio.create_task(found(opened, 0))
+        await until(files.is_asleep.is_set)
+        for step in itertools.count(1):
+            opened.touch([key(0)])  # so that it is copied out of its segment, not evicted
+            assert all(await save(opened, *range(step * 8, step * 8 + 8)))
+            if block.place.segment not in opened.index.segments:
+                break
+        files.is_woken.set()
+        assert await reading and opened.counters["ssd_read_errors"] == 0
+    finally:
+        await opened.close()
 
 
 class Graveyard(SsdLog):
