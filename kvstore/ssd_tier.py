@@ -87,7 +87,7 @@ class SsdTier:
         self._queue: deque[_Saving] = deque()
         self._saving: dict[BlockKey, _Saving] = {}
         self._runs: deque[asyncio.Task[None]] = deque()  # on their way to the disk, in the order of the log
-        self._run_bytes = 0  # of blocks in them
+        self._run_bytes: Counter[str] = Counter()  # of blocks in them, by tenant
         self._is_committing = False
         self._work = asyncio.Event()
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
@@ -333,16 +333,16 @@ class SsdTier:
         """Start to write drops, then blocks."""
         now = time.monotonic()
         kept: list[_Saving] = []
-        total = 0
+        waiting = self._run_bytes.copy()
         for saving in group:
-            size = block_size(saving.header)
+            size, tenant = block_size(saving.header), saving.header.tenant
             if saving.is_unwanted:
                 self._answer(saving, False)
-            elif self._index.fit_tenant(saving.header.tenant, size, now) and self._index.make_room(
-                size, total + self._run_bytes, now
+            elif self._index.fit_tenant(tenant, waiting[tenant] + size, now) and self._index.make_room(
+                size, waiting.total(), now
             ):
                 kept.append(saving)
-                total += size
+                waiting[tenant] += size
             else:
                 self.counters["ssd_refused"] += 1
                 self._answer(saving, False)
@@ -356,7 +356,7 @@ class SsdTier:
         """Raises what went wrong with an earlier one."""
         if len(self._runs) == RUNS_ON_WAY:
             await self._runs.popleft()
-        self._run_bytes += sum(block_size(saving.header) for saving in savings)
+        self._run_bytes += _bytes_by_tenant(savings)
         before = self._runs[-1] if self._runs else None
         self._runs.append(asyncio.create_task(self._run(savings, writes, drops, before), name="ssd-run"))
 
@@ -379,7 +379,7 @@ class SsdTier:
                 self._answer(saving, False)
             raise
         finally:
-            self._run_bytes -= sum(block_size(saving.header) for saving in savings)
+            self._run_bytes -= _bytes_by_tenant(savings)
         if self._refusals:
             log.warning("the SSD takes writes again, after refusing %d times", self._refusals)
             self._refusals = 0
@@ -572,6 +572,13 @@ class SsdTier:
             del self._saving[saving.header.key]
         if not saving.done.done():
             saving.done.set_result(is_saved)
+
+
+def _bytes_by_tenant(savings: Iterable[_Saving]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for saving in savings:
+        sizes[saving.header.tenant] += block_size(saving.header)
+    return sizes
 
 
 def _answer_all(waiting: Iterable[asyncio.Future[None]]) -> None:

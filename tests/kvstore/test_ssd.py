@@ -613,6 +613,14 @@ async def test_a_tenant_has_its_quota_and_no_more(tmp_path: Path) -> None:
         assert all([await found(opened, 100 + n) for n in range(8)])
 
 
+async def test_a_tenant_has_no_more_than_its_quota_though_it_saves_all_at_once(tmp_path: Path) -> None:
+    async with tier(tmp_path, tenant_bytes=5 * (SIZE + PAGE)) as opened:
+        assert await opened.save(header(100, tenant="greedy"), data(100))
+        saves = [opened.save(header(n, tenant="greedy" if n % 2 else "other"), data(n)) for n in range(16)]
+        kept = await asyncio.gather(*saves)
+        assert sum(kept[1::2]) == sum(kept[::2]) == 5 and kept == [key(n) in opened for n in range(16)]
+
+
 async def test_without_o_direct_the_page_cache_serves(tmp_path: Path) -> None:
     async with tier(tmp_path, direct=False) as opened:
         assert not opened.is_direct
