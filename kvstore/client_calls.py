@@ -26,7 +26,7 @@ DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
 LOOK_AGAIN_S = 1.0  # for a fast RPC that broke
 REPEAT_OWED_AFTER_S = 1.0
-UNHEARD_S = 60.0  # that gRPC waits for a reservation longer than its caller does
+UNHEARD_S = 60.0  # after its caller has gone, an answer may still come for so long
 END_LEASES_AFTER_S = 0.02
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvstore.board import BoardReader, Outcome
 from kvstore.checksum import Checksums, checksums_to_wire
-from kvstore.client_calls import StoreCalls, left_s
+from kvstore.client_calls import UNHEARD_S, StoreCalls, left_s
 from kvstore.client_far import FarStore
 from kvstore.client_types import Reservation, slot_to_wire
 from kvstore.transfer.protocol import Status
@@ -45,19 +45,27 @@ class NearStore:
         self._spare: list[Reservation] = []  # slots that we have and did not need
         self._timer: asyncio.TimerHandle | None = None
         self._last_put_s = 0.0
+        self._unheard_until_s = 0.0  # until then slots may come of a call that we know no answer to
         self._ask_ahead_after_s = 0.0
 
     async def open(self, stats: pb.StatsResponse) -> None:
         self._has_ssd = stats.ssd_capacity_bytes > 0
-        if stats.board_path and self.board is None:
-            opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # of its own: either may take seconds
-            try:
-                loop = asyncio.get_running_loop()
-                self.board = board = await loop.run_in_executor(opener, BoardReader.open, stats.board_path)
-                if board is not None:
-                    opener.submit(board.populate)
-            finally:
-                opener.shutdown(wait=False)  # once that is done
+        if not stats.board_path or self.board is not None:
+            return
+        opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # of its own: either may take seconds
+        opening = asyncio.get_running_loop().run_in_executor(opener, BoardReader.open, stats.board_path)
+        try:
+            await to_its_end(opening)
+        finally:
+            self._take(opening.result(), opener)
+            opener.shutdown(wait=False)  # once that is done
+
+    def _take(self, board: BoardReader | None, opener: ThreadPoolExecutor) -> None:
+        if board is not None and self.board is not None:  # somebody was quicker
+            board.close()
+        elif board is not None:
+            self.board = board
+            opener.submit(board.populate)
 
     def close(self) -> None:
         if self.board is not None:
@@ -104,9 +112,21 @@ class NearStore:
 
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, timeout_s: float) -> bool | None:
         """One pass over the bytes, then one message. None when there is no slot in advance, or it has run out."""
-        board, deadline = self.board, time.monotonic() + timeout_s
+        board = self.board
         if board is None or not board.takes(view.nbytes, ranges):
             return None
+        try:
+            return await self._put(board, name, view, ranges, timeout_s)
+        except BaseException:
+            self._unheard_until_s = time.monotonic() + UNHEARD_S
+            raise
+        finally:
+            self._keep_awake()
+
+    async def _put(
+        self, board: BoardReader, name: tuple[bytes, bytes], view: memoryview, ranges: int, timeout_s: float
+    ) -> bool | None:
+        deadline = time.monotonic() + timeout_s
         slot = self._take_ahead() or await self._ask_ahead(timeout_s)
         if slot is None:
             return None
@@ -118,12 +138,10 @@ class NearStore:
                 if status is Status.HERE:
                     self._spare.append(slot)
                 elif status is None:  # perhaps it was heard
+                    self._unheard_until_s = time.monotonic() + UNHEARD_S
                     self._calls.later(self._calls.abort([slot]))
-                outcome = _OUTCOMES.get(status)
-            else:
-                outcome = await self._commit(board.writer_id, name, slot, view.nbytes, sums, deadline)
-        self._keep_awake()
-        return outcome
+                return _OUTCOMES.get(status)
+            return await self._commit(board.writer_id, name, slot, view.nbytes, sums, deadline)
 
     def return_ahead(self) -> None:
         """Give back the slots that are held in advance."""
@@ -169,18 +187,19 @@ class NearStore:
         return None if gift is None else Reservation(_NOWHERE, *gift)
 
     def _keep_awake(self) -> None:
-        """Hold slots for the next put, if that comes soon."""
+        """Hold slots for the next put, if that comes soon; and give back what comes later."""
         self._last_put_s = time.monotonic()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self._grow_tired)
 
     def _grow_tired(self) -> None:
-        self._timer = None
-        left = self._last_put_s + RETURN_AHEAD_AFTER_S - time.monotonic()
+        self._timer, now = None, time.monotonic()
+        left = self._last_put_s + RETURN_AHEAD_AFTER_S - now
+        if left <= 0:
+            self.return_ahead()
+            left = RETURN_AHEAD_AFTER_S if now < self._unheard_until_s and self.board is not None else 0.0
         if left > 0:
             self._timer = asyncio.get_running_loop().call_later(left, self._grow_tired)
-        else:
-            self.return_ahead()
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -22,9 +22,15 @@ import kvstore
 from kvstore.board import Board, BoardReader, Outcome
 from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
+from kvstore.client import StoreClient
+from kvstore.client_near import RETURN_AHEAD_AFTER_S
+from kvstore.node import StoreNode
 from kvstore.segment import Segment
-from mooncake.errors import NodeUnavailable
+from kvstore.transfer.engine import TransferEngine
+from mooncake.config import load_config
+from mooncake.errors import DeadlineExceeded, NodeUnavailable
 from mooncake.native import load_native
+from mooncake.rpc.server import Channels
 
 SLOTS, SLOT_BYTES = 8, 64 << 10
 ROOT = Path(__file__).parents[2]
@@ -296,6 +302,42 @@ async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_sa
         eventually(lambda: actor.ask("counts")["quarantined"] == 1)
         assert await pool.put("two", data) and await pool.exists(["one", "two"]) == [True, True]
         assert actor.ask("counts")["quarantined"] == 0
+
+
+async def test_slots_that_come_after_their_writer_has_given_up_go_back(keep):
+    """As when a store's event loop stands still for longer than the writer waits, and than it would keep such slots."""
+    actor = keep(ROOMY)
+    async with await kvstore.Client.connect(actor.greeting["control"], transports=("shm",)) as pool:
+        actor.ask("hang")
+        with pytest.raises(DeadlineExceeded):
+            await pool.put("late", bytes(SLOT_BYTES), timeout_s=0.2)
+        await asyncio.sleep(RETURN_AHEAD_AFTER_S + 0.5)
+        actor.tell("wake")
+        async with asyncio.timeout(10):
+            while not actor.ask("counts")["reserved"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while actor.ask("counts")["reserved"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
+async def test_a_client_that_meets_a_store_several_times_at_once_keeps_one_board():
+    settings = ["node.id=store", f"store.dram_gb={SLOTS * SLOT_BYTES / 1e9 + 1e-6}"]
+    node = StoreNode(load_config(None, settings), SLOT_BYTES, join_cluster=False)
+    await node.start()
+    engine, channels = TransferEngine("client"), Channels()
+    client = StoreClient(node.control_address, engine, channels, copies_inline=True)
+    try:
+        await asyncio.gather(*(client.stats() for _ in range(3)))
+        assert client._near.board is not None
+        async with asyncio.timeout(10):
+            while len(node.store._board._mailboxes) > 2:  # noqa: ASYNC110 - the client's and the data plane's
+                await asyncio.sleep(0.01)
+        assert await client.exists([b"key"]) == [False]
+    finally:
+        await client.close()
+        await channels.close()
+        engine.close()
+        await node.stop()
 
 
 def test_what_a_killed_client_had_in_advance_comes_back(keep, eventually):
