@@ -18,7 +18,7 @@ from enum import Enum
 from kvstore.board import MAX_GIFTS, Board
 from kvstore.checksum import Checksums
 from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Grant
+from kvstore.index_types import OWN, BlockName, Grant
 from kvstore.transfer.native import Landed
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest
@@ -26,7 +26,7 @@ from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
 
-WIRE = "\0wire"  # the writer of blocks that arrive over the data plane
+WIRE = f"{OWN}wire"  # the writer of blocks that arrive over the data plane
 NEAR_AHEAD = MAX_GIFTS  # slots of each client of this host
 
 Give = Callable[[int, int], bool]

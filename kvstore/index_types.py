@@ -20,6 +20,7 @@ class BlockName:
 
 
 NO_NAME = BlockName(BlockKey(b""))
+OWN = "\0"  # how the names of writers begin that are the store's own: they say when they are done, whatever happens
 
 
 @dataclass(frozen=True, slots=True)

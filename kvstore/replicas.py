@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore.client import StoreClient
 from kvstore.client_types import Lease, StoredBlock
-from kvstore.index_types import BlockName
+from kvstore.index_types import OWN, BlockName
 from kvstore.segment import Segment
 from kvstore.service import checked_key
 from kvstore.store import Sealing, Store
@@ -26,6 +26,7 @@ from mooncake.rpc import replica_pb2_grpc
 from mooncake.rpc.server import Channels, remaining_s
 from mooncake.types import BlockKey
 
+COPIER = f"{OWN}copies"  # the writer of blocks that come from other stores
 MAX_BLOCKS = 32768  # of one prefix
 BLOCKS_A_TURN = 16  # leased, read and sealed together
 MAX_FETCHES = 2  # at once
@@ -86,7 +87,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         names = [BlockName(key, parents[at]) for at, key in enumerate(keys[: len(lease.blocks)])]
         block = lease.blocks[0]
         try:
-            offers = await self._store.reserve(names, self._transfer.writer_id, block.length, len(block.checksums))
+            offers = await self._store.reserve(names, COPIER, block.length, len(block.checksums))
         except OutOfBlocks:
             return 0
         wanted = [(leased, offer.grant) for leased, offer in zip(lease.blocks, offers, strict=True) if offer.grant]
@@ -95,13 +96,12 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         ]
         try:
             await self._transfer.read_async(lease.segment, ranges, deadline, Priority.BACKGROUND)
-        except BaseException:
+            with contextlib.suppress(MooncakeError):
+                sealed = await self._store.seal([Sealing(grant, leased.checksums) for leased, grant in wanted])
+                return sum(one.is_sealed for one in sealed)
+            return 0
+        finally:  # of what has been sealed there is nothing to give up
             self._store.abort(grant for _, grant in wanted)
-            raise
-        with contextlib.suppress(MooncakeError):
-            sealed = await self._store.seal([Sealing(grant, leased.checksums) for leased, grant in wanted])
-            return sum(one.is_sealed for one in sealed)
-        return 0
 
 
 def _check_alike(blocks: Sequence[StoredBlock], num_keys: int) -> None:

@@ -8,7 +8,7 @@ import grpc
 
 from kvstore.ahead import Committed
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
-from kvstore.index_types import BlockName, Grant, LeasedBlock, Offer
+from kvstore.index_types import OWN, BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Sealing, Store
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
@@ -37,7 +37,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         _check_count(len(request.blocks))
-        if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES or request.writer_id[0] == "\0":
+        if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES or request.writer_id.startswith(OWN):
             raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
         names = [BlockName(checked_key(block.key), checked_parent(block.parent)) for block in request.blocks]
         wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
@@ -57,7 +57,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
         response = pb.CommitResponse()
-        if request.writer_id.startswith("\0"):
+        if request.writer_id.startswith(OWN):
             raise InvalidRequest("this writer is the store's own", "writer_id")
         if request.HasField("slot"):
             name = BlockName(checked_key(request.block.key), checked_parent(request.block.parent))

@@ -18,7 +18,7 @@ from kvstore.board import Board
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Counts, Grant, Lease, Offer, Reserved
+from kvstore.index_types import OWN, BlockName, Counts, Grant, Lease, Offer, Reserved
 from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.ssd_record import PAGE, padded
@@ -30,7 +30,7 @@ from mooncake.events import EventLog
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 _INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woken
-PROMOTER = "\0ssd"  # the writer of blocks that come back from the SSD
+PROMOTER = f"{OWN}ssd"  # the writer of blocks that come back from the SSD
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class Store:
                 self._server.revoke([reserved.grant.slot])
                 if reserved.writer == WIRE:
                     self.ahead.take_back(reserved.grant)
-                elif reserved.writer != PROMOTER and not self._maps_memory(reserved.writer):
+                elif not (reserved.writer.startswith(OWN) or self._maps_memory(reserved.writer)):
                     self._index.abort(reserved.grant)
         self._hear_readers()
         self._room.set()

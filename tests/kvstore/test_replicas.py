@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -83,3 +84,24 @@ async def test_no_name_and_no_answer_of_a_source_hurts_the_store_that_copies(
         source.blocks = [good, good]
         fetched = await stub.Fetch(replica_pb2.FetchRequest(source=address, keys=[key, b"two", b"three"]), timeout=10)
         assert (fetched.held, fetched.copied) == (2, 2) and store.ask("counts")["sealed"] == 2
+
+
+async def test_nobody_gets_a_slot_that_a_slow_copy_still_writes_into(
+    source: Source, start_actor: Callable[..., Any]
+) -> None:
+    settings = [f"store.dram_gb={SLOTS * BLOCK / 1e9 + 1e-6}", "store.reserve_timeout_s=0.2"]
+    store = start_actor("store", block_bytes=BLOCK, settings=[*settings, "transfer.max_mb_per_s=0.04"])
+    address = f"127.0.0.1:{await source.rpc.start('127.0.0.1', 0)}"
+    source.blocks = [source.leased()]
+    async with grpc.aio.insecure_channel(store.greeting["control"]) as channel:
+        stub = replica_pb2_grpc.ReplicaStub(channel)
+        fetching = asyncio.ensure_future(
+            stub.Fetch(replica_pb2.FetchRequest(source=address, keys=[b"k" * 32]), timeout=20)
+        )
+        async with asyncio.timeout(10):
+            while not store.ask("counts")["reserved"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while (counts := store.ask("counts"))["reserved"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not fetching.done() and counts["quarantined"] == 1
+        assert (await fetching).copied == 0 and store.ask("counts")["free"] == SLOTS
