@@ -112,6 +112,8 @@ class TransferEngine:
         transfers = [
             Transfer(parts, request, checksums) for request, (parts, checksums) in zip(requests, works, strict=True)
         ]
+        for link in links:  # all of them before anything moves: whoever gets an error has their memory back
+            link.check()
         for transfer, (parts, _), link in zip(transfers, works, links, strict=True):
             if parts:
                 link.start(transfer, parts)

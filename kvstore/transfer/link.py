@@ -60,6 +60,16 @@ class Link:
         self.used_at = time.monotonic()  # by whoever asked the engine for it
         self._routes = Routes(address, transports, retry_after_s)
 
+    def check(self) -> None:
+        """Raises NodeUnavailable when nothing that was configured reaches the peer, or this has been closed."""
+        with self._lock:
+            self._check()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise NodeUnavailable("this transfer engine has been closed")
+        self._routes.check()
+
     def slice_bytes(self, request_bytes: int) -> int:
         """How to cut a request of this size, for whatever transport will carry it."""
         return self._routes.slice_bytes(request_bytes)
@@ -167,8 +177,7 @@ class Link:
         transfer.on_cancel(self._cancel)
         self._look_after()
         with self._lock:
-            if self._closed:
-                raise NodeUnavailable("this transfer engine has been closed")
+            self._check()
             now = time.monotonic()
             self._routes.choose(now)
             self._live.add(transfer)

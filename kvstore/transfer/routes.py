@@ -167,10 +167,13 @@ class Routes:
         largest = min(each.transport.max_slice_bytes for each in self._routes)
         return slice_bytes(request_bytes, len(route.rails), route.gb_per_s * 1e9, largest)
 
-    def choose(self, now: float) -> None:
-        """The best transport there is. Raises NodeUnavailable when none was configured that reaches the peer."""
+    def check(self) -> None:
+        """Raises NodeUnavailable when no transport was configured that reaches the peer."""
         if not self._routes:
             raise NodeUnavailable(f"no configured transport reaches {self._node_id}")
+
+    def choose(self, now: float) -> None:
+        """The best transport there is; there is one."""
         best = self._ranked(now)[0]
         if best is not self.current and not self._tried:
             log.info("%s: trying %s again", self._node_id, best.transport.name)
