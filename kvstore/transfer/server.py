@@ -241,26 +241,32 @@ class SegmentServer:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError as error:
+                self._admit(sock, is_local)
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread is to be had
                 if self._stopping:
                     return
                 if time.monotonic() - told_at >= _TELL_EVERY_S:
                     log.warning("segment of %s cannot accept a connection: %s", self._node_id, error)
                     told_at = time.monotonic()
-                time.sleep(0.1)  # out of file descriptors: let some end
-                continue
-            connection = ServerConnection(Wire(sock), is_local)
-            with self._changed:
-                full = len(self._connections) >= MAX_CONNECTIONS
-                if not (full or self._stopping):
-                    self._connections.add(connection)
-                    self._share_credit()
-            if full or self._stopping:
-                with contextlib.suppress(OSError):
-                    sock.send(self._door.welcome(Status.BUSY))
-                sock.close()
-                continue
-            self._spawn(lambda connection=connection: self._serve(connection), "peer")  # type: ignore[misc]
+                time.sleep(0.1)  # out of file descriptors or threads: let some end
+
+    def _admit(self, sock: socket.socket, is_local: bool) -> None:
+        connection = ServerConnection(Wire(sock), is_local)
+        with self._changed:
+            full = len(self._connections) >= MAX_CONNECTIONS
+            if not (full or self._stopping):
+                self._connections.add(connection)
+                self._share_credit()
+        if full or self._stopping:
+            with contextlib.suppress(OSError):
+                sock.send(self._door.welcome(Status.BUSY))
+            sock.close()
+            return
+        try:
+            self._spawn(lambda: self._serve(connection), "peer")
+        except RuntimeError:
+            self._end(connection)
+            raise
 
     def _serve(self, connection: ServerConnection) -> None:
         """One connection from its greeting to its end."""

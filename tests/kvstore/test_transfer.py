@@ -530,3 +530,25 @@ def test_a_server_without_file_descriptors_says_so_once_and_goes_on_when_it_has_
     assert caplog.text.count("cannot accept a connection: [Errno 24]") == 1
     server.stop()
     segment.close()
+
+
+def test_a_server_without_threads_says_so_and_goes_on_when_it_has_some(caplog):
+    segment = Segment.create("owner", 4096, 1)
+    server = SegmentServer(segment, "owner", ("tcp",))
+    server.start()
+    address = split_address(server.address.tcp_address)
+    threading.stack_size(1 << 46)  # more than there is address space: no thread can be started
+    try:
+        with socket.create_connection(address) as peer:
+            peer.settimeout(20)
+            assert peer.recv(1) == b""
+    finally:
+        threading.stack_size(0)
+    assert caplog.text.count("cannot accept a connection") == 1 and server.stats().connections == 0
+    with socket.create_connection(address) as peer:
+        peer.settimeout(20)
+        peer.sendall(b"x" * protocol.HELLO_BYTES)  # no greeting of ours, but there is somebody to find that out
+        assert peer.recv(1) == b""
+    assert server.stats().violations == 1
+    server.stop()
+    segment.close()
