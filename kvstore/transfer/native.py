@@ -429,6 +429,11 @@ class NativeConnection:
         return landed
 
     @property
+    def landed_in(self) -> tuple[int, int]:
+        """After LANDED: the slot and its epoch."""
+        return self._state.arrival.slot, self._state.arrival.epoch
+
+    @property
     def counts(self) -> tuple[int, int, int]:
         """Bytes in, bytes out, frames refused."""
         return self._state.bytes_in, self._state.bytes_out, self._state.refused

@@ -22,7 +22,7 @@ from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
 from kvstore.transfer.greeting import Door
-from kvstore.transfer.native import Event, Landed, Listing, NativeConnection, NativeOwner, load
+from kvstore.transfer.native import Event, Listing, NativeConnection, NativeOwner, load
 from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
 from kvstore.transfer.server_connection import NOWHERE, Counts, Put, ServerConnection, ServerStats
 from kvstore.transfer.sockets import Wire, tune
@@ -305,7 +305,7 @@ class SegmentServer:
         if self._native is not None and connection.native is not None and connection.attachment is None:
             event = self._native.serve(connection.native)
             if event is Event.LANDED:
-                self._tell_of_put(connection, connection.native.landed())
+                self._tell_of_put(connection, self._native, connection.native)
                 return
         else:
             wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
@@ -333,13 +333,19 @@ class SegmentServer:
         else:
             self._serve_attach(connection, frame, deadline)
 
-    def _tell_of_put(self, connection: ServerConnection, landed: Landed) -> None:
+    def _tell_of_put(self, connection: ServerConnection, owner: NativeOwner, native: NativeConnection) -> None:
         if self._on_put is None:
             return
-        frame_id = protocol.unpack_frame(connection.head).frame_id
+        frame = protocol.unpack_frame(connection.head)
+        try:
+            landed = native.landed()
+        except ProtocolViolation:
+            if frame.operation is Operation.PUT:  # then the slot was ours, and nothing that has a name is in it
+                owner.give_ahead(*native.landed_in)
+            raise
 
         def answer(status: Status) -> None:
-            reply = self._reply(status, 0, 0, frame_id)
+            reply = self._reply(status, 0, 0, frame.frame_id)
             try:
                 is_sent = connection.wire.sock.send(reply, socket.MSG_DONTWAIT) == len(reply)
             except OSError:

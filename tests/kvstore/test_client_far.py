@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,8 +27,9 @@ from kvstore.store import Sealed, Sealing, Store
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, KeyedWire, Put
-from kvstore.transfer.protocol import ProtocolViolation, Status
+from kvstore.transfer.protocol import Operation, ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.sockets import PeerClosed
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc import store_pb2 as pb
@@ -308,6 +310,21 @@ def test_half_a_block_lands_nowhere_and_its_slot_is_used_again(owner, eventually
     assert owner.told == [] and owner.board.take_arrived() == []
     assert owner.segment.block(2) == block  # what the wrong one left: nothing has landed since
     wire.close()
+
+
+@pytest.mark.parametrize("owner", [True], indirect=True)
+def test_a_block_without_a_name_ends_its_connection_and_its_slot_is_used_again(owner, eventually):
+    owner.server.grant([2], 7)
+    owner.server.give_ahead(2, 7)
+    wire, block, name = owner.connect(), data(1), b"\xff\xff\0\0\0\0"  # whose key is longer than it is
+    payload = name + block + range_checksums(block, 1).tobytes()
+    head = struct.pack(protocol.FRAME_1, Operation.PUT, 1, len(payload), 0, 1, len(name), len(block), 0)
+    wire.wire.send([head, payload], soon())
+    with pytest.raises(PeerClosed):
+        wire.wire.receive(1, soon())
+    wire.close()
+    eventually(lambda: owner.server.stats().violations == 1)
+    assert owner.told == [] and owner.server.take_ahead() == (2, 7)
 
 
 @pytest.mark.parametrize("owner", [True], indirect=True)
