@@ -1,77 +1,38 @@
 """The SSD under a store's DRAM: saves blocks in groups that are made durable together, and loads them again.
 
-All decisions and all state live on one event loop, in ``SsdIndex``; reads and writes of the disk run in threads. What
-the disk refuses, loses or returns wrong is counted, the block's replica here is dropped, and the store goes on: a tier
-that fails costs hits, never bytes. It must not know about slots, leases or clients.
+All decisions and all state live on one event loop, in ``SsdIndex``; reads and writes of the disk run in threads. How
+records get onto the disk is in ``ssd_append``, where room for them comes from in ``ssd_room``. What the disk refuses,
+loses or returns wrong is counted, the block's replica here is dropped, and the store goes on: a tier that fails costs
+hits, never bytes. It must not know about slots, leases or clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import mmap
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from kvstore.eviction import EvictionPolicy
-from kvstore.ssd_index import MIN_SEGMENTS, SEGMENT_BYTES, SsdBlock, SsdIndex, segment_size
-from kvstore.ssd_log import Place, SsdLog
+from kvstore.ssd_append import BACK_OFF_S, PendingBlock, SsdAppender
+from kvstore.ssd_index import MIN_SEGMENTS, SEGMENT_BYTES, SsdIndex, segment_size
+from kvstore.ssd_log import SsdLog
 from kvstore.ssd_reads import SsdReads
-from kvstore.ssd_record import (
-    MAX_DROPS,
-    MAX_HEADER_BYTES,
-    BlockHeader,
-    Drop,
-    block_size,
-    header_size,
-    pack_block,
-    pack_drops,
-    padded,
-)
+from kvstore.ssd_record import MAX_HEADER_BYTES, BlockHeader, block_size, header_size
+from kvstore.ssd_room import SsdRoom
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together
-RUNS_ON_WAY = 2  # while one is made durable the next is being written
 MAX_QUEUE = 4096  # blocks waiting to be saved
 CLOSE_TIMEOUT_S = 15.0  # without anything being saved: the disk hangs
-BACK_OFF_S = 5.0  # without writes, after the disk refused one
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _RATE_WEIGHT = 0.2
 _FIRST_READ_BYTES_PER_S = 1e9  # believed until something was read
-
-T = TypeVar("T")
-
-
-@dataclass(eq=False, slots=True)
-class _Saving:
-    """A block that waits to be saved. ``data`` stays as it is until ``done`` is. Dropped meanwhile: unwanted. Once its
-    record has a place, ``undo`` takes it back."""
-
-    header: BlockHeader
-    data: memoryview
-    done: asyncio.Future[bool]
-    is_unwanted: bool = False
-    undo: tuple[Drop, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """A record with its place. ``undo`` takes it back, if it is a block's."""
-
-    place: Place
-    header: bytes
-    data: memoryview | None = None
-    undo: tuple[Drop, ...] = ()
 
 
 class SsdTier:
@@ -82,20 +43,16 @@ class SsdTier:
         self._log = log_
         self._reads = SsdReads(log_)
         self._index = index
-        self._sequence = first_sequence
-        self._durable = first_sequence - 1
-        self._queue: deque[_Saving] = deque()
-        self._saving: dict[BlockKey, _Saving] = {}
-        self._runs: deque[asyncio.Task[None]] = deque()  # on their way to the disk, in the order of the log
-        self._run_bytes: Counter[str] = Counter()  # of blocks in them, by tenant
+        self._appender = SsdAppender(log_, index, first_sequence, self._answer)
+        self._room = SsdRoom(log_, index, self._appender, self.load)
+        self._queue: deque[PendingBlock] = deque()
+        self._saving: dict[BlockKey, PendingBlock] = {}
         self._is_committing = False
         self._work = asyncio.Event()
         self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
         self._off_until = 0.0
-        self._refusals = 0  # in a row, of the disk: told when they begin and when they end
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
-        self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
         self._task = asyncio.create_task(self._commit_for_ever(), name="ssd-commit")
 
     @classmethod
@@ -195,8 +152,8 @@ class SsdTier:
             self.counters["ssd_refused"] += 1
             done.set_result(False)
         else:
-            self._saving[header.key] = saving = _Saving(header, data, done)
-            self._queue.append(saving)
+            self._saving[header.key] = pending = PendingBlock(header, data, done)
+            self._queue.append(pending)
             self._work.set()
         return done
 
@@ -241,9 +198,9 @@ class SsdTier:
         """Forget blocks; ``committed`` says when a restart will not find them either. Returns how many there were."""
         dropped = 0
         for key in keys:
-            if (saving := self._saving.pop(key, None)) is not None:
-                saving.is_unwanted = True  # or it would come back when it has been written
-                self._index.keep_drops(saving.undo)
+            if (pending := self._saving.pop(key, None)) is not None:
+                pending.is_unwanted = True  # or it would come back when it has been written
+                self._index.keep_drops(pending.undo)
             dropped += self._index.drop(key, time.monotonic())
         if self._index.has_drops:
             self._work.set()
@@ -264,13 +221,13 @@ class SsdTier:
         """Saves what waits, then lets go of the files. A disk that takes nothing for so long hangs: its files stay
         open, for a thread may still be writing there."""
         is_answering = await self._finish(timeout_s)
-        tasks = [self._task, *self._runs]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._task.cancel()
+        self._appender.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._appender.join()
         left = len(self._saving)
-        for saving in [*self._saving.values(), *self._queue]:
-            self._answer(saving, False)
+        for pending in [*self._saving.values(), *self._queue]:
+            self._answer(pending, False)
         self._queue.clear()
         if is_answering:
             await asyncio.to_thread(self._shut)
@@ -280,7 +237,7 @@ class SsdTier:
     async def _finish(self, timeout_s: float) -> bool:
         """Whether all that waits was saved or refused, and all drops are durable."""
         while self._saving:
-            done, _ = await asyncio.wait([saving.done for saving in self._saving.values()], timeout=timeout_s)
+            done, _ = await asyncio.wait([pending.done for pending in self._saving.values()], timeout=timeout_s)
             if not done:
                 return False
         try:
@@ -290,7 +247,7 @@ class SsdTier:
         return True
 
     def _shut(self) -> None:
-        self._writers.shutdown()
+        self._appender.shut()
         self._reads.shut()
         self._log.close()
 
@@ -313,96 +270,48 @@ class SsdTier:
                 try:
                     await self._commit(group)
                     if not self._queue:
-                        await self._settle()
+                        await self._appender.settle()
                 except Exception as error:  # of the disk, or a bug, which must not stop the next group
-                    await asyncio.gather(*self._runs, return_exceptions=True)
-                    self._runs.clear()
+                    await self._appender.join()
                     self._fail(group, error)
                     break
 
-    def _next_group(self) -> list[_Saving]:
-        group: list[_Saving] = []
+    def _next_group(self) -> list[PendingBlock]:
+        group: list[PendingBlock] = []
         nbytes = 0
         while self._queue and (not group or nbytes + block_size(self._queue[0].header) <= GROUP_BYTES):
-            saving = self._queue.popleft()
-            nbytes += block_size(saving.header)
-            group.append(saving)
+            pending = self._queue.popleft()
+            nbytes += block_size(pending.header)
+            group.append(pending)
         return group
 
-    async def _commit(self, group: list[_Saving]) -> None:
+    async def _commit(self, group: list[PendingBlock]) -> None:
         """Start to write drops, then blocks."""
         now = time.monotonic()
-        kept: list[_Saving] = []
-        waiting = self._run_bytes.copy()
-        for saving in group:
-            size, tenant = block_size(saving.header), saving.header.tenant
-            if saving.is_unwanted:
-                self._answer(saving, False)
+        kept: list[PendingBlock] = []
+        waiting = self._appender.bytes_on_way
+        for pending in group:
+            size, tenant = block_size(pending.header), pending.header.tenant
+            if pending.is_unwanted:
+                self._answer(pending, False)
             elif self._index.fit_tenant(tenant, waiting[tenant] + size, now) and self._index.make_room(
                 size, waiting.total(), now
             ):
-                kept.append(saving)
+                kept.append(pending)
                 waiting[tenant] += size
             else:
                 self.counters["ssd_refused"] += 1
-                self._answer(saving, False)
+                self._answer(pending, False)
         await self._tell_drops()
         async for part in self._fitting(kept):
-            await self._start_run(part, [self._place_saving(saving) for saving in part])
+            await self._appender.start([self._appender.place_pending(pending) for pending in part], part)
 
-    async def _start_run(
-        self, savings: Sequence[_Saving], writes: Sequence[_Write], drops: Sequence[Drop] = ()
-    ) -> None:
-        """Raises what went wrong with an earlier one."""
-        if len(self._runs) == RUNS_ON_WAY:
-            await self._runs.popleft()
-        self._run_bytes += _bytes_by_tenant(savings)
-        before = self._runs[-1] if self._runs else None
-        self._runs.append(asyncio.create_task(self._run(savings, writes, drops, before), name="ssd-run"))
-
-    async def _run(
-        self,
-        savings: Sequence[_Saving],
-        writes: Sequence[_Write],
-        drops: Sequence[Drop],
-        before: asyncio.Task[None] | None,
-    ) -> None:
-        """Write records, and once they and all before them are durable, say that they are there: a restart finds
-        nothing behind what is torn. Raises OSError."""
-        try:
-            await self._in_writer(self._write_and_sync, writes)
-            if before is not None:
-                await asyncio.shield(before)
-        except BaseException:  # and yet what was to be written may be there: a restart is not to find it
-            self._index.keep_drops([*drops, *(drop for write in writes for drop in write.undo)])
-            for saving in savings:
-                self._answer(saving, False)
-            raise
-        finally:
-            self._run_bytes -= _bytes_by_tenant(savings)
-        if self._refusals:
-            log.warning("the SSD takes writes again, after refusing %d times", self._refusals)
-            self._refusals = 0
-        self._durable = writes[-1].place.sequence
-        self._index.dropped(drops, writes[-1].place.segment)
-        for saving, write in zip(savings, writes if savings else (), strict=True):
-            self.counters["ssd_writes"] += 1
-            self.counters["ssd_write_bytes"] += saving.header.length
-            if not saving.is_unwanted:
-                self._index.insert(saving.header, write.place, time.monotonic())
-            self._answer(saving, not saving.is_unwanted)
-
-    async def _settle(self) -> None:
-        """Return once all that was started is durable. Raises what went wrong with it."""
-        while self._runs:
-            await self._runs.popleft()
-
-    async def _fitting(self, group: Sequence[_Saving]) -> AsyncIterator[list[_Saving]]:
+    async def _fitting(self, group: Sequence[PendingBlock]) -> AsyncIterator[list[PendingBlock]]:
         """Parts of a group that fit the open segment, opening new ones as needed."""
         left = deque(group)
         while left:
-            await self._ensure_room(block_size(left[0].header))
-            room, part = self._index.room(), list[_Saving]()
+            await self._room.ensure(block_size(left[0].header))
+            room, part = self._index.room(), list[PendingBlock]()
             while left and block_size(left[0].header) <= room:
                 room -= block_size(left[0].header)
                 part.append(left.popleft())
@@ -413,172 +322,28 @@ class SsdTier:
         still to be saved, or when the disk would not take them."""
         waiting, self._commits = self._commits, []
         try:
-            await self._write_drops(self._ensure_room)
+            await self._appender.write_drops(self._room.ensure)
         finally:
-            if self._runs:
-                self._runs[-1].add_done_callback(lambda _: _answer_all(waiting))
+            if (run := self._appender.last_run) is not None:
+                run.add_done_callback(lambda _: _answer_all(waiting))
             else:
                 _answer_all(waiting)
 
-    async def _write_drops(self, ensure_room: Callable[[int], Awaitable[None]], but_of: int | None = None) -> None:
-        while drops := self._index.take_drops(MAX_DROPS, but_of):
-            try:
-                await ensure_room(len(pack_drops(drops, 0, 0, 0)))
-                await self._start_run((), [self._place_drops(drops)], drops)
-            except BaseException:  # also an earlier run's: this one has not begun then, and keeps nothing
-                self._index.keep_drops(drops)
-                raise
-
-    async def _ensure_room(self, size: int) -> None:
-        """See to it that the open segment has room for a record. Raises OSError."""
-        if self._index.room() >= size:
-            return
-        if self._index.needs_reclaim():
-            await self._settle()  # what is on its way counts as live nowhere yet
-            await self._reclaim()
-        await self._ensure_open(size)
-
-    async def _ensure_open(self, size: int) -> None:
-        """As above, without making room for another segment first."""
-        if self._index.room() < size:
-            await self._open_segment()
-
-    async def _open_segment(self) -> None:
-        number = self._index.new_segment()
-        try:
-            await self._in_writer(self._log.create, number)
-        except OSError as error:
-            if error.errno not in _FULL or not await self._live_with_less():
-                raise
-            await self._in_writer(self._log.create, number)
-        self._index.opened(number)
-
-    async def _live_with_less(self) -> bool:
-        """The disk is full before the tier is: give up the segment that holds least, and keep to what room there is."""
-        await self._settle()  # what is on its way is in no segment's books yet
-        found = self._index.emptiest()
-        if found is None:
-            return False
-        number, blocks = found
-        now = time.monotonic()
-        for block in blocks:
-            self._index.drop(block.header.key, now)
-        await self._delete(number)
-        self.counters["ssd_full"] += 1
-        if self._index.shrink():
-            kept = self._index.capacity_bytes / 1e9
-            log.warning("the disk is full: the SSD tier keeps to %.3g GB until the store is started anew", kept)
-        return True
-
-    async def _reclaim(self) -> None:
-        """Empty segments with the fewest live bytes into the open one, and delete them, until there is room for one."""
-        for _ in range(self._index.max_segments):
-            found = self._index.emptiest() if self._index.needs_reclaim() else None
-            if found is None:
-                return
-            number, blocks = found
-            self._index.carry_drops(number)
-            await self._write_drops(self._ensure_open, but_of=number)
-            await self._settle()
-            for block in blocks:
-                await self._copy(block)
-            if number not in self._index.segments:
-                continue  # the disk was full, and it had to go as it was
-            if self._index.live_of(number):
-                return  # something could not be copied; the next one may do better
-            await self._delete(number)
-            self.counters["ssd_segments_compacted"] += 1
-
-    async def _delete(self, number: int) -> None:
-        """Its drops count until the file is gone: whoever starts anew would find it. Raises OSError."""
-        await self._in_writer(self._log.delete, number)
-        self._index.give_up(number)
-
-    async def _copy(self, block: SsdBlock) -> None:
-        """Move one block to the open segment; one that cannot be read rightly is dropped instead."""
-        key = block.header.key
-        if self._index.get(key) is not block:
-            return
-        data = memoryview(mmap.mmap(-1, padded(block.header.length)))
-        try:
-            await self.load(key, data)
-        except KVLoadFailed:
-            return
-        await self._ensure_open(block.place.size)
-        write = self._place_block(block.header, data)
-        await self._start_run((), [write])
-        await self._settle()
-        self._index.moved(key, block.place, write.place)
-        self.counters["ssd_copied_bytes"] += block.header.length
-
-    def _place_saving(self, saving: _Saving) -> _Write:
-        write = self._place_block(saving.header, saving.data)
-        saving.undo = write.undo
-        if saving.is_unwanted:
-            self._index.keep_drops(saving.undo)
-        return write
-
-    def _place_block(self, header: BlockHeader, data: memoryview) -> _Write:
-        place = self._place(header_size(header), block_size(header))
-        packed = pack_block(header, place.segment, place.sequence, self._durable)
-        return _Write(place, packed, data, (Drop(header.key, place.segment, place.sequence),))
-
-    def _place_drops(self, drops: Sequence[Drop]) -> _Write:
-        sample = pack_drops(drops, 0, 0, 0)
-        place = self._place(len(sample), len(sample))
-        return _Write(place, pack_drops(drops, place.segment, place.sequence, self._durable))
-
-    def _place(self, header_bytes: int, size: int) -> Place:
-        segment, offset = self._index.take(size)
-        self._sequence += 1
-        return Place(segment, offset, header_bytes, size, self._sequence - 1)
-
-    def _write_and_sync(self, writes: Sequence[_Write]) -> None:
-        """In a thread: one run of records of one segment, durable when this returns. Raises OSError."""
-        headers = memoryview(mmap.mmap(-1, sum(len(write.header) for write in writes)))  # aligned, all at once
-        parts: list[memoryview] = []
-        at = 0
-        for write in writes:
-            headers[at : at + len(write.header)] = write.header
-            parts.append(headers[at : at + len(write.header)])
-            at += len(write.header)
-            if write.data is not None:
-                parts.append(write.data)
-        first = writes[0].place
-        self._log.write(first.segment, first.offset, parts)
-
-    async def _in_writer(self, do: Callable[[T], None], what: T) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writers, do, what)
-
-    def _fail(self, group: Iterable[_Saving], error: Exception) -> None:
-        """The disk would not take it. What the open segment holds beyond its safe part is never looked at again."""
-        self.counters["ssd_write_errors"] += 1
-        self._index.close_open()
+    def _fail(self, group: Iterable[PendingBlock], error: Exception) -> None:
+        """The disk would not take it."""
+        self._appender.failed(error)
         self._off_until = time.monotonic() + BACK_OFF_S
-        if isinstance(error, OSError):
-            if not self._refusals:
-                log.warning("the SSD refuses writes (%s); trying again every %.0f s", error, BACK_OFF_S)
-            self._refusals += 1
-        else:
-            log.error("saving blocks to the SSD failed", exc_info=error)
-        for saving in [*group, *self._queue]:
-            self._answer(saving, False)
+        for pending in [*group, *self._queue]:
+            self._answer(pending, False)
         self._queue.clear()
         _answer_all(self._commits)
         self._commits.clear()
 
-    def _answer(self, saving: _Saving, is_saved: bool) -> None:
-        if self._saving.get(saving.header.key) is saving:
-            del self._saving[saving.header.key]
-        if not saving.done.done():
-            saving.done.set_result(is_saved)
-
-
-def _bytes_by_tenant(savings: Iterable[_Saving]) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for saving in savings:
-        sizes[saving.header.tenant] += block_size(saving.header)
-    return sizes
+    def _answer(self, pending: PendingBlock, is_saved: bool) -> None:
+        if self._saving.get(pending.header.key) is pending:
+            del self._saving[pending.header.key]
+        if not pending.done.done():
+            pending.done.set_result(is_saved)
 
 
 def _answer_all(waiting: Iterable[asyncio.Future[None]]) -> None:
