@@ -17,8 +17,9 @@ from kvstore.client_types import Lease, StoredBlock
 from kvstore.index_types import OWN, BlockName
 from kvstore.segment import Segment
 from kvstore.service import checked_key
-from kvstore.store import Sealing, Store
+from kvstore.store import Store
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
+from kvstore.writing import Sealing
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import InvalidRequest, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.rpc import replica_pb2 as pb

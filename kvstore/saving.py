@@ -1,4 +1,5 @@
-"""Copies from a store's DRAM to its SSD being made; which ones, and when, ``tiers`` decides.
+"""Copies from a store's DRAM to its SSD being made, and those who wait for the room that this leaves; which blocks are
+copied, and when, ``tiers`` decides.
 
 Everything here happens on the store's event loop. This module must not know who reads or writes blocks, nor how they
 come back.
@@ -7,6 +8,7 @@ come back.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 
@@ -25,19 +27,33 @@ class Saving:
         ssd: SsdTier | None,
         demotion: Demotion,
         pages: Callable[[int, int], memoryview],
-        on_saved: Callable[[], object],
+        publish: Callable[[], object],
     ) -> None:
-        """``pages`` gives the bytes of a slot and length. ``on_saved`` is called whenever something has been saved or
-        could not be: its slot may be free now."""
+        """``pages`` gives the bytes of a slot and length. ``publish`` is called whenever something has been saved or
+        could not be."""
         self._ssd = ssd
         self._demotion = demotion
         self._pages = pages
-        self._on_saved = on_saved
+        self._publish = publish
+        self._room = asyncio.Event()  # set whenever a slot may have come free
         self._work: set[asyncio.Task[bool]] = set()
 
-    @property
-    def is_busy(self) -> bool:
-        return self._demotion.is_busy
+    def room_came(self) -> None:
+        """A slot may have come free."""
+        self._room.set()
+
+    async def wait_for_room(self, deadline: float) -> bool:
+        """For who has just found none. Whether it is worth asking again: something that was being saved has left, or
+        may leave now."""
+        left = deadline - time.monotonic()
+        if left <= 0 or not self._demotion.is_busy:
+            return False
+        self._room.clear()
+        try:
+            await asyncio.wait_for(self._room.wait(), left)
+        except TimeoutError:
+            return False
+        return True
 
     def count_sights(self, keys: Iterable[BlockKey]) -> None:
         self._start_all(self._demotion.saw(keys))
@@ -94,5 +110,6 @@ class Saving:
             self._demotion.ended(held)
         if not is_saved:
             await asyncio.sleep(REFUSED_PAUSE_S)
-        self._on_saved()
+        self.room_came()
+        self._publish()
         return is_saved

@@ -9,7 +9,8 @@ import grpc
 from kvstore.ahead import Committed
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index_types import OWN, BlockName, Grant, LeasedBlock, Offer
-from kvstore.store import Sealing, Store
+from kvstore.store import Store
+from kvstore.writing import Sealing
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc

@@ -23,13 +23,14 @@ from kvstore.client_far import MAX_CONNECTIONS, FarStore
 from kvstore.index_types import BlockName, Grant
 from kvstore.node import StoreNode, hear_again_s
 from kvstore.segment import Segment
-from kvstore.store import Sealed, Sealing, Store
+from kvstore.store import Sealed, Store
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, KeyedWire, Put
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import PeerClosed
+from kvstore.writing import Sealing
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc import store_pb2 as pb

@@ -25,13 +25,14 @@ from kvstore.eviction import make_policy
 from kvstore.index_types import BlockName, Grant, Lease
 from kvstore.segment import Segment
 from kvstore.ssd_tier import SsdTier
-from kvstore.store import Sealing, Store
+from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, Put, can_put
 from kvstore.transfer.protocol import Status
 from kvstore.transfer.server import SegmentServer
 from kvstore.wire_puts import WirePuts
+from kvstore.writing import Sealing
 from mooncake.errors import OutOfBlocks
 from mooncake.events import EventLog
 from mooncake.types import BlockKey, Tier

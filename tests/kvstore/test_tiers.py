@@ -26,9 +26,10 @@ from kvstore.ssd_index import SsdIndex
 from kvstore.ssd_io import PlainIO, SsdIO
 from kvstore.ssd_log import SsdLog
 from kvstore.ssd_tier import MAX_QUEUE, SsdTier
-from kvstore.store import Sealed, Sealing, Store
+from kvstore.store import Sealed, Store
 from kvstore.transfer.engine import WriteRange
 from kvstore.transfer.server import SegmentServer
+from kvstore.writing import Sealing
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, OutOfBlocks
 from mooncake.events import EventLog

@@ -1,0 +1,118 @@
+"""Blocks that come back from a store's SSD into its DRAM because somebody is about to read them.
+
+Everything here happens on the store's event loop, but for the disk. Which blocks are worth it ``tiers`` decides. It
+must not know who reads them, nor under which lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore.ahead import SlotsAhead
+from kvstore.index import StoreIndex
+from kvstore.index_types import OWN, BlockName, Grant
+from kvstore.saving import Saving
+from kvstore.ssd_tier import SsdTier
+from kvstore.tiers import promotion
+from mooncake.errors import KVLoadFailed, OutOfBlocks
+from mooncake.types import BlockKey
+
+PROMOTER = f"{OWN}ssd"  # the writer of blocks that come back
+
+
+class Promoting:
+    """Each block is loaded once, however many ask for it."""
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        index: StoreIndex,
+        ahead: SlotsAhead,
+        saving: Saving,
+        pages: Callable[[int, int], memoryview],
+        publish: Callable[[], object],
+        block_bytes: int,
+        wait_s: float,
+    ) -> None:
+        """``pages`` gives the bytes of a slot and length. ``publish`` is called when the SSD may have lost a block. A
+        load waits for a slot for at most ``wait_s``."""
+        self._ssd = ssd
+        self._index = index
+        self._ahead = ahead
+        self._saving = saving
+        self._pages = pages
+        self._publish = publish
+        self._block_bytes = block_bytes
+        self._wait_s = wait_s
+        self._loading: dict[BlockKey, asyncio.Future[bool]] = {}
+
+    async def bring(
+        self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool, held: contextlib.ExitStack
+    ) -> None:
+        """Load what DRAM lacks of ``keys`` (of their leading run), as far as that is worth it. What is there then stays
+        where it is until ``held`` is closed."""
+        for key in self._worth_loading(keys, recompute_ms, scattered):
+            if not await self._have(key):
+                if scattered:
+                    continue
+                break
+            if (block := self._index.hold(key)) is not None:  # so that the next ones do not push it out
+                held.callback(self._index.let_go, block)
+
+    def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
+        """What is stored of ``keys`` (of their leading run), as far as what has to be loaded is worth it."""
+        found = promotion(keys, self._index.exists(keys), self._ssd.length, self._ssd.load_s, recompute_ms, scattered)
+        self._index.counters["promotions_not_worth_it"] += found.was_cut
+        return found.run if found.lacking else []
+
+    async def _have(self, key: BlockKey) -> bool:
+        """Whether the block is in DRAM, after loading it if need be."""
+        if self._index.exists([key])[0]:
+            return True
+        waiting = self._loading.get(key)
+        if waiting is None:
+            waiting = asyncio.ensure_future(self._promote(key))
+            self._loading[key] = waiting
+            waiting.add_done_callback(lambda _: self._loading.pop(key, None))
+        return await asyncio.shield(waiting)
+
+    async def _promote(self, key: BlockKey) -> bool:
+        """Load a block from the SSD into a slot. False when it cannot be had; it may have been lost then."""
+        header = self._ssd.get(key)
+        if header is None or header.length > self._block_bytes:
+            return False
+        name = BlockName(key, header.parent)
+        deadline = time.monotonic() + self._wait_s
+        grant: Grant | None = None
+        while grant is None:
+            try:
+                with self._ahead.alone():
+                    [offer] = self._index.reserve(
+                        [name], PROMOTER, header.length, len(header.checksums), time.monotonic(), header.tenant
+                    )
+                if offer.grant is None:
+                    return offer.is_stored
+                grant = offer.grant
+            except OutOfBlocks:
+                self._saving.save_leaving()
+                if not await self._saving.wait_for_room(deadline):
+                    return False
+        self._saving.save_leaving()
+        try:
+            await self._ssd.load(key, self._pages(grant.slot, header.length))
+        except KVLoadFailed:
+            self._index.abort(grant)
+            self._publish()
+            return False
+        except BaseException:
+            self._index.abort(grant)
+            raise
+        is_wanted = self._ssd.get(key) is header  # it may have been removed meanwhile
+        if not is_wanted or not self._index.seal(grant, header.checksums, time.monotonic()):
+            self._index.abort(grant)  # … or the disk took so long that the reservation ran out
+            return False
+        self._index.counters["promotions"] += 1
+        return True

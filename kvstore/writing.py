@@ -1,0 +1,176 @@
+"""How blocks get into a store's DRAM one by one: slots are reserved, filled by whoever asked, and sealed or given up.
+
+Everything here happens on the store's event loop, except the checksums of large seals, which a thread computes. It must
+not know who reads blocks, nor what becomes of them once they are readable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstore.ahead import SlotsAhead
+from kvstore.anew import Anew
+from kvstore.checksum import Checksums, first_mismatch
+from kvstore.index import StoreIndex
+from kvstore.index_types import BlockName, Grant, Offer, Reserved
+from kvstore.saving import Saving
+from kvstore.segment import Segment
+from kvstore.tiers import Worth
+from kvstore.transfer.server import SegmentServer
+from mooncake.errors import OutOfBlocks
+
+_INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woken
+
+
+@dataclass(frozen=True, slots=True)
+class Sealing:
+    """A writer's claim: these bytes are in this slot."""
+
+    grant: Grant
+    checksums: Checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks that a writer wants slots for: all of ``length`` bytes in ``ranges`` equal parts. With ``into_dram`` also
+    for those that only the SSD has."""
+
+    names: Sequence[BlockName]
+    writer: str
+    length: int
+    ranges: int
+    tenant: str = ""
+    into_dram: bool = False
+
+
+class Writing:
+    """Errors are those of the index."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        server: SegmentServer,
+        index: StoreIndex,
+        ahead: SlotsAhead,
+        worth: Worth,
+        saving: Saving,
+        anew: Anew | None,
+        publish: Callable[[], object],
+    ) -> None:
+        """Without ``anew`` nobody gets a slot for what is on the SSD. ``publish`` is called when something may have
+        left for what is to be written."""
+        self._segment = segment
+        self._server = server
+        self._index = index
+        self._ahead = ahead
+        self._worth = worth
+        self._saving = saving
+        self._anew = anew
+        self._publish = publish
+
+    async def reserve(self, wanted: Wanted, wait_s: float) -> list[Offer]:
+        """See ``Store.reserve``."""
+        for name in wanted.names:
+            self._worth.saw(name.key)
+        deadline = time.monotonic() + wait_s
+        offers = [Offer(is_stored=self._worth.is_saved(name)) for name in wanted.names]
+        try:
+            while True:
+                full = self._fill(offers, wanted)
+                is_short = any(
+                    not (offer.grant or offer.is_stored or self._index.is_reserved(name.key))
+                    for offer, name in zip(offers, wanted.names, strict=True)
+                )
+                if wanted.into_dram and self._anew is not None:
+                    is_short |= self._offer_anew(self._anew, offers, wanted)
+                if is_short and await self._saving.wait_for_room(deadline):
+                    continue
+                if full is not None and not any(offer.grant for offer in offers):
+                    self._index.counters["refused_full"] += 1
+                    raise full
+                return offers
+        except BaseException:  # the writer will never hear of these
+            self.abort(offer.grant for offer in offers if offer.grant)
+            raise
+
+    async def seal(self, sealings: Sequence[Sealing]) -> list[BlockName | None]:
+        """Close the slots to their writers, check what is in them, and make readable what is right: those blocks."""
+        with self._ahead.alone():
+            jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
+            self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
+        total = sum(reserved.length for _, reserved in jobs if reserved)
+        if total <= _INLINE_VERIFY_BYTES:
+            verdicts = self._verify(jobs)
+        else:
+            verdicts = await asyncio.to_thread(self._verify, jobs)
+        with self._ahead.alone():  # what is made anew has a name only now
+            return [
+                self._finish(sealing, is_wrong=reserved is not None and not is_right)
+                for (sealing, reserved), is_right in zip(jobs, verdicts, strict=True)
+            ]
+
+    def abort(self, grants: Iterable[Grant]) -> None:
+        """The writers are done with these slots for good."""
+        with self._ahead.alone():
+            for grant in grants:
+                self._ahead.take_back(grant)
+        self._saving.room_came()
+
+    def _fill(self, offers: list[Offer], wanted: Wanted) -> OutOfBlocks | None:
+        """Ask the index for the offers that say nothing yet. Returns why there was no room for any of them."""
+        waiting = [at for at, offer in enumerate(offers) if not (offer.grant or offer.is_stored)]
+        asked = [wanted.names[at] for at in waiting]
+        try:
+            with self._ahead.alone():
+                answers = self._index.reserve(
+                    asked, wanted.writer, wanted.length, wanted.ranges, time.monotonic(), wanted.tenant
+                )
+        except OutOfBlocks as error:
+            return error
+        finally:
+            self._saving.save_leaving()
+            self._publish()
+        for at, offer in zip(waiting, answers, strict=True):
+            offers[at] = offer
+            if offer.grant is not None:
+                self._server.grant([offer.grant.slot], offer.grant.epoch)
+        return None
+
+    def _offer_anew(self, anew: Anew, offers: list[Offer], wanted: Wanted) -> bool:
+        """Slots also for what only the SSD has. Whether there were too few."""
+        here = self._index.exists([name.key for name in wanted.names])
+        lacking = [at for at, offer in enumerate(offers) if offer.is_stored and not here[at]]
+        names = [wanted.names[at] for at in lacking]
+        with self._ahead.alone():
+            grants = anew.reserve(names, wanted.writer, wanted.length, wanted.ranges, wanted.tenant, time.monotonic())
+        for at, grant in zip(lacking, grants, strict=False):
+            offers[at] = Offer(grant)
+            self._server.grant([grant.slot], grant.epoch)
+        self._saving.save_leaving()
+        self._publish()
+        return len(grants) < len(lacking)
+
+    def _verify(self, jobs: Sequence[tuple[Sealing, Reserved | None]]) -> list[bool]:
+        """Whether each slot holds what its writer says. Of a reservation that is over nobody knows."""
+        return [reserved is not None and self._is_right(sealing, reserved) for sealing, reserved in jobs]
+
+    def _is_right(self, sealing: Sealing, reserved: Reserved) -> bool:
+        if len(sealing.checksums) != reserved.ranges:
+            return False
+        data = self._segment.range(reserved.grant.slot, 0, reserved.length)
+        return first_mismatch(data, sealing.checksums) is None
+
+    def _finish(self, sealing: Sealing, is_wrong: bool) -> BlockName | None:
+        """The block, when it has been sealed. Whatever comes of it, its writer is done: what came too late, or ran out
+        while it was verified, leaves a free slot."""
+        if not is_wrong and self._anew is not None and sealing.grant in self._anew:
+            return self._anew.seal(sealing.grant, sealing.checksums, time.monotonic())
+        name = self._index.reserved_name(sealing.grant)
+        if not is_wrong and self._index.seal(sealing.grant, sealing.checksums, time.monotonic()):
+            return name
+        if self._index.abort(sealing.grant) and is_wrong:
+            self._index.counters["checksum_mismatches"] += 1
+        return None
