@@ -4,45 +4,35 @@
         await store.put(key, data)
         assert await store.get(key) == data
 
-Here is what moves between the caller's memory and the store's segment, by one-sided transfers. How calls travel is in
-``client_calls``; the shorter ways for whole blocks are ``client_near`` and ``client_far``. What a store does not have
-is None or a shorter list, not an error; everything that is an error is one of ``mooncake.errors``.
+Here are whole blocks; their parts, with the reservations and leases that both need, are in ``client_ranges``. How calls
+travel is in ``client_calls``; the shorter ways for whole blocks are ``client_near`` and ``client_far``. What a store
+does not have is None or a shorter list, not an error; everything that is an error is one of ``mooncake.errors``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import cast
 
 from typing_extensions import Buffer
 
-from kvstore.checksum import Checksums, checksums_of, checksums_to_wire, first_mismatch
-from kvstore.client_calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.checksum import Checksums, checksums_of, first_mismatch
+from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client_far import INLINE_BYTES as FAR_INLINE_BYTES
 from kvstore.client_far import FarStore
 from kvstore.client_near import INLINE_BYTES, NearStore
-from kvstore.client_types import (
-    Lease,
-    Reservation,
-    StoreStats,
-    lease_from_wire,
-    reservations_from_wire,
-    room_in,
-    slot_to_wire,
-    stats_from_wire,
-)
-from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
-from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, OutOfBlocks
+from kvstore.client_ranges import RangeClient
+from kvstore.client_types import StoreStats, room_in, stats_from_wire
+from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
+from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
-from mooncake.types import SegmentAddress
 
 UNHEARD = -1  # where the life of a store is not known yet
-WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
 
 
 def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
@@ -51,7 +41,7 @@ def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
     return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
 
 
-class StoreClient:
+class StoreClient(RangeClient):
     """Talks to one store. Belongs to one event loop.
 
     Every call takes ``timeout_s`` and ends within it. Beside the errors named at each method, all may raise
@@ -72,12 +62,7 @@ class StoreClient:
         ``copies_inline``, blocks of a store of this host are read where they lie, and short copies are made on the
         event loop; not for an engine that is to leave shared memory alone. With ``is_keyed``, whole blocks of other
         stores are asked for and put over TCP in one message. Neither is for an engine that is paced."""
-        self.address = address
-        self.tenant = tenant
-        self._copies_inline = copies_inline
-        self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
-        self._transfer = transfer
-        self._calls = StoreCalls(address, channels)
+        super().__init__(address, transfer, channels, tenant, copies_inline)
         self._far = FarStore(transfer, tenant) if is_keyed else None
         self._near = NearStore(self._calls, self._far, tenant)
         self._life = 0  # the incarnation that the store had when it was asked for its short ways; 0: never asked
@@ -291,115 +276,6 @@ class StoreClient:
             await self.finish(lease, corrupt)
         return lengths, corrupt
 
-    async def finish(self, lease: Lease, corrupt_keys: Sequence[bytes] = ()) -> None:
-        """End a lease without waiting for it, unless blocks were corrupt: nobody shall find those after this returns.
-        When the store does not hear of it, the lease ends by itself."""
-        if corrupt_keys:
-            await self._calls.report_corrupt(corrupt_keys, [lease.lease_id])
-        elif lease.lease_id:
-            self._calls.release_soon(lease)
-
-    # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
-
-    async def reserve(
-        self,
-        names: Sequence[tuple[bytes, bytes]],
-        length: int,
-        ranges: int,
-        *,
-        into_dram: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> list[Reservation | None]:
-        """A slot for each (key, parent) that is neither stored nor being written; None for the others. With
-        ``into_dram`` blocks that only the SSD has get one too: they shall be in both.
-
-        ``length`` is the bytes of each block, which seal checks as ``ranges`` equal parts. Raises OutOfBlocks.
-        """
-        slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s, into_dram)
-        return slots
-
-    async def write_ranges(
-        self, segment: SegmentAddress, ranges: Sequence[WriteRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> TransferReport:
-        """Write into reserved slots. Raises StaleEpoch when a reservation is over."""
-        return await self._transfer.write_async(segment, ranges, time.monotonic() + timeout_s)
-
-    async def seal(
-        self,
-        sealings: Sequence[tuple[Reservation, Checksums]],
-        *,
-        durable: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> list[bool]:
-        """End reservations: the store verifies the bytes and makes them readable. False where it did not accept them:
-        the reservation was over, or the checksums differ. The writer must not write into these slots any more.
-
-        With ``durable`` it returns once they are on the SSD too, and raises OutOfBlocks when one of them is not."""
-        blocks = [pb.Sealing(slot=slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
-        request = pb.SealRequest(blocks=blocks, durable=durable)
-        with self._calls.owing([slot for slot, _ in sealings]):
-            response = await self._calls.call(self._calls.fast.Seal(request, timeout=timeout_s))
-        if durable and any(sealed and not safe for sealed, safe in zip(response.sealed, response.durable, strict=True)):
-            raise OutOfBlocks("stored, but not durable: the store has no SSD, or it did not take the block")
-        return list(response.sealed)
-
-    async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Give reservations up. The writer must have stopped writing into them. When this does not get through, it is
-        said again until it does."""
-        await self._calls.abort(reservations, timeout_s)
-
-    # Reading in ranges: acquire, read_ranges as often as needed, then release
-
-    async def acquire(
-        self,
-        keys: Sequence[bytes],
-        *,
-        recompute_ms: float = 0.0,
-        scattered: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> Lease:
-        """Lease the longest stored leading run of ``keys``; perhaps none of them. With ``scattered``, lease what is
-        stored of them, run or not: there is then one block a key, of length 0 where there is none.
-
-        What only the SSD has is loaded first, but no further than that takes less time than computing the run anew,
-        which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
-        ended = self._calls.take_ended()
-        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
-        asked_s = time.monotonic()
-        response = await self._calls.call(self._calls.fast.Acquire(request, timeout=timeout_s))
-        self._met(response.segment.incarnation)
-        return lease_from_wire(response, asked_s)
-
-    async def read_ranges(
-        self, lease: Lease, ranges: Sequence[ReadRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> TransferReport:
-        """Read from leased slots. Raises LeaseExpired when the lease ran out before the read had ended; the bytes are
-        rubbish then. The caller checks them against the lease's checksums."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            report = await self._read(lease.segment, ranges, min(deadline, lease.expires_s))
-        except DeadlineExceeded:
-            if lease.expires_s < deadline:
-                raise LeaseExpired("the lease ran out before the read had ended") from None
-            raise
-        if time.monotonic() >= lease.expires_s:
-            raise LeaseExpired("the lease ran out before the read had ended")
-        return report
-
-    async def release(
-        self, leases: Iterable[Lease], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """End leases; harmless for those that have expired. ``corrupt_keys`` names blocks whose bytes were wrong: the
-        store drops them at once."""
-        ids = [lease.lease_id for lease in leases if lease.lease_id]
-        await self._calls.release(ids, corrupt_keys, timeout_s)
-
-    async def release_ids(
-        self, lease_ids: Iterable[int], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """``release`` by number."""
-        await self._calls.release(lease_ids, corrupt_keys, timeout_s)
-
     # Asking
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
@@ -455,42 +331,6 @@ class StoreClient:
         await self.stats(timeout_s=timeout_s)
         if self._far is not None and self._near.board is None:
             await self._far.knock(deadline)
-
-    async def _read(self, segment: SegmentAddress, ranges: Sequence[ReadRange], deadline: float) -> TransferReport:
-        if self._is_quick(segment, sum(memoryview(part.into).nbytes for part in ranges)):
-            return self._transfer.read(segment, ranges, deadline)
-        return await self._transfer.read_async(segment, ranges, deadline)
-
-    async def _write(self, segment: SegmentAddress, ranges: Sequence[WriteRange], deadline: float) -> TransferReport:
-        if self._is_quick(segment, sum(memoryview(part.data).nbytes for part in ranges)):
-            return self._transfer.write(segment, ranges, deadline)
-        return await self._transfer.write_async(segment, ranges, deadline)
-
-    def _is_quick(self, segment: SegmentAddress, nbytes: int) -> bool:
-        """Whether moving these bytes is a short copy, which may as well be made here and now."""
-        return self._copies_inline and nbytes <= INLINE_BYTES and self._transfer.transport_of(segment.node_id) == "shm"
-
-    async def _reserve(
-        self,
-        names: Sequence[tuple[bytes, bytes]],
-        length: int,
-        ranges: int,
-        deadline: float,
-        into_dram: bool = False,
-    ) -> tuple[list[Reservation | None], list[bool]]:
-        """The slots, and whether each block is stored already."""
-        request = pb.ReserveRequest(
-            writer_id=self.writer_id,
-            blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
-            length=length,
-            ranges=ranges,
-            tenant=self.tenant,
-            wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
-            into_dram=into_dram,
-        )
-        response = await self._calls.reserve(request, left_s(deadline))
-        self._met(response.segment.incarnation)
-        return reservations_from_wire(response), [slot.stored for slot in response.slots]
 
     def _met(self, incarnation: int) -> None:
         """Learn the short ways again of a store that was started anew."""

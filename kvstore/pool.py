@@ -8,52 +8,42 @@
 
 A key names its bytes for good: putting other bytes under a key that is stored changes nothing, ``remove`` it first.
 What is not stored is None or False and never an error; bytes that come back are the bytes that were put, or they do not
-come back. This module spreads keys over stores; it must not know what the bytes mean, nor how they travel.
+come back. Which stores have which keys is in ``pool_keys``, how their answers add up in ``pool_answers``. This module
+must not know what the bytes mean, nor how they travel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-import xxhash
-
-from kvstore.checksum import checksum, range_checksums
+from kvstore.checksum import range_checksums
 from kvstore.client import StoreClient, ways
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
-from kvstore.client_types import StoredBlock, StoreStats, room_in
+from kvstore.client_types import StoreStats, room_in
 from kvstore.memory import Memory, readable, writable
+from kvstore.pool_answers import MAX_BATCH, OUTAGES, Told, answers_of, grouped, share_s
+from kvstore.pool_keys import Key, PoolKeys
 from kvstore.segment import MAX_BLOCK_BYTES
-from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.engine import TransferEngine
 from mooncake.errors import (
     ChecksumMismatch,
-    DeadlineExceeded,
     InvalidRequest,
     KVLoadFailed,
     MooncakeError,
     NodeUnavailable,
     OutOfBlocks,
-    RetryElsewhere,
-    TryLater,
 )
 from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey
 
-MAX_KEY_BYTES = 240
-NAMESPACE_BYTES = 16
 MAX_TIMEOUT_S = 86400.0
-MAX_BATCH = 2048  # blocks in one message to a store: with a thousand checksums each they fit one
-
-OUTAGES = (RetryElsewhere, TryLater, DeadlineExceeded)  # of one store: another may well answer
 
 T = TypeVar("T")
-Place = TypeVar("Place", bound=Hashable)
-Key = str | bytes
 
 
 class Client:
@@ -68,13 +58,9 @@ class Client:
 
     def __init__(self, stores: Mapping[str, StoreClient], namespace: str, salt: str, replicas: int) -> None:
         """``connect`` is how to get one."""
-        if not stores:
-            raise InvalidRequest("a client needs at least one store", "addresses")
-        if not 1 <= replicas <= len(stores):
-            raise InvalidRequest(f"{replicas} replicas need as many stores; there are {len(stores)}", "replicas")
         self._stores = dict(stores)
         self._replicas = replicas
-        self._prefix = _namespace(namespace, salt)
+        self._keys = PoolKeys(list(self._stores), replicas, namespace, salt)
         self._owned = contextlib.AsyncExitStack()
         self._is_closed = False
 
@@ -114,7 +100,7 @@ class Client:
             client._owned.push_async_callback(channels.close)
             client._owned.callback(transfer.close)
             deadline = client._begin(timeout_s)
-            answers = await _all([store.knock(timeout_s=left_s(deadline)) for store in stores.values()])
+            answers = await answers_of([store.knock(timeout_s=left_s(deadline)) for store in stores.values()])
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             for error in errors:
                 if replicas == 1 or len(errors) == len(stores) or not isinstance(error, OUTAGES):
@@ -163,9 +149,9 @@ class Client:
         """
         deadline = self._begin(timeout_s)
         if self._replicas == 1 and not durable:
-            wire, view = self._wire_key(key), readable(data)
-            above = self._wire_key(parent) if parent else b""
-            home = self._stores[self._homes(wire)[0]]
+            wire, view = self._keys.wire(key), readable(data)
+            above = self._keys.wire(parent) if parent else b""
+            home = self._stores[self._keys.homes(wire)[0]]
             placed = await home.put_in_place((wire, above), view, ranges, timeout_s=timeout_s)
             if placed is not None:
                 return placed
@@ -187,8 +173,8 @@ class Client:
         """
         self._begin(timeout_s)
         if self._replicas == 1:
-            wire = self._wire_key(key)
-            return await self._stores[self._homes(wire)[0]].get_one(wire, writable(into), timeout_s=timeout_s)
+            wire = self._keys.wire(key)
+            return await self._stores[self._keys.homes(wire)[0]].get_one(wire, writable(into), timeout_s=timeout_s)
         [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
         return length
 
@@ -210,7 +196,7 @@ class Client:
     ) -> bool:
         """Like ``get_range``, straight into memory of yours where it covers whole ranges."""
         deadline = self._begin(timeout_s)
-        wire, view = self._wire_key(key), writable(into)
+        wire, view = self._keys.wire(key), writable(into)
         if offset < 0 or view.nbytes < 1:
             raise InvalidRequest("a range begins at 0 or later and has at least one byte", "offset")
 
@@ -241,13 +227,13 @@ class Client:
         views = [readable(data) for _, data in listed]
         if (longest := max((view.nbytes for view in views), default=0)) > MAX_BLOCK_BYTES:
             raise InvalidRequest(f"a block has {MAX_BLOCK_BYTES} bytes at most, got {longest}", "data")
-        keys = [self._wire_key(key) for key, _ in listed]
-        above = [self._wire_key(parent) if parent else b"" for parent in parents]
+        keys = [self._keys.wire(key) for key, _ in listed]
+        above = [self._keys.wire(parent) if parent else b"" for parent in parents]
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
         first: dict[bytes, int] = {}
         for index, wire in enumerate(keys):
             first.setdefault(wire, index)
-        groups = _grouped(((home, views[i].nbytes), i) for wire, i in first.items() for home in self._homes(wire))
+        groups = grouped(((home, views[i].nbytes), i) for wire, i in first.items() for home in self._keys.homes(wire))
         left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
@@ -259,8 +245,8 @@ class Client:
             )
             for (address, _), mine in groups
         ]
-        stored, told, full = [False] * len(listed), _Told(), None
-        for (_, mine), answer in zip(groups, await _all(calls), strict=True):
+        stored, told, full = [False] * len(listed), Told(), None
+        for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
             if isinstance(answer, OutOfBlocks):
                 full, answer = answer, [False] * len(mine)
             for index, is_stored in told.of(mine, answer):
@@ -297,14 +283,14 @@ class Client:
     async def exists(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
         self._begin(timeout_s)
-        wires = self._wire_keys(keys)
+        wires = self._keys.wires(keys)
         if len(self._stores) == 1 and len(wires) <= MAX_BATCH:
             [store] = self._stores.values()
             return await store.exists(wires, timeout_s=timeout_s)
-        groups = _grouped((home, index) for index, wire in enumerate(wires) for home in self._homes(wire))
+        groups = grouped((home, index) for index, wire in enumerate(wires) for home in self._keys.homes(wire))
         calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups]
-        found, told = [False] * len(wires), _Told()
-        for (_, mine), answer in zip(groups, await _all(calls), strict=True):
+        found, told = [False] * len(wires), Told()
+        for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
             for index, is_here in told.of(mine, answer):
                 found[index] = found[index] or is_here
         told.check()
@@ -316,8 +302,8 @@ class Client:
         Raises NodeUnavailable when a store did not answer: it may have kept its replicas.
         """
         self._begin(timeout_s)
-        wires = self._wire_keys(keys)
-        groups = _grouped((address, index) for index in range(len(wires)) for address in self._stores)
+        wires = self._keys.wires(keys)
+        groups = grouped((address, index) for index in range(len(wires)) for address in self._stores)
         calls = [self._stores[a].remove([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups]
         return sum(await asyncio.gather(*calls))
 
@@ -350,46 +336,21 @@ class Client:
             raise InvalidRequest(f"a call may take {MAX_TIMEOUT_S:g} seconds at most, not {timeout_s}", "timeout_s")
         return time.monotonic() + timeout_s
 
-    # Placement
-
-    def _homes(self, wire: bytes) -> list[str]:
-        """The stores that are to hold this key, the first first: rendezvous hashing, so that a store more or less moves
-        only its own share of keys."""
-        if len(self._stores) == 1:
-            return list(self._stores)
-        ranked = sorted(self._stores, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
-        return ranked[: self._replicas]
-
-    def _wire_key(self, key: Key) -> bytes:
-        [wire] = self._wire_keys([key])
-        return wire
-
-    def _wire_keys(self, keys: Iterable[Key]) -> list[bytes]:
-        prefix = self._prefix
-        try:
-            wires = [prefix + (key.encode() if isinstance(key, str) else key) for key in keys]
-        except (TypeError, UnicodeEncodeError):
-            raise InvalidRequest("a key is bytes, or a str that UTF-8 can encode", "key") from None
-        for length in set(map(len, wires)):
-            if not 0 < length - len(prefix) <= MAX_KEY_BYTES:
-                raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length - len(prefix)}", "key")
-        return wires
-
     async def _on_replicas(
         self, keys: Sequence[Key], call: Callable[[StoreClient, list[bytes]], Awaitable[int]]
     ) -> int:
-        wires = self._wire_keys(keys)
-        groups = _grouped((home, index) for index, wire in enumerate(wires) for home in self._homes(wire))
+        wires = self._keys.wires(keys)
+        groups = grouped((home, index) for index, wire in enumerate(wires) for home in self._keys.homes(wire))
         return sum(await asyncio.gather(*(call(self._stores[a], [wires[i] for i in mine]) for a, mine in groups)))
 
     async def _read_range(self, wire: bytes, offset: int, view: memoryview, deadline: float) -> bool:
         """From the first store that has it. Raises what went wrong when no store could say anything."""
         failure: MooncakeError | None = None
         has_answer = False
-        for turn, address in enumerate(self._homes(wire)):
+        for turn, address in enumerate(self._keys.homes(wire)):
             try:
-                left = _share_s(deadline, self._replicas - turn)
-                if await _read_range(self._stores[address], wire, offset, view, left):
+                left = share_s(deadline, self._replicas - turn)
+                if await self._stores[address].get_range_into(wire, offset, view, timeout_s=left):
                     return True
                 has_answer = True
             except ChecksumMismatch:  # that store has dropped it
@@ -406,18 +367,18 @@ class Client:
         self, keys: Sequence[Key], room: Callable[[int, int], memoryview], deadline: float
     ) -> list[int | None]:
         """Read blocks into the memory that ``room(index, length)`` gives; those that a store has not, from the next."""
-        wires = self._wire_keys(keys)
-        homes = [self._homes(wire) for wire in wires]
+        wires = self._keys.wires(keys)
+        homes = [self._keys.homes(wire) for wire in wires]
         lengths: list[int | None] = [None] * len(wires)
-        told = _Told()
+        told = Told()
         for turn in range(self._replicas):
-            groups = _grouped((homes[index][turn], index) for index, length in enumerate(lengths) if length is None)
-            left = _share_s(deadline, self._replicas - turn)
+            groups = grouped((homes[index][turn], index) for index, length in enumerate(lengths) if length is None)
+            left = share_s(deadline, self._replicas - turn)
             calls = [
                 self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=left)
                 for address, mine in groups
             ]
-            for (_, mine), answer in zip(groups, await _all(calls), strict=True):
+            for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
                 for index, length in told.of(mine, answer):
                     lengths[index] = length
             if None not in lengths:
@@ -426,102 +387,13 @@ class Client:
         return lengths
 
 
-class _Told:
-    """Whether some store has answered for each key, by number."""
-
-    def __init__(self) -> None:
-        self._answered: set[int] = set()
-        self._outages: dict[int, MooncakeError] = {}
-
-    def of(self, numbers: Sequence[int], answer: Sequence[T] | BaseException) -> Iterable[tuple[int, T]]:
-        """What a store says of each; nothing when it did not answer. Raises what is no outage."""
-        if isinstance(answer, OUTAGES):
-            self._outages.update((number, answer) for number in numbers if number not in self._outages)
-            return ()
-        if isinstance(answer, BaseException):
-            raise answer
-        self._answered.update(numbers)
-        return zip(numbers, answer, strict=True)
-
-    def check(self) -> None:
-        """Raises what kept the stores of a key from answering, if none has."""
-        for number, outage in self._outages.items():
-            if number not in self._answered:
-                raise outage
-
-
-def _grouped(placed: Iterable[tuple[Place, int]]) -> list[tuple[Place, list[int]]]:
-    """Numbers by where they are placed, no more of them together than fit a message."""
-    groups: dict[Place, list[int]] = {}
-    for place, number in placed:
-        groups.setdefault(place, []).append(number)
-    return [
-        (place, numbers[at : at + MAX_BATCH])
-        for place, numbers in groups.items()
-        for at in range(0, len(numbers), MAX_BATCH)
-    ]
-
-
 def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> Callable[[int, int], memoryview]:
     return lambda index, length: room(numbers[index], length)
-
-
-def _share_s(deadline: float, num_turns: int) -> float:
-    """The time that the next of so many turns may take."""
-    return (deadline - time.monotonic()) / num_turns
-
-
-async def _read_range(store: StoreClient, wire: bytes, offset: int, view: memoryview, timeout_s: float) -> bool:
-    """Read a part of a block with the checksummed ranges around it. False when it is not there."""
-    deadline = time.monotonic() + timeout_s
-    lease = await store.acquire([wire], timeout_s=timeout_s)
-    if not lease.blocks:
-        return False
-    [block] = lease.blocks
-    corrupt: list[bytes] = []
-    try:
-        if offset + view.nbytes > block.length:
-            raise InvalidRequest(f"{offset} + {view.nbytes} is beyond the block's {block.length} bytes", "offset")
-        first, last, size = _covering(block, offset, view.nbytes)
-        is_whole = first * size == offset and last * size == offset + view.nbytes
-        target = view if is_whole else memoryview(bytearray((last - first) * size))
-        await store.read_ranges(lease, [ReadRange(block.slot, first * size, target)], timeout_s=left_s(deadline))
-        for number in range(first, last):
-            part = target[(number - first) * size : (number - first + 1) * size]
-            if checksum(part) != int(block.checksums[number]):
-                corrupt.append(wire)
-                raise ChecksumMismatch(f"range {number} of {len(block.checksums)} differs from what was sealed")
-        if not is_whole:
-            view[:] = target[offset - first * size :][: view.nbytes]
-        return True
-    finally:
-        await store.finish(lease, corrupt)
-
-
-def _covering(block: StoredBlock, offset: int, length: int) -> tuple[int, int, int]:
-    """(first, one after the last, bytes of one) of the checksummed ranges that contain these bytes."""
-    size = block.length // len(block.checksums)
-    return offset // size, -(-(offset + length) // size), size
-
-
-def _namespace(namespace: str, salt: str) -> bytes:
-    fields = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in (namespace, salt))
-    return hashlib.sha256(b"mooncake-pool-v1" + fields).digest()[:NAMESPACE_BYTES]
 
 
 async def _off_loop(work: Callable[[], T], nbytes: int) -> T:
     """In a thread when it takes long enough for others to notice."""
     return await asyncio.to_thread(work) if nbytes > 1 << 20 else work()
-
-
-async def _all(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
-    """What each gave or raised. One alone needs no task of its own."""
-    if len(calls) != 1:
-        return await asyncio.gather(*calls, return_exceptions=True)
-    try:
-        return [await calls[0]]
-    except MooncakeError as error:
-        return [error]
 
 
 __all__ = ("BlockKey", "Client", "KVLoadFailed", "Memory", "StoreStats")

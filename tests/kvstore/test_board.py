@@ -283,7 +283,7 @@ async def test_blocks_written_in_place_are_like_any_others(keep):
                 assert await near.put("first", bytes(SLOT_BYTES)) and await near.put(f"{number}", data)
             assert await near.exists(["199", "0", "first"]) == [True, False, True]  # offered again is used
             writing = far._stores[address]
-            [slot] = await writing.reserve([(far._wire_key("busy"), b"")], SLOT_BYTES, 1)
+            [slot] = await writing.reserve([(far._keys.wire("busy"), b"")], SLOT_BYTES, 1)
             assert slot is not None and not await near.put("busy", data)
             await writing.abort([slot])
             assert await near.put("short", b"not listed") and await near.exists(["no", "short"]) == [False, True]

@@ -100,7 +100,7 @@ async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
         assert await near.get_range("7", 0, 100) == data(7)[:100]
         assert await far.put("7", data(8)) and await near.get("7") == data(7)  # it was there
         [writing] = near._stores.values()
-        [slot] = await writing.reserve([(near._wire_key("busy"), b"")], SLOT_BYTES, 1)
+        [slot] = await writing.reserve([(near._keys.wire("busy"), b"")], SLOT_BYTES, 1)
         assert slot is not None and not await far.put("busy", data(0))
         assert await far.exists(["busy", "7"]) == [False, True]
         await writing.abort([slot])

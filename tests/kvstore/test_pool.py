@@ -307,7 +307,7 @@ async def test_a_call_ends_in_its_time_however_many_replicas_are_asked(keep):
 
 def homes(pool: kvstore.Client, key: str) -> list[str]:
     """Which stores hold this block, in the order in which they are asked for it."""
-    return pool._homes(pool._wire_key(key))
+    return pool._keys.homes(pool._keys.wire(key))
 
 
 async def test_a_corrupt_replica_is_dropped_and_the_other_one_serves(keep):

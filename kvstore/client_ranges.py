@@ -1,0 +1,229 @@
+"""The client of a store, part by part: slots are reserved and written in ranges, blocks are leased and read in ranges.
+
+Bytes move between the caller's memory and the store's segment, by one-sided transfers. This module must not know what
+the parts of a block mean.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from kvstore.checksum import Checksums, checksum, checksums_to_wire
+from kvstore.client_calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.client_near import INLINE_BYTES
+from kvstore.client_types import (
+    Lease,
+    Reservation,
+    StoredBlock,
+    lease_from_wire,
+    reservations_from_wire,
+    slot_to_wire,
+)
+from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
+from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, OutOfBlocks
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc.server import Channels
+from mooncake.types import SegmentAddress
+
+WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
+
+
+class RangeClient(ABC):
+    """Every call takes ``timeout_s``, like those of ``StoreClient``."""
+
+    def __init__(
+        self, address: str, transfer: TransferEngine, channels: Channels, tenant: str, copies_inline: bool
+    ) -> None:
+        """See ``StoreClient``."""
+        self.address = address
+        self.tenant = tenant
+        self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
+        self._transfer = transfer
+        self._calls = StoreCalls(address, channels)
+        self._copies_inline = copies_inline
+
+    @abstractmethod
+    def _met(self, incarnation: int) -> None:
+        """A store has answered: of this life, 0 when it did not say."""
+
+    # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
+
+    async def reserve(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        length: int,
+        ranges: int,
+        *,
+        into_dram: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[Reservation | None]:
+        """A slot for each (key, parent) that is neither stored nor being written; None for the others. With
+        ``into_dram`` blocks that only the SSD has get one too: they shall be in both.
+
+        ``length`` is the bytes of each block, which seal checks as ``ranges`` equal parts. Raises OutOfBlocks.
+        """
+        slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s, into_dram)
+        return slots
+
+    async def write_ranges(
+        self, segment: SegmentAddress, ranges: Sequence[WriteRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> TransferReport:
+        """Write into reserved slots. Raises StaleEpoch when a reservation is over."""
+        return await self._transfer.write_async(segment, ranges, time.monotonic() + timeout_s)
+
+    async def seal(
+        self,
+        sealings: Sequence[tuple[Reservation, Checksums]],
+        *,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[bool]:
+        """End reservations: the store verifies the bytes and makes them readable. False where it did not accept them:
+        the reservation was over, or the checksums differ. The writer must not write into these slots any more.
+
+        With ``durable`` it returns once they are on the SSD too, and raises OutOfBlocks when one of them is not."""
+        blocks = [pb.Sealing(slot=slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
+        request = pb.SealRequest(blocks=blocks, durable=durable)
+        with self._calls.owing([slot for slot, _ in sealings]):
+            response = await self._calls.call(self._calls.fast.Seal(request, timeout=timeout_s))
+        if durable and any(sealed and not safe for sealed, safe in zip(response.sealed, response.durable, strict=True)):
+            raise OutOfBlocks("stored, but not durable: the store has no SSD, or it did not take the block")
+        return list(response.sealed)
+
+    async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Give reservations up. The writer must have stopped writing into them. When this does not get through, it is
+        said again until it does."""
+        await self._calls.abort(reservations, timeout_s)
+
+    # Reading in ranges: acquire, read_ranges as often as needed, then release
+
+    async def acquire(
+        self,
+        keys: Sequence[bytes],
+        *,
+        recompute_ms: float = 0.0,
+        scattered: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Lease:
+        """Lease the longest stored leading run of ``keys``; perhaps none of them. With ``scattered``, lease what is
+        stored of them, run or not: there is then one block a key, of length 0 where there is none.
+
+        What only the SSD has is loaded first, but no further than that takes less time than computing the run anew,
+        which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
+        ended = self._calls.take_ended()
+        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
+        asked_s = time.monotonic()
+        response = await self._calls.call(self._calls.fast.Acquire(request, timeout=timeout_s))
+        self._met(response.segment.incarnation)
+        return lease_from_wire(response, asked_s)
+
+    async def read_ranges(
+        self, lease: Lease, ranges: Sequence[ReadRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> TransferReport:
+        """Read from leased slots. Raises LeaseExpired when the lease ran out before the read had ended; the bytes are
+        rubbish then. The caller checks them against the lease's checksums."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            report = await self._read(lease.segment, ranges, min(deadline, lease.expires_s))
+        except DeadlineExceeded:
+            if lease.expires_s < deadline:
+                raise LeaseExpired("the lease ran out before the read had ended") from None
+            raise
+        if time.monotonic() >= lease.expires_s:
+            raise LeaseExpired("the lease ran out before the read had ended")
+        return report
+
+    async def release(
+        self, leases: Iterable[Lease], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """End leases; harmless for those that have expired. ``corrupt_keys`` names blocks whose bytes were wrong: the
+        store drops them at once."""
+        ids = [lease.lease_id for lease in leases if lease.lease_id]
+        await self._calls.release(ids, corrupt_keys, timeout_s)
+
+    async def release_ids(
+        self, lease_ids: Iterable[int], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """``release`` by number."""
+        await self._calls.release(lease_ids, corrupt_keys, timeout_s)
+
+    async def finish(self, lease: Lease, corrupt_keys: Sequence[bytes] = ()) -> None:
+        """End a lease without waiting for it, unless blocks were corrupt: nobody shall find those after this returns.
+        When the store does not hear of it, the lease ends by itself."""
+        if corrupt_keys:
+            await self._calls.report_corrupt(corrupt_keys, [lease.lease_id])
+        elif lease.lease_id:
+            self._calls.release_soon(lease)
+
+    async def get_range_into(
+        self, key: bytes, offset: int, into: memoryview, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Read a part of a block, with the checksummed ranges around it. False when the block is not there. Raises
+        InvalidRequest when it is not as long, and ChecksumMismatch (it has then been dropped from the store)."""
+        deadline = time.monotonic() + timeout_s
+        lease = await self.acquire([key], timeout_s=timeout_s)
+        if not lease.blocks:
+            return False
+        [block] = lease.blocks
+        corrupt: list[bytes] = []
+        try:
+            if offset + into.nbytes > block.length:
+                raise InvalidRequest(f"{offset} + {into.nbytes} is beyond the block's {block.length} bytes", "offset")
+            first, last, size = _covering(block, offset, into.nbytes)
+            is_whole = first * size == offset and last * size == offset + into.nbytes
+            target = into if is_whole else memoryview(bytearray((last - first) * size))
+            await self.read_ranges(lease, [ReadRange(block.slot, first * size, target)], timeout_s=left_s(deadline))
+            for number in range(first, last):
+                part = target[(number - first) * size : (number - first + 1) * size]
+                if checksum(part) != int(block.checksums[number]):
+                    corrupt.append(key)
+                    raise ChecksumMismatch(f"range {number} of {len(block.checksums)} differs from what was sealed")
+            if not is_whole:
+                into[:] = target[offset - first * size :][: into.nbytes]
+            return True
+        finally:
+            await self.finish(lease, corrupt)
+
+    async def _read(self, segment: SegmentAddress, ranges: Sequence[ReadRange], deadline: float) -> TransferReport:
+        if self._is_quick(segment, sum(memoryview(part.into).nbytes for part in ranges)):
+            return self._transfer.read(segment, ranges, deadline)
+        return await self._transfer.read_async(segment, ranges, deadline)
+
+    async def _write(self, segment: SegmentAddress, ranges: Sequence[WriteRange], deadline: float) -> TransferReport:
+        if self._is_quick(segment, sum(memoryview(part.data).nbytes for part in ranges)):
+            return self._transfer.write(segment, ranges, deadline)
+        return await self._transfer.write_async(segment, ranges, deadline)
+
+    def _is_quick(self, segment: SegmentAddress, nbytes: int) -> bool:
+        """Whether moving these bytes is a short copy, which may as well be made here and now."""
+        return self._copies_inline and nbytes <= INLINE_BYTES and self._transfer.transport_of(segment.node_id) == "shm"
+
+    async def _reserve(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        length: int,
+        ranges: int,
+        deadline: float,
+        into_dram: bool = False,
+    ) -> tuple[list[Reservation | None], list[bool]]:
+        """The slots, and whether each block is stored already."""
+        request = pb.ReserveRequest(
+            writer_id=self.writer_id,
+            blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
+            length=length,
+            ranges=ranges,
+            tenant=self.tenant,
+            wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
+            into_dram=into_dram,
+        )
+        response = await self._calls.reserve(request, left_s(deadline))
+        self._met(response.segment.incarnation)
+        return reservations_from_wire(response), [slot.stored for slot in response.slots]
+
+
+def _covering(block: StoredBlock, offset: int, length: int) -> tuple[int, int, int]:
+    """(first, one after the last, bytes of one) of the checksummed ranges that contain these bytes."""
+    size = block.length // len(block.checksums)
+    return offset // size, -(-(offset + length) // size), size

@@ -1,0 +1,62 @@
+"""What a caller's keys are called in the stores of a pool, and which of the stores are to hold them.
+
+Pure. A store sees neither namespaces nor salts, only keys that nobody makes up without knowing both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from mooncake.errors import InvalidRequest
+
+MAX_KEY_BYTES = 240
+NAMESPACE_BYTES = 16
+
+Key = str | bytes
+
+
+class PoolKeys:
+    """Whoever is to find a block has the same addresses, in any order, the same namespace and the same salt."""
+
+    def __init__(self, addresses: Sequence[str], replicas: int, namespace: str, salt: str) -> None:
+        """Raises InvalidRequest."""
+        if not addresses:
+            raise InvalidRequest("a client needs at least one store", "addresses")
+        if not 1 <= replicas <= len(addresses):
+            raise InvalidRequest(f"{replicas} replicas need as many stores; there are {len(addresses)}", "replicas")
+        self._addresses = list(addresses)
+        self._replicas = replicas
+        self._prefix = _prefix(namespace, salt)
+
+    def homes(self, wire: bytes) -> list[str]:
+        """The stores that are to hold this key, the first first: rendezvous hashing, so that a store more or less moves
+        only its own share of keys."""
+        if len(self._addresses) == 1:
+            return self._addresses
+        ranked = sorted(self._addresses, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
+        return ranked[: self._replicas]
+
+    def wire(self, key: Key) -> bytes:
+        """What stores call it. Raises InvalidRequest."""
+        [wire] = self.wires([key])
+        return wire
+
+    def wires(self, keys: Iterable[Key]) -> list[bytes]:
+        """``wire`` of each."""
+        prefix = self._prefix
+        try:
+            wires = [prefix + (key.encode() if isinstance(key, str) else key) for key in keys]
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequest("a key is bytes, or a str that UTF-8 can encode", "key") from None
+        for length in set(map(len, wires)):
+            if not 0 < length - len(prefix) <= MAX_KEY_BYTES:
+                raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length - len(prefix)}", "key")
+        return wires
+
+
+def _prefix(namespace: str, salt: str) -> bytes:
+    fields = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in (namespace, salt))
+    return hashlib.sha256(b"mooncake-pool-v1" + fields).digest()[:NAMESPACE_BYTES]
