@@ -1,6 +1,16 @@
-"""One hand-off from prefill to decode, as its receiver sees it: states as a table, blocks, epoch.
+"""One hand-off from prefill to decode, as its receiver sees it: a table of what is heard in which state.
 
-Pure: no sockets, no clock, no engine. Every hand-off ends in exactly one of committed, failed, expired.
+Pure: no sockets, no clock, no engine. What is heard comes from several sides, late, twice and across each other: from
+the writer (a prefill node), from the request's own call, and from what was begun here. The table answers all of it.
+Every hand-off ends in exactly one of committed, failed, expired.
+
+    announced ─▶ opening ─▶ reserved ───▶ verifying ─▶ committed
+        │           │        │   │            │
+        │           │        │   ▼            │
+        │           │        │  revoking ─────│──▶ quarantined
+        │           │        │   │            │         │
+        ▼           ▼        ▼   ▼            ▼         ▼
+        └───────────┴────────┴───┴────────────┴─────────┴──▶ freeing ─▶ freed
 """
 
 from __future__ import annotations
@@ -8,50 +18,126 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mooncake.errors import InternalError, StaleEpoch
+from mooncake.errors import HandoffFailed, InternalError, StaleEpoch
 
 
 class HandoffState(StrEnum):
     ANNOUNCED = "announced"  # the conductor told us; nothing is reserved yet
+    OPENING = "opening"  # its writer waits for room
     RESERVED = "reserved"  # the writer knows its blocks and may be writing
-    COMMITTED = "committed"  # all ranges verified; the sequence runs
-    FAILED = "failed"  # given up by either side
-    EXPIRED = "expired"  # neither committed nor failed in time
+    VERIFYING = "verifying"  # all is written, the writer says, and compared with what it meant to write
+    COMMITTED = "committed"  # all of it was right; the sequence runs
+    REVOKING = "revoking"  # given up while its writer may be writing, which is being put to an end
+    QUARANTINED = "quarantined"  # given up; its writer begins nothing any more, but may be in the middle of a copy
+    FREEING = "freeing"  # given up, and nobody writes; its blocks go back when nothing here is busy with them
+    FREED = "freed"
 
 
-TERMINAL = frozenset({HandoffState.COMMITTED, HandoffState.FAILED, HandoffState.EXPIRED})
+class Heard(StrEnum):
+    OPEN = "open"  # the writer asks for blocks
+    REFUSED = "refused"  # there was no room for them
+    GRANTED = "granted"  # the engine has set them aside
+    COMMIT = "commit"  # the writer has written them
+    WRONG = "wrong"  # they are not what it meant to write
+    RIGHT = "right"
+    CLOSE = "close"  # the writer has stopped for good
+    GONE = "gone"  # its last connection has ended, which it needs only once it knows its blocks
+    GIVE_UP = "give up"  # the request's own call has ended
+    REVOKED = "revoked"  # no write can land any more
+    COPYING = "copying"  # none can begin, but over shared memory one may be going on
+    EMPTIED = "emptied"  # the engine has its blocks back
 
-ALLOWED: dict[HandoffState, frozenset[HandoffState]] = {
-    HandoffState.ANNOUNCED: frozenset({HandoffState.RESERVED, HandoffState.FAILED, HandoffState.EXPIRED}),
-    HandoffState.RESERVED: frozenset({HandoffState.COMMITTED, HandoffState.FAILED, HandoffState.EXPIRED}),
-    HandoffState.COMMITTED: frozenset(),
-    HandoffState.FAILED: frozenset(),
-    HandoffState.EXPIRED: frozenset(),
+
+_S, _H = HandoffState, Heard
+_LATE = (_H.REFUSED, _H.GRANTED, _H.WRONG, _H.RIGHT, _H.REVOKED, _H.COPYING)  # the end of what had been begun before
+
+ANSWERS: dict[HandoffState, dict[Heard, HandoffState]] = {
+    _S.ANNOUNCED: {
+        _H.OPEN: _S.OPENING,
+        _H.CLOSE: _S.FREEING,
+        _H.GONE: _S.ANNOUNCED,
+        _H.GIVE_UP: _S.FREEING,
+    },
+    _S.OPENING: {
+        _H.REFUSED: _S.ANNOUNCED,
+        _H.GRANTED: _S.RESERVED,
+        _H.CLOSE: _S.FREEING,
+        _H.GONE: _S.OPENING,
+        _H.GIVE_UP: _S.FREEING,
+    },
+    _S.RESERVED: {
+        _H.COMMIT: _S.VERIFYING,
+        _H.CLOSE: _S.FREEING,
+        _H.GONE: _S.FREEING,
+        _H.GIVE_UP: _S.REVOKING,
+    },
+    _S.VERIFYING: {
+        _H.WRONG: _S.FREEING,
+        _H.RIGHT: _S.COMMITTED,
+        _H.CLOSE: _S.FREEING,
+        _H.GONE: _S.FREEING,
+        _H.GIVE_UP: _S.FREEING,
+    },
+    _S.COMMITTED: dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP), _S.COMMITTED),
+    _S.REVOKING: {
+        _H.REVOKED: _S.FREEING,
+        _H.COPYING: _S.QUARANTINED,
+        _H.CLOSE: _S.FREEING,
+        _H.GONE: _S.FREEING,
+        _H.GIVE_UP: _S.REVOKING,
+    },
+    _S.QUARANTINED: {
+        _H.CLOSE: _S.FREEING,
+        _H.GONE: _S.FREEING,
+        _H.GIVE_UP: _S.QUARANTINED,
+    },
+    _S.FREEING: {
+        **dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP, *_LATE), _S.FREEING),
+        _H.EMPTIED: _S.FREED,
+    },
+    _S.FREED: dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP, *_LATE), _S.FREED),
 }
+"""What is not here is refused: to open and to commit are a writer's to ask, and it may ask too late or twice; anything
+else would be an error of ours."""
+
+GIVEN_UP = frozenset({_S.REVOKING, _S.QUARANTINED, _S.FREEING, _S.FREED})
+
+
+class Outcome(StrEnum):
+    COMMITTED = "committed"
+    FAILED = "failed"  # given up by either side
+    EXPIRED = "expired"  # given up because it was late
 
 
 @dataclass(slots=True)
 class Handoff:
-    """``block_ids`` receive the prompt's blocks ``first_block``, ``first_block + 1``, …; earlier ones are here already.
-
-    ``is_quarantined``: over without a commit, but its writer may still be in the middle of a copy, so the blocks must
-    not be used again before it says that it has stopped, or is gone.
-    """
+    """``block_ids`` receive the prompt's blocks ``first_block``, ``first_block + 1``, …; those before are here."""
 
     handoff_id: str
     epoch: int
     request_id: str
     state: HandoffState = HandoffState.ANNOUNCED
+    outcome: Outcome | None = None  # until it has one, it may still be committed
     writer_id: str = ""
     first_block: int = 0
     block_ids: list[int] = field(default_factory=list)
-    is_quarantined: bool = False
 
-    def move(self, state: HandoffState) -> None:
-        """Raises InternalError for a move that the table does not allow; nothing changes then."""
-        if state not in ALLOWED[self.state]:
-            raise InternalError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
+    def hear(self, what: Heard, *, is_late: bool = False) -> HandoffState:
+        """The state that it is in from now on; a hand-off that is given up because it ``is_late`` has expired.
+
+        Raises HandoffFailed for what its writer cannot ask for (any more); nothing changes then.
+        """
+        state = ANSWERS[self.state].get(what)
+        if state is None:
+            if what not in (Heard.OPEN, Heard.COMMIT):
+                raise InternalError(f"hand-off {self.handoff_id} is {self.state} and heard {what!r}")
+            raise HandoffFailed(f"hand-off {self.handoff_id} is {self.state}: it cannot {what} (any more)")
+        if self.outcome is None and state is HandoffState.COMMITTED:
+            self.outcome = Outcome.COMMITTED
+        elif self.outcome is None and state in GIVEN_UP:
+            self.outcome = Outcome.EXPIRED if is_late else Outcome.FAILED
         self.state = state
+        return state
 
     def check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -59,4 +145,4 @@ class Handoff:
 
     @property
     def is_over(self) -> bool:
-        return self.state in TERMINAL
+        return self.outcome is not None

@@ -1,29 +1,39 @@
 """The receiving end of hand-offs: reserves blocks of the engine, lets one writer write them, verifies, starts.
 
-The table of hand-offs lives on the event loop; the engine's blocks belong to the engine's thread. Between the two there
-is always a question whether a hand-off is still wanted, and it is asked again after every await. Bytes come to host
-memory, and go on to a cache on a GPU once they are verified, while other sequences decode.
+The table of hand-offs lives on the event loop; the engine's blocks belong to the engine's thread. What is heard of a
+hand-off, and what was begun for it and has ended, moves it as ``handoff`` says, and where it gets to says what is next.
+Bytes come to host memory, and go on to a cache on a GPU once they are verified, while other sequences decode.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from bisect import insort
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
-from decode_node.handoff import Handoff, HandoffState
+from decode_node.handoff import Handoff, HandoffState, Heard
 from kvstore.checksum import Checksums, checksums_from_wire, range_checksums
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.engine import Engine, Reservation, StepOutput
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import ChecksumMismatch, HandoffFailed, InvalidRequest, MooncakeError, OutOfBlocks
+from mooncake.errors import (
+    ChecksumMismatch,
+    HandoffFailed,
+    InvalidRequest,
+    MooncakeError,
+    NodeUnavailable,
+    OutOfBlocks,
+)
 from mooncake.types import KVLayout, SampledToken
 
 log = logging.getLogger(__name__)
@@ -33,6 +43,19 @@ RESERVE_RETRY_S = 0.02  # between looks for room while running sequences free th
 MAX_HANDOFFS = 1024
 
 OnOutput = Callable[[StepOutput | MooncakeError], None]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A hand-off that is not over yet, or whose blocks are not free yet."""
+
+    handoff: Handoff
+    sequence: Sequence
+    on_output: OnOutput
+    work: asyncio.Task[object] | None = None  # of a thread on its blocks, which cannot go back before it ends
+    giving_up: asyncio.Task[None] | None = None
 
 
 class Receiver:
@@ -50,12 +73,11 @@ class Receiver:
         self._server = server
         self._mirror = mirror
         self._layout = layout
-        self._handoffs: dict[str, tuple[Handoff, Sequence, OnOutput]] = {}
-        self._announced = asyncio.Condition()
+        self._handoffs: dict[str, _Entry] = {}
+        self._early: set[tuple[str, asyncio.Event]] = set()  # writers that wait for an announcement
         self._places = count()
         self._line: list[tuple[int, int]] = []  # who waits for room: priority, place
-        self._background: set[asyncio.Task[None]] = set()
-        self._taking_in: dict[str, asyncio.Task[bool]] = {}  # blocks that are being verified and copied, by hand-off
+        self._background: set[asyncio.Task[object]] = set()
         self.checksum_mismatches = 0
         self.committed = 0  # hand-offs
 
@@ -70,18 +92,22 @@ class Receiver:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        return sum(len(handoff.block_ids) for handoff, _, _ in self._handoffs.values() if handoff.is_quarantined)
+        handoffs = [entry.handoff for entry in self._handoffs.values()]
+        return sum(len(handoff.block_ids) for handoff in handoffs if handoff.state is HandoffState.QUARANTINED)
 
-    async def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput) -> None:
+    # What others ask for
+
+    def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput) -> None:
         """The conductor wants this hand-off. Raises InvalidRequest for a second one of the same id, OutOfBlocks when
         too many are open."""
         if handoff.handoff_id in self._handoffs:
             raise InvalidRequest(f"hand-off {handoff.handoff_id} exists already", "handoff_id")
         if len(self._handoffs) >= MAX_HANDOFFS:
             raise OutOfBlocks(f"{MAX_HANDOFFS} hand-offs are open on this node")
-        self._handoffs[handoff.handoff_id] = (handoff, sequence, on_output)
-        async with self._announced:
-            self._announced.notify_all()
+        self._handoffs[handoff.handoff_id] = _Entry(handoff, sequence, on_output)
+        for awaited, announced in self._early:
+            if awaited == handoff.handoff_id:
+                announced.set()
 
     async def open(self, handoff_id: str, epoch: int, writer_id: str, wait_s: float) -> Handoff:
         """Reserve the blocks. Waits for the announcement, then for room, ``wait_s`` in all.
@@ -89,86 +115,133 @@ class Receiver:
         Raises HandoffFailed when it was given up or never announced, OutOfBlocks when there is no room in time.
         """
         deadline = asyncio.get_running_loop().time() + wait_s
-        handoff, sequence = await self._wait_announced(handoff_id, min(wait_s, ANNOUNCE_WAIT_S))
+        entry = await self._wait_announced(handoff_id, min(wait_s, ANNOUNCE_WAIT_S))
+        handoff = entry.handoff
         handoff.check_epoch(epoch)
-        if handoff.state is not HandoffState.ANNOUNCED:
-            raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
+        handoff.hear(Heard.OPEN)
         handoff.writer_id = writer_id
-        reservation = await self._reserve(handoff, sequence, deadline)
-        if handoff.is_over:  # given up while the engine was reserving
-            await self._free(handoff)
-            raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
+        try:
+            reservation = await self._reserve(entry, deadline)
+        except asyncio.CancelledError:  # the blocks may be its own all the same; why it ends is told by its own call
+            self._hear(entry, Heard.CLOSE)
+            raise
+        except Exception:
+            handoff.hear(Heard.REFUSED)
+            raise
+        if handoff.hear(Heard.GRANTED) is not HandoffState.RESERVED:  # given up while the engine was reserving
+            raise HandoffFailed(f"hand-off {handoff_id} has {handoff.outcome}")
         handoff.first_block, handoff.block_ids = reservation.first_block, list(reservation.block_ids)
-        handoff.move(HandoffState.RESERVED)
         self._server.grant(handoff.block_ids, epoch)
         return handoff
 
     async def commit(self, handoff_id: str, epoch: int, first_tokens: Rows[SampledToken], checksums: bytes) -> None:
         """All ranges are written: verify them and let the sequence run, one answer for each of ``first_tokens``.
 
-        Raises HandoffFailed, StaleEpoch, or ChecksumMismatch (the hand-off has failed then).
+        Raises HandoffFailed, StaleEpoch, InvalidRequest, or ChecksumMismatch (the hand-off has failed then).
         """
-        handoff, _, on_output = self._get(handoff_id)
+        entry = self._get(handoff_id)
+        handoff = entry.handoff
         handoff.check_epoch(epoch)
-        if handoff.state is not HandoffState.RESERVED or handoff_id in self._taking_in:
-            raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}, it cannot be committed")
-        self._server.revoke(handoff.block_ids)
         expected = checksums_from_wire(checksums)
+        handoff.hear(Heard.COMMIT)
         if expected.size != len(handoff.block_ids) * self._layout.num_layers:
-            await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
+            await self._give_up(entry, Heard.WRONG)
             raise InvalidRequest("checksums do not fit the blocks of the hand-off", "checksums")
-        work = asyncio.create_task(asyncio.to_thread(self._take_in, handoff.block_ids, expected))
-        self._taking_in[handoff_id] = work
-        work.add_done_callback(lambda _: self._taking_in.pop(handoff_id))
-        is_right = await asyncio.shield(work)
-        if handoff.is_over:  # given up meanwhile, and freed by whoever gave it up
-            raise HandoffFailed(f"hand-off {handoff_id} is {handoff.state}")
+        try:
+            is_right = await self._work_on(entry, lambda: self._take_in(handoff.block_ids, expected))
+        except asyncio.CancelledError:
+            self._hear(entry, Heard.CLOSE)
+            raise
+        except Exception:
+            await self._give_up(entry, Heard.WRONG)
+            raise
+        if handoff.is_over:  # given up meanwhile
+            raise HandoffFailed(f"hand-off {handoff_id} has {handoff.outcome}")
         if not is_right:
             self.checksum_mismatches += 1
-            await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
+            await self._give_up(entry, Heard.WRONG)
             raise ChecksumMismatch(f"hand-off {handoff_id}: bytes differ from what prefill computed")
-        handoff.move(HandoffState.COMMITTED)
+        handoff.hear(Heard.RIGHT)
         del self._handoffs[handoff_id]
-
-        def start(engine: Engine) -> None:
-            engine.start_reserved(handoff.request_id, first_tokens)
-
-        self._thread.listen(handoff.request_id, on_output)
-        # It is nobody's to give up any more: who stops waiting now must not keep it from starting, to be aborted then.
-        await asyncio.shield(asyncio.wrap_future(self._thread.call(start)))
         self.committed += 1
+        self._thread.listen(handoff.request_id, entry.on_output)
+        # It is nobody's to give up any more: who stops waiting now must not keep it from starting, to be aborted then.
+        await asyncio.shield(asyncio.wrap_future(self._thread.call(lambda engine: _start(engine, entry, first_tokens))))
 
     async def close(self, handoff_id: str, epoch: int, reason: str) -> None:
         """The writer has stopped for good. Idempotent: the hand-off may be over already."""
         entry = self._handoffs.get(handoff_id)
-        if entry is None or entry[0].epoch != epoch:
+        if entry is None or entry.handoff.epoch != epoch:
             return
-        handoff, _, on_output = entry
-        if handoff.is_over:
-            await self._free(handoff)
-            return
-        await self._fail(handoff, HandoffState.FAILED, writer_stopped=True)
-        on_output(HandoffFailed(f"the prefill node gave up the hand-off: {reason}"))
+        was_over = entry.handoff.is_over
+        self._hear(entry, Heard.CLOSE)
+        try:
+            await self._at_rest(entry)
+        finally:
+            if not was_over:
+                entry.on_output(HandoffFailed(f"the prefill node gave up the hand-off: {reason}"))
 
     async def abandon(self, handoff: Handoff, is_late: bool) -> None:
         """This side gives up: the client is gone, or the request ``is_late``. Idempotent."""
-        if not handoff.is_over:
-            state = HandoffState.EXPIRED if is_late else HandoffState.FAILED
-            await self._fail(handoff, state, writer_stopped=False)
+        entry = self._handoffs.get(handoff.handoff_id)
+        if entry is not None and entry.handoff is handoff:
+            await self._give_up(entry, Heard.GIVE_UP, is_late=is_late)
 
     def peer_gone(self, writer_id: str) -> None:
         """A writer's last connection ended: what it held can neither be written nor committed any more."""
-        for handoff, _, on_output in list(self._handoffs.values()):
-            if handoff.writer_id != writer_id:
+        for entry in list(self._handoffs.values()):
+            if entry.handoff.writer_id != writer_id:
                 continue
-            if handoff.is_quarantined:
-                self._later(self._free(handoff))
-            elif handoff.state is HandoffState.RESERVED:
-                self._later(self._fail(handoff, HandoffState.FAILED, writer_stopped=True))
-                on_output(HandoffFailed("the prefill node went away during the hand-off"))
+            was_over = entry.handoff.is_over
+            self._hear(entry, Heard.GONE)
+            if entry.handoff.is_over and not was_over:
+                entry.on_output(HandoffFailed("the prefill node went away during the hand-off"))
 
-    async def _reserve(self, handoff: Handoff, sequence: Sequence, deadline: float) -> Reservation:
+    # Where it gets to says what is next
+
+    def _hear(self, entry: _Entry, what: Heard, *, is_late: bool = False) -> None:
+        before = entry.handoff.state
+        state = entry.handoff.hear(what, is_late=is_late)
+        if state is before:
+            return
+        if state is HandoffState.REVOKING:
+            entry.giving_up = self._later(self._revoke(entry))
+        elif state is HandoffState.FREEING:
+            entry.giving_up = self._later(self._free(entry))
+
+    async def _give_up(self, entry: _Entry, what: Heard, *, is_late: bool = False) -> None:
+        self._hear(entry, what, is_late=is_late)
+        await self._at_rest(entry)
+
+    async def _at_rest(self, entry: _Entry) -> None:
+        """Return once it needs nothing more, or waits for its writer. It gets there, whoever waits for it."""
+        while entry.giving_up is not None and not entry.giving_up.done():
+            await asyncio.shield(entry.giving_up)
+
+    async def _revoke(self, entry: _Entry) -> None:
+        await self._work_on(entry, lambda: self._server.revoke(entry.handoff.block_ids))
+        if self._server.maps_memory(entry.handoff.writer_id):
+            log.debug("hand-off %s: %d blocks quarantined", entry.handoff.handoff_id, len(entry.handoff.block_ids))
+            self._hear(entry, Heard.COPYING)
+        else:
+            self._hear(entry, Heard.REVOKED)
+
+    async def _free(self, entry: _Entry) -> None:
+        handoff = entry.handoff
+        if entry.work is not None:
+            await asyncio.wait([entry.work])
+        if handoff.block_ids:  # whoever gets them next is granted them after this
+            await asyncio.to_thread(self._server.revoke, handoff.block_ids)
+        with contextlib.suppress(NodeUnavailable):  # no engine, no blocks
+            await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.request_id)))
+        self._hear(entry, Heard.EMPTIED)
+        del self._handoffs[handoff.handoff_id]
+
+    # Parts of these
+
+    async def _reserve(self, entry: _Entry, deadline: float) -> Reservation:
         """Once there is no room, first come is first served: short prompts would overtake a long one for ever."""
+        handoff, sequence = entry.handoff, entry.sequence
         place = (sequence.priority, next(self._places))
         refusal = OutOfBlocks("others wait for room before it")
         try:
@@ -184,43 +257,33 @@ class Receiver:
                     raise refusal
                 await asyncio.sleep(RESERVE_RETRY_S)
                 if handoff.is_over:
-                    raise HandoffFailed(f"hand-off {handoff.handoff_id} is {handoff.state}")
+                    raise HandoffFailed(f"hand-off {handoff.handoff_id} has {handoff.outcome}")
         finally:
             if place in self._line:
                 self._line.remove(place)
 
-    async def _wait_announced(self, handoff_id: str, wait_s: float) -> tuple[Handoff, Sequence]:
-        try:
-            async with asyncio.timeout(wait_s), self._announced:
-                await self._announced.wait_for(lambda: handoff_id in self._handoffs)
-        except TimeoutError:
-            raise HandoffFailed(f"hand-off {handoff_id} was not announced within {wait_s:.1f} s") from None
-        handoff, sequence, _ = self._handoffs[handoff_id]
-        return handoff, sequence
+    async def _wait_announced(self, handoff_id: str, wait_s: float) -> _Entry:
+        if handoff_id not in self._handoffs:
+            writer = (handoff_id, asyncio.Event())
+            self._early.add(writer)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await writer[1].wait()
+            except TimeoutError:
+                raise HandoffFailed(f"hand-off {handoff_id} was not announced within {wait_s:.1f} s") from None
+            finally:
+                self._early.discard(writer)
+        return self._get(handoff_id)
 
-    def _get(self, handoff_id: str) -> tuple[Handoff, Sequence, OnOutput]:
+    def _get(self, handoff_id: str) -> _Entry:
         try:
             return self._handoffs[handoff_id]
         except KeyError:
             raise HandoffFailed(f"hand-off {handoff_id} is not known here (any more)") from None
 
-    async def _fail(self, handoff: Handoff, state: HandoffState, *, writer_stopped: bool) -> None:
-        """End without a commit. Blocks that may still be written to are quarantined until the writer has stopped."""
-        was_reserved = handoff.state is HandoffState.RESERVED
-        handoff.move(state)
-        await asyncio.shield(self._later(self._give_up(handoff, was_reserved, writer_stopped)))
-
-    async def _give_up(self, handoff: Handoff, was_reserved: bool, writer_stopped: bool) -> None:
-        if was_reserved:
-            await asyncio.to_thread(self._server.revoke, handoff.block_ids)
-        if was_reserved and not writer_stopped and self._server.maps_memory(handoff.writer_id):
-            handoff.is_quarantined = True
-            log.debug("hand-off %s: %d blocks quarantined", handoff.handoff_id, len(handoff.block_ids))
-        else:
-            await self._free(handoff)
-
     def _take_in(self, block_ids: list[int], expected: Checksums) -> bool:
         """On a thread: whether the bytes are those that were sent. They are in the cache then."""
+        self._server.revoke(block_ids)
         memory, num_layers = self._mirror.memory, self._layout.num_layers
         parts = [range_checksums(memory[block].data, num_layers) for block in block_ids]
         if parts and not np.array_equal(np.concatenate(parts), expected):
@@ -228,19 +291,24 @@ class Receiver:
         self._mirror.to_device(block_ids).wait()
         return True
 
-    async def _free(self, handoff: Handoff) -> None:
-        """Also when whoever waits for it stops waiting: nobody else would do it."""
-        await asyncio.shield(self._later(self._let_go(handoff)))
+    async def _work_on(self, entry: _Entry, work: Callable[[], T]) -> T:
+        """On a thread, to its end, also when whoever waits for it stops waiting."""
+        entry.work = task = self._later(asyncio.to_thread(work))
+        return await asyncio.shield(task)
 
-    async def _let_go(self, handoff: Handoff) -> None:
-        if work := self._taking_in.get(handoff.handoff_id):  # still writing into the cache
-            await asyncio.wait([work])
-        handoff.is_quarantined = False
-        self._handoffs.pop(handoff.handoff_id, None)
-        await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.request_id)))
-
-    def _later(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _later(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken]) -> None:
+    """On the engine's thread. What it cannot start ends here: nobody else would give its blocks back."""
+    handoff = entry.handoff
+    try:
+        engine.start_reserved(handoff.request_id, first_tokens)
+    except MooncakeError as error:
+        entry.on_output(error)
+        engine.cancel_reserved(handoff.request_id)
+        raise

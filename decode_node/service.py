@@ -60,7 +60,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             adapter=request.adapter,
         )
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
-        await self._receiver.announce(handoff, sequence, on_output)
+        self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up
         self._generated.watch(sequence, [pool.control_address for pool in request.pools])
         num_open = sequence.sampling.num_answers
         started_s = 0.0
