@@ -169,8 +169,7 @@ class SamplingParams:
         _in_range("length_penalty", beams.length_penalty, -10.0, 10.0)
         if self.best_of not in (0, self.n):
             raise InvalidRequest("beam search ranks its n beams itself: best_of must be n", "best_of")
-        edits = self.needs_history or self.logit_bias or self.allowed_token_ids or self.bad_words
-        if edits or self.min_tokens or self.guide is not None:
+        if self.edits_logits:
             what = "penalties, logit_bias, allowed_token_ids, bad_words, min_tokens or guide"
             raise InvalidRequest(f"beam search takes no {what}: it ranks what the model says", "n")
 
@@ -197,6 +196,12 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether the choice depends on which tokens came before (penalties)."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything is added to the model's opinion before a token is chosen."""
+        edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens or self.needs_history
+        return bool(edits) or self.guide is not None
 
 
 def check_type(name: str, value: object, kind: type, words: str = "") -> None:

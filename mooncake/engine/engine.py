@@ -153,7 +153,6 @@ class Engine:
         first_block = self._scheduler.reserve(sequence)
         sequence.num_cached_tokens = first_block * self.config.block_tokens
         sequence.num_sealed = first_block
-        sequence.admitted_s = time.monotonic()
         self._roster.enter(sequence)
         return Reservation(first_block, sequence.block_table[first_block:])
 
@@ -288,11 +287,8 @@ class Engine:
 
     def _settle(self, plan: StepPlan) -> None:
         """Do what a plan has decided already, whether or not its step succeeds."""
-        now = time.monotonic()
         self.is_stalled = not (plan.entries or plan.failures or plan.has_preempted or self._outputs)
         self._copy_blocks(plan.copies)
-        for admission in plan.admissions:
-            admission.sequence.admitted_s = admission.sequence.admitted_s or now
         self._not_announced += plan.admissions
         for sequence, error in plan.failures:
             self._forget(sequence, error)
@@ -320,7 +316,7 @@ class Engine:
         wanted = logits if ends.rows == list(range(ends.num_rows)) else logits[ends.rows]
         tokens = self._sampler.sample(wanted, ends.answers) if ends.answers else []
         num_tokens = batch.tokens.shape[0]
-        self._advance(plan, num_tokens, started_s)
+        self._advance(plan, num_tokens)
         finished = self._take_tokens(ends.answers, tokens)
         for parent, *children in ends.families:
             self._fork(parent, [child for child in children if child not in finished])
@@ -354,9 +350,9 @@ class Engine:
                 finished.append(sequence)
         return finished
 
-    def _take_started(self, plan: StepPlan, tokens: list[int], num_tokens: int, started_s: float) -> list[Sequence]:
+    def _take_started(self, plan: StepPlan, tokens: list[int], num_tokens: int) -> list[Sequence]:
         """Likewise, of a step that was started and is done."""
-        self._advance(plan, num_tokens, started_s)
+        self._advance(plan, num_tokens)
         return self._take_tokens([entry.sequence for entry in plan.entries], zip(tokens, repeat(None)))
 
     def _give_up_ahead(self) -> None:
@@ -418,15 +414,13 @@ class Engine:
             if sequence.state is SequenceState.RUNNING and sequence.block_table:
                 hook.admitted(sequence, admission.to_load)
 
-    def _advance(self, plan: StepPlan, num_tokens: int, started_s: float) -> None:
+    def _advance(self, plan: StepPlan, num_tokens: int) -> None:
         """The step succeeded: its KV counts."""
         self._num_computed_tokens += num_tokens
         block_tokens = self.config.block_tokens
         for sequence, first, count, num_draft in plan.entries:
             sequence.num_computed = num_computed = first + count - num_draft
             sequence.is_loading = False
-            if not sequence.first_step_s:
-                sequence.first_step_s = started_s
             if (sequence.num_sealed + 1) * block_tokens <= num_computed:
                 self._seal(sequence)
 

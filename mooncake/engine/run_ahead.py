@@ -52,11 +52,11 @@ class RunAhead:
         scheduler: Scheduler,
         batches: BatchBuilder,
         costs: StepCosts,
-        take: Callable[[StepPlan, list[int], int, float], list[Sequence]],
+        take: Callable[[StepPlan, list[int], int], list[Sequence]],
         complete: Callable[[Sequence], None],
     ) -> None:
-        """``take`` is told a step's plan, its tokens, how many were computed and when it began, and returns whose last
-        token it was; ``complete`` has such a sequence leave."""
+        """``take`` is told a step's plan, its tokens and how many were computed, and returns whose last token it was;
+        ``complete`` has such a sequence leave."""
         self.num_steps = 0  # started before the one before was collected
         self._model = model
         self._cache = cache
@@ -166,7 +166,7 @@ class RunAhead:
         if min(drawn, default=0) < 0:
             raise InternalError("the model's logits are not finite")
         if drawn:
-            finished = self._take(plan, drawn, len(current.entries), current.started_s)
+            finished = self._take(plan, drawn, len(current.entries))
             self._costs.note(current.entries, len(current.entries), (time.monotonic() - current.started_s) * 1e3)
             try:
                 current.hook.end_step(plan)

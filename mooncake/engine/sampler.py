@@ -23,7 +23,7 @@ import torch
 from mooncake.engine.randomness import uniforms
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, InvalidRequest
-from mooncake.guides import Guides
+from mooncake.guides import Guides, GuideState
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import DRAW, CpuKernels
 from mooncake.types import SamplingParams, TokenLogprob
@@ -114,10 +114,11 @@ class Sampler:
         if self._guides is None:
             raise InternalError("this engine does not know the vocabulary that a guide needs")
         try:
-            if sequence.guide_state is None:
-                sequence.guide_state = self._guides.state(sequence.sampling.guide)
-            sequence.guide_state.follow(sequence.tokens[sequence.num_prompt :])
-            allowed = sequence.guide_state.allowed()
+            memory = _memory(sequence)
+            if memory.guide_state is None:
+                memory.guide_state = self._guides.state(sequence.sampling.guide)
+            memory.guide_state.follow(sequence.tokens[sequence.num_prompt :])
+            allowed = memory.guide_state.allowed()
         except InvalidRequest as error:  # the other sequences of the step have nothing to do with it
             sequence.failure = error
             return logits
@@ -219,6 +220,7 @@ class _Memory:
     def __init__(self) -> None:
         self.history: _History | None = None
         self.allowed: npt.NDArray[np.int64] | None = None
+        self.guide_state: GuideState | None = None
 
 
 def _memory(sequence: Sequence) -> _Memory:

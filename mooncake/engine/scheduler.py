@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.block_tables import BlockTables
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.engine.swap import SwapSpace
+from mooncake.engine.swap import Swapped, SwapSpace
 from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
 from mooncake.types import BlockKey
 
@@ -352,8 +352,9 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(num_cached * self._block_tokens, num_other)
         sequence.num_sealed = num_cached
-        if sequence.swapped:
-            sequence.num_computed = min(max(num_cached * self._block_tokens, sequence.num_swapped), num_other)
+        if sequence.swapped is not None:
+            num_kept = sequence.swapped.num_tokens
+            sequence.num_computed = min(max(num_cached * self._block_tokens, num_kept), num_other)
             return Admission(sequence, [])
         num_ready = max(num_cached, min(sequence.external_blocks, usable))
         sequence.num_computed = min(num_ready * self._block_tokens, num_other)
@@ -421,19 +422,21 @@ class Scheduler:
         filled = victim.block_table[: -(-victim.num_computed // self._block_tokens)]
         places = self.swap.take(len(filled), victim.num_computed) if filled and not victim.is_loading else []
         if places:
-            victim.swapped, victim.num_swapped = places, victim.num_computed
+            victim.swapped = Swapped(places, victim.num_computed)
             self.num_swapped_blocks += len(places)
             plan.copies += zip(filled, places, strict=True)
 
     def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
         """Back into its new blocks, but for those that were found in the cache."""
-        first = sequence.num_sealed
-        plan.copies += zip(sequence.swapped[first:], sequence.block_table[first:], strict=False)
-        self._drop_swapped(sequence)
+        if sequence.swapped is not None:
+            first = sequence.num_sealed
+            plan.copies += zip(sequence.swapped.places[first:], sequence.block_table[first:], strict=False)
+            self._drop_swapped(sequence)
 
     def _drop_swapped(self, sequence: Sequence) -> None:
-        self.swap.give_back(sequence.swapped)
-        sequence.swapped = []
+        if sequence.swapped is not None:
+            self.swap.give_back(sequence.swapped.places)
+            sequence.swapped = None
 
     def _give_blocks(self, sequence: Sequence, usable: int) -> int | None:
         """A table for all its tokens; returns how many of the first ``usable`` blocks were cached, None for no room."""

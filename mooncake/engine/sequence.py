@@ -6,18 +6,19 @@ tokens.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError
-from mooncake.guides import GuideState
 from mooncake.hashing import extend_chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
     from mooncake.engine.speculation import DraftMemory
+    from mooncake.engine.swap import Swapped
 
 
 class SequenceState(StrEnum):
@@ -39,144 +40,107 @@ ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to compute."""
+    """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to compute.
 
-    __slots__ = (
-        "_buffer",
-        "_full_length",
-        "adapter",
-        "admitted_s",
-        "arrival",
-        "block_keys",
-        "block_table",
-        "chain_seed",
-        "choice",
-        "draft_memory",
-        "draw",
-        "edits_logits",
-        "external_blocks",
-        "failure",
-        "first_step_s",
-        "guide_state",
-        "has_forked",
-        "hold_blocks",
-        "is_beam",
-        "is_first_leg",
-        "is_loading",
-        "is_parked",
-        "is_plain",
-        "last_token",
-        "num_cached_tokens",
-        "num_computed",
-        "num_preemptions",
-        "num_prompt",
-        "num_sealed",
-        "num_swapped",
-        "num_tokens",
-        "num_writable",
-        "priority",
-        "prompt_logprobs",
-        "request_id",
-        "root_id",
-        "row",
-        "sampler_memory",
-        "sampling",
-        "state",
-        "stop_ids",
-        "swapped",
-    )
+    It is given the prompt (``num_prompt`` tokens) and what was generated before a retry. ``max_model_len`` bounds
+    prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine after so many new tokens.
+    Raises InvalidRequest, ContextTooLong.
+    """
 
-    def __init__(
-        self,
-        request_id: str,
-        tokens: TokenIds,
-        num_prompt: int,
-        sampling: SamplingParams,
-        chain_seed: bytes,
-        *,
-        eos_ids: tuple[int, ...],
-        max_model_len: int,
-        num_to_sample: int | None = None,
-        external_blocks: int = 0,
-        hold_blocks: bool = False,
-        priority: int = 0,
-        adapter: int = -1,
+    # What is asked for
+
+    request_id: str
+    given_tokens: InitVar[TokenIds]
+    num_prompt: int
+    sampling: SamplingParams
+    chain_seed: bytes  # of its blocks' names: its adapter's own
+    _: KW_ONLY
+    eos_ids: InitVar[tuple[int, ...]]
+    max_model_len: InitVar[int]
+    num_to_sample: InitVar[int | None] = None
+    external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
+    hold_blocks: bool = False  # keep them at the end, until they are released
+    priority: int = 0  # lower ones run first
+    adapter: int = -1  # a place in the model's list of them; -1: none
+    is_first_leg: bool = field(init=False)  # another engine goes on with it
+    edits_logits: bool = field(init=False)
+    is_plain: bool = field(init=False)  # whether the model's most likely token is all that it asks for
+    stop_ids: frozenset[int] = field(init=False)
+
+    # Its tokens, prompt and answer
+
+    num_tokens: int = field(init=False)
+    last_token: int = field(init=False)
+    prompt_logprobs: list[TokenLogprob] | None = field(init=False)  # of its tokens but the first
+    _buffer: TokenIds = field(init=False)
+    _full_length: int = field(init=False)  # tokens, at which it ends in this engine
+
+    # Where it stands
+
+    state: SequenceState = field(default=SequenceState.WAITING, init=False)
+    arrival: int = field(default=0, init=False)  # order of arrival in this engine
+    num_computed: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)  # found in this engine's own cache when first admitted
+    num_preemptions: int = field(default=0, init=False)
+
+    # Its blocks
+
+    block_table: list[int] = field(default_factory=list, init=False)
+    block_keys: list[BlockKey] = field(default_factory=list, init=False)  # of the full blocks
+    num_sealed: int = field(default=0, init=False)  # blocks
+    num_writable: int = field(default=0, init=False)  # tokens, of which the next needs no look whose its block is
+    is_loading: bool = field(default=False, init=False)  # blocks of the table are still on their way from elsewhere
+    row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
+    swapped: Swapped | None = field(default=None, init=False)  # where its blocks wait while it has none
+
+    # Its family: the answers to one prompt, or the beams of one search
+
+    root_id: str = field(init=False)  # of the request that asked for them
+    choice: int = field(default=0, init=False)  # which of the answers this is
+    is_beam: bool = field(init=False)
+    has_forked: bool = field(init=False)  # the others run on their own
+    is_parked: bool = field(default=False, init=False)  # computed to its end, and waits for its search's other beams
+
+    # What others keep here of it: the sampler, and who guesses tokens
+
+    draw: bytes = field(default=b"", init=False)
+    sampler_memory: object = field(default=None, init=False)
+    failure: MooncakeError | None = field(default=None, init=False)  # why its next token cannot be drawn: it ends
+    draft_memory: DraftMemory | None = field(default=None, init=False)
+
+    def __post_init__(
+        self, given_tokens: TokenIds, eos_ids: tuple[int, ...], max_model_len: int, num_to_sample: int | None
     ) -> None:
-        """``tokens`` are the prompt (``num_prompt`` of them) and what was generated before a retry.
-
-        ``max_model_len`` bounds prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine
-        after so many new tokens; ``external_blocks`` leading blocks can be loaded from elsewhere at admission;
-        ``hold_blocks`` keeps the blocks at the end until they are released; who has a lower ``priority`` runs first;
-        ``adapter`` is a place in the model's list of them (-1: none), and ``chain_seed`` must be that adapter's own.
-        Raises InvalidRequest, ContextTooLong.
-        """
-        num_tokens = len(tokens)
+        sampling, num_prompt, num_tokens = self.sampling, self.num_prompt, len(given_tokens)
         if not 1 <= num_prompt <= num_tokens:
             raise InvalidRequest(f"a prompt of {num_prompt} tokens in {num_tokens} tokens is not possible", "prompt")
         if num_tokens - num_prompt >= sampling.max_tokens:
             raise InvalidRequest("the answer is complete already", "max_tokens")
         if num_to_sample is not None and num_to_sample < 1:
             raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
-        if external_blocks < 0:
+        if self.external_blocks < 0:
             raise InvalidRequest("external_blocks must not be negative", "external_blocks")
-        self.request_id = request_id
-        self.root_id = request_id  # of the request that asked for several answers
-        self.choice = 0  # which of them this is
-        self.is_beam = sampling.beam_search is not None
-        self.has_forked = sampling.num_answers == 1 or self.is_beam  # the others run on their own
-        scores_prompt = sampling.prompt_logprobs is not None and num_tokens == num_prompt
-        self.prompt_logprobs: list[TokenLogprob] | None = [] if scores_prompt else None  # of its tokens but the first
-        self.is_first_leg = num_to_sample is not None  # another engine goes on with it
-        self.is_parked = False  # computed to its end, and waits for the other beams of its search
-        self.num_prompt = num_prompt
-        self.sampling = sampling
-        self.edits_logits = bool(  # whether the request adds anything to the model's opinion
-            sampling.logit_bias
-            or sampling.needs_history
-            or sampling.min_tokens
-            or sampling.guide
-            or sampling.allowed_token_ids
-            or sampling.bad_words
-        )
-        self.is_plain = (  # whether the model's most likely token is all that it asks for
-            sampling.is_greedy and not self.edits_logits and sampling.logprobs is None
-        )
-        self.chain_seed = chain_seed
-        self.external_blocks = external_blocks
-        self.hold_blocks = hold_blocks
-        self.priority = priority
-        self.adapter = adapter
+        self.is_first_leg = num_to_sample is not None
+        self.edits_logits = sampling.edits_logits
+        self.is_plain = sampling.is_greedy and not self.edits_logits and sampling.logprobs is None
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
+
         self.num_tokens = num_tokens
-        self._full_length = num_prompt + sampling.max_tokens  # tokens, at which it ends in this engine
+        self.last_token = int(given_tokens[-1])
+        scores_prompt = sampling.prompt_logprobs is not None and num_tokens == num_prompt
+        self.prompt_logprobs = [] if scores_prompt else None
+        self._full_length = num_prompt + sampling.max_tokens
         if num_to_sample is not None:
             self._full_length = min(self._full_length, num_tokens + num_to_sample)
         self.limit_length(max_model_len)
         self._buffer = np.empty(min(self._full_length, 2 * num_tokens + 64), np.uint32)
-        self._buffer[:num_tokens] = tokens
-        self.last_token = int(tokens[-1])
-        self.num_computed = 0
-        self.block_keys: list[BlockKey] = []  # of the full blocks
-        self.block_table: list[int] = []
-        self.num_writable = 0  # leading tokens of which the next may be written without asking whose its block is
-        self.num_sealed = 0  # blocks
-        self.swapped: list[int] = []  # where its blocks wait while it has none; their KV is of ``num_swapped`` tokens
-        self.num_swapped = 0
-        self.is_loading = False  # blocks of the table are still on their way from elsewhere
-        self.state = SequenceState.WAITING
-        self.arrival = 0  # order of arrival in this engine
-        self.row = -1  # in the scheduler's array of block tables
-        self.sampler_memory: object = None  # of the sampler alone
-        self.draw = b""  # likewise
-        self.guide_state: GuideState | None = None  # likewise
-        self.failure: MooncakeError | None = None  # why the sampler could not draw its next token: it ends
-        self.draft_memory: DraftMemory | None = None  # of speculation alone
+        self._buffer[:num_tokens] = given_tokens
 
-        self.num_cached_tokens = 0  # found in this engine's own cache when first admitted
-        self.num_preemptions = 0
-        self.admitted_s = 0.0  # monotonic, as the next one; 0 until it happens
-        self.first_step_s = 0.0
+        self.root_id = self.request_id
+        self.is_beam = sampling.beam_search is not None
+        self.has_forked = sampling.num_answers == 1 or self.is_beam
 
     def __repr__(self) -> str:
         return f"<Sequence {self.request_id} {self.state} {self.num_computed}/{self.num_tokens} tokens>"
@@ -251,29 +215,21 @@ class Sequence:
 
     def spawn(self, choice: int) -> Sequence:
         """Another answer to the same prompt, from the tokens so far; it has no blocks yet."""
-        child = Sequence(
-            f"{self.root_id}#{choice}",
-            self.tokens,
-            self.num_prompt,
-            self.sampling.for_answer(choice),
-            self.chain_seed,
-            eos_ids=tuple(self.stop_ids),
-            max_model_len=self._full_length,
-            priority=self.priority,
-            adapter=self.adapter,
-        )
-        child.root_id, child.choice = self.root_id, choice
-        child.prompt_logprobs = None  # those of the first answer are enough
-        child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
+        child = self._relative(f"{self.root_id}#{choice}", self.tokens, self.sampling.for_answer(choice))
+        child.choice = choice
         return child
 
     def branch(self, number: int, token_id: int) -> Sequence:
         """Another beam: the tokens so far, and ``token_id``; it has no blocks yet."""
+        tokens = np.append(self.tokens, np.uint32(token_id))
+        return self._relative(f"{self.root_id}@{number}", tokens, self.sampling)
+
+    def _relative(self, name: str, tokens: TokenIds, sampling: SamplingParams) -> Sequence:
         child = Sequence(
-            f"{self.root_id}@{number}",
-            np.append(self.tokens, np.uint32(token_id)),
+            name,
+            tokens,
             self.num_prompt,
-            self.sampling,
+            sampling,
             self.chain_seed,
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
@@ -281,8 +237,7 @@ class Sequence:
             adapter=self.adapter,
         )
         child.root_id = self.root_id
-        child.prompt_logprobs = None
-        child.admitted_s, child.first_step_s = self.admitted_s, self.first_step_s
+        child.prompt_logprobs = None  # those of the first answer are enough
         return child
 
     @property

@@ -6,7 +6,17 @@ the memory has to know. It learns what copies and computing cost here; it must n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 DECAY = 0.9  # of what was measured before, at each new measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Where a sequence's leading blocks wait."""
+
+    places: list[int]
+    num_tokens: int  # whose KV they hold
 
 
 class SwapSpace:
