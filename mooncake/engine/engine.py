@@ -90,10 +90,10 @@ class Engine:
             cache.num_places,
         )
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
-        self._batches = BatchBuilder(self._scheduler.tables, config.block_tokens, usual_tokens)
+        self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens)
         self._roster = Roster()
         self._num_computed_tokens = 0
-        self._costs = StepCosts(config, self._scheduler.swap)
+        self._costs = StepCosts(config, self._scheduler.blocks.swap)
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
@@ -276,10 +276,10 @@ class Engine:
             blocks_cached=pool.num_cached,
             blocks_in_use=pool.num_in_use,
             preemptions=self._scheduler.num_preemptions,
-            swapped_blocks=self._scheduler.num_swapped_blocks,
-            forks=self._scheduler.num_forks,
-            shared_blocks=self._scheduler.num_shared_blocks,
-            copied_blocks=self._scheduler.num_copies,
+            swapped_blocks=self._scheduler.blocks.num_swapped,
+            forks=self._scheduler.blocks.num_forks,
+            shared_blocks=self._scheduler.blocks.num_shared,
+            copied_blocks=self._scheduler.blocks.num_copies,
             computed_tokens=self._num_computed_tokens,
             drafted_tokens=self._num_drafted,
             accepted_tokens=self._num_accepted,
@@ -298,7 +298,7 @@ class Engine:
         for source, target in copies:
             self.cache.copy_block(source, target)
         if copies:
-            self._scheduler.swap.note_copies(len(copies), (time.perf_counter() - started_s) * 1e3)
+            self._scheduler.blocks.swap.note_copies(len(copies), (time.perf_counter() - started_s) * 1e3)
 
     def _run(self, plan: StepPlan, hook: StepHook) -> None:
         started_s = time.monotonic()
@@ -373,7 +373,7 @@ class Engine:
             ends = bool(self._take_tokens([sequence], self._sampler.sample(logits[place : place + 1], [sequence])))
         if (sequence.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
             self._seal(sequence)
-        self._scheduler.roll_back(sequence)
+        self._scheduler.blocks.roll_back(sequence)
         assert sequence.draft_memory is not None
         sequence.draft_memory.judge(len(draft), num_accepted, sequence.num_tokens)
         self._num_drafted += len(draft)

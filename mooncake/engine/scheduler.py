@@ -16,9 +16,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.block_tables import BlockTables
+from mooncake.engine.holdings import Holdings
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.engine.swap import Swapped, SwapSpace
 from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
 from mooncake.types import BlockKey
 
@@ -85,18 +84,12 @@ class Scheduler:
         """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of preempted
         sequences that can be kept."""
         self.pool = pool
-        self.swap = SwapSpace(pool.num_blocks, num_places)
+        self.blocks = Holdings(pool, max_sequences, max_model_len, num_places)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # whose turn comes first, first; the queue as well
         self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
         self.drafts = False  # whether to ask it
         self.num_preemptions = 0
-        self.num_swapped_blocks = 0  # kept while their sequences were preempted
-        self.num_forks = 0  # sequences that began over blocks of another one
-        self.num_shared_blocks = 0  # full ones, which they will never copy
-        self.num_copies = 0  # of blocks, because someone else would have seen a write
-        max_blocks = -(-max_model_len // pool.block_tokens)
-        self.tables = BlockTables(max_sequences, max_blocks)
         self._block_tokens = pool.block_tokens
         self._max_sequences = max_sequences
         self._max_waiting = max_waiting
@@ -120,14 +113,15 @@ class Scheduler:
         Raises OutOfBlocks when there is no room now; it has to make way for sequences that wait for their blocks back.
         """
         self._check_fits_at_all(sequence)
-        if not self.tables.has_room:
+        if not self.blocks.tables.has_room:
             raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
         if self.waiting and (self.waiting[0].num_preemptions or self.waiting[0].choice):
             raise OutOfBlocks("sequences that have begun here come first")
         sequence.extend_keys(self._block_tokens)
-        num_cached = self._give_blocks(sequence, len(sequence.block_keys))
+        num_cached = self.blocks.give(sequence, len(sequence.block_keys), self._headroom)
         if num_cached is None:
-            raise OutOfBlocks(f"{self._blocks_of(sequence)} blocks are needed, {self.pool.num_available} are available")
+            needed = self.blocks.num_needed(sequence)
+            raise OutOfBlocks(f"{needed} blocks are needed, {self.pool.num_available} are available")
         self._arrive(sequence)
         sequence.move(SequenceState.RESERVED)
         return num_cached
@@ -143,18 +137,10 @@ class Scheduler:
         When too many run, or the parent was put back, it waits for its turn, and finds then what of it is cached.
         """
         child.arrival = parent.arrival
-        if not self.tables.has_room or parent.state is not SequenceState.RUNNING:
+        if not self.blocks.tables.has_room or parent.state is not SequenceState.RUNNING:
             self._wait(child)
             return
-        child.num_computed = min(parent.num_computed, child.num_tokens - 1)
-        shared = parent.block_table[: -(-child.num_computed // self._block_tokens)]
-        self.pool.fork(shared)
-        self.num_forks += 1
-        self.num_shared_blocks += child.num_computed // self._block_tokens
-        parent.num_writable = 0
-        self._set_table(child, list(shared))
-        child.block_keys = parent.block_keys[: child.num_computed // self._block_tokens]
-        child.num_sealed = min(parent.num_sealed, child.num_computed // self._block_tokens)
+        self.blocks.share(parent, child)
         child.move(SequenceState.RUNNING)
         self._run(child)
 
@@ -164,21 +150,18 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        self._give_row_back(sequence)
-        self._drop_swapped(sequence)
+        self.blocks.forget_swapped(sequence)
         if hold:
+            self.blocks.take_row(sequence)
             sequence.move(SequenceState.HELD)
             return
         sequence.move(SequenceState.FINISHED)
-        self._give_blocks_back(sequence)
+        self.blocks.take_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """From running back to its place in the queue, without its blocks; its tokens stay."""
         self.running.remove(sequence)
-        self._give_row_back(sequence)
-        self._give_blocks_back(sequence)
-        sequence.num_computed = sequence.num_sealed = 0
-        sequence.is_loading = False
+        self._take_blocks_back(sequence)
         sequence.move(SequenceState.WAITING)
         self._wait(sequence)
 
@@ -232,21 +215,11 @@ class Scheduler:
         new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.num_writable]
         if len(new) > self.pool.num_available:
             return False
+        if any(self.blocks.needs_copy(sequence, position) for sequence, position in new):
+            return False
         for sequence, position in new:
-            held = sequence.block_table[position // self._block_tokens :]
-            if held and self.pool.needs_copy(held[0]):
-                return False
-        for sequence, position in new:
-            self._make_writable(sequence, position, StepPlan())
+            self.blocks.make_writable(sequence, position, [])
         return True
-
-    def roll_back(self, sequence: Sequence) -> None:
-        """Give blocks back that only wrong guesses needed."""
-        needed = -(-sequence.num_computed // self._block_tokens)
-        if needed < len(sequence.block_table):
-            self.pool.release(sequence.block_table[needed:])
-            del sequence.block_table[needed:]
-            sequence.num_writable = 0
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> int:
         """The next part of running prompts, each in its turn. Returns the rest of the budget (tokens).
@@ -257,7 +230,7 @@ class Scheduler:
             return budget
         prompts = [s for s in self.running if (not s.is_decoding or s.is_loading) and not s.is_parked]
         behind = sum(s.num_tokens - s.num_computed for s in prompts)
-        behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self.tables.has_room else 0
+        behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self.blocks.tables.has_room else 0
         for sequence in prompts:
             behind -= sequence.num_tokens - sequence.num_computed
             left_to_others = min(budget // 2, behind) // self._block_tokens * self._block_tokens
@@ -297,11 +270,11 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
         """Let in whom there is room for. Returns the rest of the budget."""
-        while self.tables.has_room and budget > 0:
+        while self.blocks.tables.has_room and budget > 0:
             sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
             if sequence is None:
                 break
-            if self._blocks_of(sequence) > self.pool.num_blocks:  # it grew, was preempted, and fits no more
+            if self.blocks.num_needed(sequence) > self.pool.num_blocks:  # it grew, was preempted, and fits no more
                 plan.failures.append((sequence, self._never_fits(sequence)))
                 self.finish(sequence)
                 continue
@@ -310,12 +283,12 @@ class Scheduler:
                 break
             planned = self._plan_chunk(sequence, budget, plan)
             if planned == 0:  # not within what is left of this step
-                self._take_admission_back(sequence)
+                self._take_blocks_back(sequence)
                 break
             self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
-            self._swap_in(sequence, plan)
+            self.blocks.swap_in(sequence, plan.copies)
             if sequence.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is somebody's, too
                 self._make_writable(sequence, sequence.num_computed, plan)
             plan.admissions.append(admission)
@@ -326,26 +299,16 @@ class Scheduler:
     def may_admit(self) -> bool:
         """Whether the next plan may let somebody in, or tell that he never fits."""
         sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
-        if sequence is None or not self.tables.has_room:
+        if sequence is None or not self.blocks.tables.has_room:
             return False
-        has_room = self._cached_of(sequence, self._usable(sequence)) is not None
-        return has_room or self._blocks_of(sequence) > self.pool.num_blocks
-
-    def _usable(self, sequence: Sequence) -> int:
-        """How many leading blocks need not be computed if they are cached. The last token is, whatever is cached: into
-        a copy of its block, if there is room for one."""
-        sequence.extend_keys(self._block_tokens)
-        if sequence.is_scoring:
-            return 0
-        usable = len(sequence.block_keys)
-        if usable * self._block_tokens < sequence.num_tokens or self.pool.match(sequence.block_keys) < usable:
-            return usable
-        return usable if self._has_room(sequence, usable, num_copies=1) else usable - 1
+        usable = self.blocks.num_usable(sequence, self._headroom)
+        has_room = self.blocks.num_cached(sequence, usable, self._headroom) is not None
+        return has_room or self.blocks.num_needed(sequence) > self.pool.num_blocks
 
     def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
         """Blocks for all tokens: cached ones, ones to load, ones to compute."""
-        usable = self._usable(sequence)
-        num_cached = self._give_blocks(sequence, usable)
+        usable = self.blocks.num_usable(sequence, self._headroom)
+        num_cached = self.blocks.give(sequence, usable, self._headroom)
         if num_cached is None:
             return None
         num_other = sequence.num_tokens - 1
@@ -362,40 +325,26 @@ class Scheduler:
         to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_ready)]
         return Admission(sequence, to_load)
 
-    def _take_admission_back(self, sequence: Sequence) -> None:
-        self._give_row_back(sequence)
-        self._give_blocks_back(sequence)
+    def _take_blocks_back(self, sequence: Sequence) -> None:
+        """And with them what it has computed."""
+        self.blocks.take_back(sequence)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.is_loading = False
 
-    # Blocks
+    # Who gives way
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks that stay free at admission."""
+        return -(-self.pool.num_blocks // HEADROOM) if self.running else 0
 
     def _make_writable(self, sequence: Sequence, position: int, plan: StepPlan) -> bool:
-        """See to it that ``position`` can be written: a block is there, and nobody else would see the write.
-
-        False when the sequence itself had to give way.
-        """
-        index = position // self._block_tokens
-        table = sequence.block_table
-        is_new = index == len(table)
-        if not is_new and not self.pool.needs_copy(table[index]):
-            sequence.num_writable = (index + 1) * self._block_tokens
-            return True
-        while self.pool.num_available == 0:
+        """As ``Holdings.make_writable``, with others giving way. False when the sequence itself had to."""
+        while not self.blocks.make_writable(sequence, position, plan.copies):
             victim = self._victim(sequence)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        [block_id] = self.pool.allocate(1)
-        if is_new:
-            table.append(block_id)
-        else:
-            plan.copies.append((table[index], block_id))
-            self.num_copies += 1
-            self.pool.release([table[index]])
-            table[index] = block_id
-        self.tables.put(sequence.row, index, block_id)
-        sequence.num_writable = (index + 1) * self._block_tokens
         return True
 
     def _victim(self, asking: Sequence) -> Sequence:
@@ -413,65 +362,11 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         plan.has_preempted = True
-        self._swap_out(victim, plan)
+        self.blocks.swap_out(victim, plan.copies)
         self.put_back(victim)
         plan.entries[:] = [entry for entry in plan.entries if entry.sequence is not victim]
 
-    def _swap_out(self, victim: Sequence, plan: StepPlan) -> None:
-        """Keep what it has computed, if there is room and copying is cheaper than computing it again."""
-        filled = victim.block_table[: -(-victim.num_computed // self._block_tokens)]
-        places = self.swap.take(len(filled), victim.num_computed) if filled and not victim.is_loading else []
-        if places:
-            victim.swapped = Swapped(places, victim.num_computed)
-            self.num_swapped_blocks += len(places)
-            plan.copies += zip(filled, places, strict=True)
-
-    def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Back into its new blocks, but for those that were found in the cache."""
-        if sequence.swapped is not None:
-            first = sequence.num_sealed
-            plan.copies += zip(sequence.swapped.places[first:], sequence.block_table[first:], strict=False)
-            self._drop_swapped(sequence)
-
-    def _drop_swapped(self, sequence: Sequence) -> None:
-        if sequence.swapped is not None:
-            self.swap.give_back(sequence.swapped.places)
-            sequence.swapped = None
-
-    def _give_blocks(self, sequence: Sequence, usable: int) -> int | None:
-        """A table for all its tokens; returns how many of the first ``usable`` blocks were cached, None for no room."""
-        num_cached = self._cached_of(sequence, usable)
-        if num_cached is None:
-            return None
-        table = self.pool.take_prefix(sequence.block_keys, num_cached)
-        self._set_table(sequence, table + self.pool.allocate(self._blocks_of(sequence) - num_cached))
-        return num_cached
-
-    def _cached_of(self, sequence: Sequence, usable: int) -> int | None:
-        """How many of its first ``usable`` blocks are cached; None when there is no room for the others."""
-        num_cached = self.pool.match(sequence.block_keys[:usable])
-        return num_cached if self._has_room(sequence, num_cached) else None
-
-    def _has_room(self, sequence: Sequence, num_cached: int, num_copies: int = 0) -> bool:
-        headroom = -(-self.pool.num_blocks // HEADROOM) if self.running else 0
-        left = self.pool.num_available - (self._blocks_of(sequence) - num_cached) - num_copies - headroom
-        if left < num_cached:  # those that nobody holds are part of what is available
-            left -= self.pool.num_idle(sequence.block_keys[:num_cached])
-        return left >= 0
-
-    def _set_table(self, sequence: Sequence, table: list[int]) -> None:
-        sequence.block_table = table
-        sequence.num_writable = 0
-        sequence.row = self.tables.enter(table)
-
-    def _give_blocks_back(self, sequence: Sequence) -> None:
-        table, sequence.block_table = sequence.block_table, []
-        self.pool.release(table)
-
-    def _give_row_back(self, sequence: Sequence) -> None:
-        if sequence.row >= 0:
-            self.tables.leave(sequence.row)
-            sequence.row = -1
+    # Small things
 
     def _arrive(self, sequence: Sequence) -> None:
         self._arrivals += 1
@@ -483,16 +378,14 @@ class Scheduler:
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_turn)
 
-    def _blocks_of(self, sequence: Sequence) -> int:
-        return -(-sequence.num_tokens // self._block_tokens)
-
     def _check_fits_at_all(self, sequence: Sequence) -> None:
-        if self._blocks_of(sequence) > min(self.pool.num_blocks, self.tables.ids.shape[1]):
+        if not self.blocks.can_ever_hold(sequence):
             raise self._never_fits(sequence)
 
     def _never_fits(self, sequence: Sequence) -> OutOfBlocks:
+        needed = self.blocks.num_needed(sequence)
         return OutOfBlocks(
-            f"{sequence.num_tokens} tokens need {self._blocks_of(sequence)} blocks of {self._block_tokens} tokens, "
+            f"{sequence.num_tokens} tokens need {needed} blocks of {self._block_tokens} tokens, "
             f"the whole cache has {self.pool.num_blocks}: raise kv_gb"
         )
 
