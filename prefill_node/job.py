@@ -23,7 +23,7 @@ from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import DeadlineExceeded, InternalError, KVLoadFailed, MooncakeError
+from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.hashing import extend_chain
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
@@ -251,6 +251,9 @@ class PrefillJob:
     # The outlets
 
     def _open_outlets(self, stored_blocks: int) -> None:
+        """Raises InvalidRequest for a request that is here already, so that nothing of that one is cleaned up."""
+        if self._id in self._shop.streamer.streams:
+            raise InvalidRequest(f"request {self._id} is here already", "handoff_id")
         outlets: list[tuple[Sink, Outbox]] = []
         if self._request.decode_address:
             self._handoff = Sink(f"hand-off {self._id}", self._layout, self._deadline)

@@ -1,0 +1,51 @@
+"""Requests on one prefill node that answers them as a whole: what one of them does is nothing to another."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from tiny_model import write_tiny_model
+
+from mooncake.config import load_config
+from mooncake.rpc import prefill_pb2, prefill_pb2_grpc
+from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
+from mooncake.rpc.server import Channels
+from mooncake.types import SamplingParams
+from prefill_node.node import PrefillNode
+
+PROMPT = [7 * i % 101 + 1 for i in range(150)]
+NUM_TOKENS = 300
+
+
+@pytest.mark.timeout(120)
+async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    settings = ["node.id=twice", f"model.path={tmp_path / 'model'}", "node.conductor='127.0.0.1:9'"]
+    node, channels = PrefillNode(load_config(None, [*settings, "prefill.kv_gb=0.05"])), Channels()
+    await node.start()
+    request = prefill_pb2.PrefillRequest(
+        handoff_id="h",
+        epoch=3,
+        tokens=tokens_to_wire(PROMPT),
+        num_prompt_tokens=len(PROMPT),
+        sampling=sampling_to_wire(SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)),
+    )
+    stub = prefill_pb2_grpc.PrefillStub(channels.get(node.control_address))
+    try:
+        indices = []
+        async for response in stub.Run(request, timeout=60):
+            if response.HasField("first_token"):
+                indices.append(response.first_token.index)
+            if len(indices) == 1:
+                with pytest.raises(grpc.aio.AioRpcError, match="h is here already"):
+                    await anext(aiter(stub.Run(request, timeout=60)))
+        assert indices == list(range(NUM_TOKENS))
+        await asyncio.wait_for(node.drained(), 10)
+        assert node.host.engine.block_pool.num_in_use == 0
+        assert not node.streamer.streams
+    finally:
+        await channels.close()
+        await node.stop()
