@@ -122,7 +122,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         await self._receiver.abandon(handoff, is_late)
         if handoff.state is HandoffState.COMMITTED:  # else its blocks are the receiver's to free
             with contextlib.suppress(MooncakeError):
-                await asyncio.wrap_future(self._host.thread.call(lambda engine: engine.abort(handoff.request_id)))
+                await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))
 
     def _later(self, work: Any) -> None:
         """Clean up outside of the call, which may be cancelled at any await."""

@@ -27,7 +27,7 @@ not block."""
 
 
 class EngineThread:
-    """Starts at once. ``call``, ``add``, ``listen`` and ``stop`` may be used from any thread."""
+    """Starts at once. ``call``, ``add``, ``listen``, ``drop`` and ``stop`` may be used from any thread."""
 
     def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
         self.engine = engine
@@ -74,6 +74,15 @@ class EngineThread:
     def listen(self, request_id: str, on_output: OnOutput) -> None:
         """Have the tokens of a sequence that was not added here (a reserved one), before it starts."""
         self._listeners[request_id] = on_output
+
+    def drop(self, request_id: str) -> Future[None]:
+        """Nobody listens to the request any more: whatever is left of it ends."""
+
+        def drop(engine: Engine) -> None:
+            self._listeners.pop(request_id, None)
+            engine.abort(request_id)
+
+        return self.call(drop)
 
     def stop(self) -> None:
         """Return once the thread has ended; every sequence still here ends with NodeUnavailable. Idempotent."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -185,6 +187,23 @@ def test_a_reserved_sequence_is_listened_to_from_its_first_token(thread: EngineT
 
     thread.call(start).result(WAIT_S)
     assert inbox.answer() == [7]
+
+
+def test_nobody_is_kept_who_no_longer_listens(thread: EngineThread) -> None:
+    """While other requests keep the engine busy, and although no answer of this one has ended with a last token."""
+    thread.add(hash_sequence("other", random_prompt(3, 0), SamplingParams(max_tokens=190, temperature=0.0)), Inbox())
+    inbox = Inbox()
+    listener = weakref.ref(inbox)
+    thread.add(hash_sequence("r", random_prompt(5, 1), SamplingParams(max_tokens=190, temperature=0.0, n=2)), inbox)
+    assert isinstance(inbox.next(), StepOutput)
+    for choice in range(2):
+        thread.call(lambda engine, choice=choice: engine.end_choice("r", choice)).result(WAIT_S)
+    thread.drop("r").result(WAIT_S)
+    del inbox
+    gc.collect()
+    assert listener() is None
+    thread.drop("other").result(WAIT_S)
+    assert in_use(thread) == 0
 
 
 def test_errors_of_a_call_reach_the_caller(thread: EngineThread) -> None:
