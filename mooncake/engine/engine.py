@@ -33,7 +33,7 @@ from mooncake.engine.roster import Roster
 from mooncake.engine.run_ahead import RunAhead
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
-from mooncake.engine.searches import Searches, first_candidates, handed_candidates
+from mooncake.engine.searches import Searches, first_candidates, handed_candidates, rows_of
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
@@ -315,6 +315,7 @@ class Engine:
             logits = logits[: ends.num_rows]
         wanted = logits if ends.rows == list(range(ends.num_rows)) else logits[ends.rows]
         tokens = self._sampler.sample(wanted, ends.answers) if ends.answers else []
+        beams = rows_of(ends.beams, logits)
         num_tokens = batch.tokens.shape[0]
         self._advance(plan, num_tokens)
         finished = self._take_tokens(ends.answers, tokens)
@@ -324,7 +325,6 @@ class Engine:
             if self._confirm(sequence, draft, logits[row:], sequence in finished):
                 finished.append(sequence)
         self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
-        beams = [(sequence, logits[row]) for sequence, row in ends.beams]
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
         try:

@@ -6,6 +6,7 @@ two functions that it passes. It must not know about steps, logits' origin or wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.errors import InternalError
 from mooncake.types import SampledToken, TokenLogprob
 
 Row = torch.Tensor  # logits [V] float32
@@ -116,6 +118,14 @@ class Searches:
                 outputs.append(StepOutput(first.root_id, token, reason, choice, told))
         self.drop(first.root_id)
         return outputs
+
+
+def rows_of(beams: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[tuple[Sequence, Row]]:
+    """The row of each in ``logits`` [R, V]. Raises InternalError where one has no best token, as the sampler does."""
+    rows = [(sequence, logits[row]) for sequence, row in beams]
+    if not all(math.isfinite(float(row.max())) for _, row in rows):
+        raise InternalError("the model's logits are not finite")
+    return rows
 
 
 def first_candidates(sequence: Sequence, row: Row) -> SampledToken:

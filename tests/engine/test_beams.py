@@ -14,6 +14,7 @@ from mooncake import LLM
 from mooncake.engine.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.errors import Cancelled, InternalError, InvalidRequest
+from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
 
@@ -190,3 +191,21 @@ def test_what_beams_cannot_do_is_said() -> None:
         SamplingParams(n=2, beam_search=BeamSearch(), presence_penalty=1.0)
     with pytest.raises(InvalidRequest, match="n must be between"):
         SamplingParams(n=100, beam_search=BeamSearch())
+
+
+class Lost(HashModel):
+    """Has no opinion after the first step any more."""
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        logits = super().forward(batch, cache, hook)
+        return logits if len(self.batches) == 1 else logits * torch.nan
+
+
+def test_logits_that_are_not_finite_are_our_bug_in_a_search_too() -> None:
+    engine = hash_engine(model=Lost())
+    engine.add(hash_sequence("r", random_prompt(5, 0), beams(4)))
+    assert engine.step() == []
+    with pytest.raises(InternalError, match="not finite"):
+        run_all(engine)
+    engine.fail_all(InternalError("the step failed"))
+    assert engine.block_pool.num_in_use == 0 and not engine.is_open("r")
