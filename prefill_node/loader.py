@@ -131,11 +131,7 @@ class PrefixLoad:
             self._fail(KVLoadFailed(f"reading the stored prefix failed: {error!r}"))
         finally:
             self.load_ms = (time.monotonic() - started_s) * 1e3
-            for arrival in self._arrivals[-1:]:  # which is behind the others
-                arrival.wait()
-            with self._changed:
-                self._is_reading = False
-                self._changed.notify_all()
+            self._end_reading()
             if lease is not None:
                 self._release(lease, corrupt)
 
@@ -178,6 +174,17 @@ class PrefixLoad:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         self.transport = "converted"
         self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
+
+    def _end_reading(self) -> None:
+        """Whoever waits for that goes on, whatever becomes of the last copy."""
+        try:
+            for arrival in self._arrivals[-1:]:  # which is behind the others
+                arrival.wait()
+        except Exception:
+            log.exception("loading the prefix of %s", self.request_id)
+        with self._changed:
+            self._is_reading = False
+            self._changed.notify_all()
 
     def _is_loaded(self, layers: list[Arrival]) -> None:
         with self._changed:

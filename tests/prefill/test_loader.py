@@ -1,0 +1,81 @@
+"""The thread that reads prefixes, between a real segment and a cache that blocks do not get to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.checksum import range_checksums
+from kvstore.segment import Segment
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.server import SegmentServer
+from mooncake.engine.kv_cache import Arrival, KVCache
+from mooncake.types import BlockKey, KVLayout
+from prefill_node.foreign import ForeignLease
+from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
+NUM_BLOCKS = 4
+WAIT_S = 20.0
+
+
+class BrokenMirror:
+    """A copy to the device is only found to have failed when it is waited for, and the first one fails."""
+
+    def __init__(self) -> None:
+        self.memory = KVCache(LAYOUT, NUM_BLOCKS).memory
+        self.is_broken = True
+
+    def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        raise NotImplementedError
+
+    def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        return self
+
+    def wait(self) -> None:
+        if self.is_broken:
+            self.is_broken = False
+            raise RuntimeError("an unspecified launch failure")
+
+    def order(self) -> None:
+        pass
+
+
+def test_a_copy_that_fails_keeps_neither_its_request_nor_the_next_one_waiting() -> None:
+    segment = Segment.create("loads", LAYOUT.block_bytes, NUM_BLOCKS)
+    segment.array[:] = np.random.default_rng(0).integers(0, 256, segment.array.shape, dtype=np.uint8)
+    blocks = segment.array.reshape(NUM_BLOCKS, LAYOUT.block_bytes)
+    server, transfer, mirror = SegmentServer(segment, "store-t", ("shm",)), TransferEngine("prefill-t"), BrokenMirror()
+    server.start()
+    loader = Loader(transfer, mirror)
+    released = []
+
+    def lease() -> LeasedPrefix:
+        checksums = [range_checksums(block.data, LAYOUT.num_layers) for block in blocks]
+        return LeasedPrefix(server.address, [1], time.monotonic() + WAIT_S, list(range(NUM_BLOCKS)), checksums)
+
+    def release(given: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
+        released.append(given.lease_ids)
+
+    def load(name: str) -> PrefixLoad:
+        to_load = [BlockToLoad(i, i, BlockKey(bytes([i]) * 32)) for i in range(NUM_BLOCKS)]
+        return PrefixLoad(name, to_load, lease, release, LAYOUT, time.monotonic() + WAIT_S)
+
+    try:
+        loads = [load("first"), load("second")]
+        for each in loads:
+            loader.submit(each)
+        cancelling = threading.Thread(target=loads[0].cancel, daemon=True)
+        loads[1].wait(LAYOUT.num_layers - 1)
+        cancelling.start()
+        cancelling.join(WAIT_S)
+        assert not cancelling.is_alive(), "the engine's thread would wait for it for ever"
+        np.testing.assert_array_equal(mirror.memory, blocks)
+    finally:
+        loader.stop()
+        transfer.close()
+        server.stop()
+    assert released == [[1], [1]]
