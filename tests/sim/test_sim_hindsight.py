@@ -94,14 +94,14 @@ def test_with_hindsight_is_told_what_is_right_for_most_that_are_alike() -> None:
 
 
 def test_clients_that_come_back_when_told_are_let_in_then() -> None:
-    trace = [*prompts(60, every_ms=500.0), LATER]
-    simulation = Simulation(cluster(), trace, Run(jitter_s=0.0, returns=5))
+    trace = [*prompts(200, every_ms=500.0), TraceRequest(200_000.0, 600, 2, (10**6,))]
+    simulation = Simulation(cluster(), trace, Run(jitter_s=0.0, returns=2))
     results = simulation.run()
-    assert len(results.tellings) > 20, "half of them found no room at once"
-    assert (results.fate == Fate.DONE).mean() > 0.9
+    assert len(results.tellings) > 100, "half of them found no room at once"
+    assert (results.fate == Fate.DONE).mean() > 0.7
     assert np.median(telling_errors(results)) <= 0.25
     strangers = Simulation(cluster(), trace, Run(jitter_s=0.0)).run()
-    assert (strangers.fate == Fate.REJECTED).sum() > 20
+    assert (strangers.fate == Fate.REJECTED).sum() > 50
     assert not strangers.tellings
 
 
