@@ -8,6 +8,7 @@ from placing import Cluster
 
 from conductor.accounts import Ticket
 from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, _peak_tokens
+from conductor.fairness import Band
 from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
 from conductor.view import RequestFacts
@@ -33,13 +34,18 @@ class Door:
         return self.cluster.now
 
     def ask(
-        self, num_tokens: int = 640, max_tokens: int = 400, enter: bool = True, facts: RequestFacts | None = None
+        self,
+        num_tokens: int = 640,
+        max_tokens: int = 400,
+        enter: bool = True,
+        facts: RequestFacts | None = None,
+        band: Band = Band.NORMAL,
     ) -> tuple[bool, float, Ticket | None]:
         facts = facts or self.cluster.facts(num_tokens)
         scheduler = self.cluster.scheduler
         question = scheduler.ask(facts, self.now)
         placement = scheduler.answer(question)
-        verdict = self.admission.decide(question, placement, self.now, max_tokens)
+        verdict = self.admission.decide(question, placement, self.now, max_tokens, band)
         if not (verdict.is_admitted and enter):
             return verdict.is_admitted, verdict.retry_after_s, None
         ticket = scheduler.book(facts, placement, self.now)
@@ -248,5 +254,7 @@ def test_room_goes_to_who_was_told_to_come_now_and_not_to_a_stranger() -> None:
     stranger_goes_in, later_s, _ = door.ask(facts=another)
     assert not stranger_goes_in, "there is room, for somebody else"
     assert later_s > 0.0
+    assert not door.ask(600, band=Band.BATCH)[0]
+    assert door.ask(600, enter=False, band=Band.URGENT)[0], "what is urgent does not wait for anybody"
     assert door.ask(facts=one)[0]
     assert door.admission.stats.came_in_vain == 0

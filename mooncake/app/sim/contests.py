@@ -16,10 +16,10 @@ import numpy as np
 from conductor.policies import DEFAULT_POLICY, POLICIES
 from conductor.waits import MAX_RETRY_S
 from mooncake.app.sim import verdicts
-from mooncake.app.sim.cluster import load_preset
+from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run
 from mooncake.app.sim.findings import Finding, Row
-from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements
+from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, telling_errors
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import summarize
@@ -30,6 +30,7 @@ LOADS = (0.6, 0.9, 1.2)
 FULL_SPEED = {"conversation": 2.1, "synthetic": 1.3}  # at which the prefill machines of paper-16 are just busy
 OVERLOAD = 2.0
 ORACLE_REPLAYS = 200
+RETURNS = 2  # of a client that was refused: max_retries of OpenAI's
 RETRY_SHARE = 0.3  # of refusals that are asked again
 FALSE_REJECTION = "at most; false: put back with all else as it was, it meets its limits and nobody else misses theirs"
 DROPPED = "at most so much is asked: of who was computed and then refused, as arXiv 2407.00079 counts waste"
@@ -120,11 +121,12 @@ def overload(traces: Traces) -> Finding:
         Row("the same, the worst of other seeds", 1.1, worst, f"seeds {', '.join(map(str, OTHER_SEEDS))}"),
         Row("lookahead: prefill of dropped requests, %", 2.0, 100 * wasted["lookahead"], DROPPED),
         Row(f"lookahead: false rejections of {len(wrong)} replayed, %", 5.0, 100 * false_share, FALSE_REJECTION),
+        *_returning(cluster.with_conductor(admission="lookahead", max_tokens=2000), trace, options),
         Row(
-            "lookahead: retry time, median error, %",
-            25.0,
+            "nobody comes back: retry time, median error, %",
+            None,
             100 * retry_error,
-            f"of {len(errors)}; at most. In whole seconds as Retry-After has them; told {MAX_RETRY_S} where it is more",
+            f"of {len(errors)} that are asked again every second and never let in: what a stranger would find",
         ),
         Row("of those who would be let in within that time", None, 100 * soon_error, f"{is_soon.sum()}"),
         Row("of all, had each been told by all others' true waits", None, 100 * least_error, HINDSIGHT),
@@ -137,6 +139,27 @@ def overload(traces: Traces) -> Finding:
         rows,
         *verdicts.overload(rows),
     )
+
+
+def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
+    """The same with clients that come back when they are told to, as OpenAI's do: what they are told is a promise."""
+    simulation, summary = run(cluster, trace, replace(options, returns=RETURNS))
+    results = simulation.results
+    told_s = np.array([telling.told_s for telling in results.tellings])
+    errors, has_appointment = telling_errors(results), told_s < MAX_RETRY_S
+    return [
+        Row(
+            "clients come back: retry time, median error, %",
+            25.0,
+            100 * float(np.median(errors)),
+            f"of {len(errors)}, told to clients that come back {RETURNS} times; at most. In whole seconds as "
+            f"Retry-After has them; told, and true, {MAX_RETRY_S} where it is more",
+        ),
+        Row("of those told less, median, %", None, 100 * float(np.median(errors[has_appointment]))),
+        Row("of those told less, mean, %", None, 100 * float(errors[has_appointment].mean())),
+        Row("of those told less, let in when they came, %", None, 100 * float((errors[has_appointment] == 0.0).mean())),
+        Row("clients come back: goodput, %", None, 100 * summary.goodput, "times count from when they came"),
+    ]
 
 
 CROWD_LOAD, CROWD_FROM_S, CROWD_S, CROWD_BLOCKS = 0.4, 240.0, 120.0, 40
