@@ -13,6 +13,20 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """Tokens of a step whose KV lies in the cache already, as it was with nothing before their chunk."""
+
+    sources: torch.Tensor  # int64 [T]: the slot it lies in; -1: none
+    shifts: torch.Tensor  # int64 [T]: by how many positions the token stands behind the one it was computed at
+    share: float  # of these tokens, computed anew in all layers (``blend``)
+    ranks: torch.Tensor | None = None  # float32 [T]: those with the highest are; None: those whose KV deviates most
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.sources >= 0).sum())
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     tokens: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]: absolute position of each token in its sequence
@@ -22,6 +36,7 @@ class ForwardBatch:
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
     adapters: torch.Tensor | None = None  # int32 [B]: place of each sequence's adapter, -1: none; None: none has one
+    reuse: Reuse | None = None
 
     @classmethod
     def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:

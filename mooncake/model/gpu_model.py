@@ -305,7 +305,8 @@ class GpuModel:
 
     def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
         given = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
-        return ForwardBatch(**{name: self._moved(part.numpy()) for name, part in given.items() if part is not None})
+        moved: dict[str, Any] = {name: self._moved(part.numpy()) for name, part in given.items() if part is not None}
+        return ForwardBatch(**moved)
 
     # Graphs
 

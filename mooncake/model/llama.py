@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mooncake.checkpoint import ModelConfig
+from mooncake.errors import InternalError
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.blend import Blending
 from mooncake.model.cpu_decoder import CpuDecoder
 from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, matrix, vector, weight
-from mooncake.model.lora import AdapterLayers, LayerAdapter, Rows, adapter_of_rows, rows_by_adapter
+from mooncake.model.lora import AdapterLayers, LayerAdapter, adapter_of_rows, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
 
@@ -72,6 +74,8 @@ class CausalLM:
         afterwards. What the hook raises passes through, and the cache then holds a part of the step.
         """
         if self._fused is not None:
+            if batch.reuse is not None:
+                raise InternalError("a model whose layers are fused cannot blend")
             return self._fused.forward(batch, cache, hook)
         eps, kernels = self.config.rms_eps, self._kernels
         residual = self._embedding.rows(batch.tokens)
@@ -80,8 +84,15 @@ class CausalLM:
         last, adapt = len(self._layers) - 1, self._adapters.add
         adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
         rows = [] if adapters is None else rows_by_adapter(adapters)
+        blending = None if batch.reuse is None else Blending(batch, kernels, self._cos, self._sin)
         for index, layer in enumerate(self._layers):
-            mixed = self._attend(index, layer, normed, batch, cache_layers[index], hook, rows)
+            qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
+            query = self._write(index, layer, qkv, batch, cache_layers[index], hook, blending)
+            if blending is not None and (kept := blending.narrow(index, cache_layers[index])) is not None:
+                batch, query, residual = blending.batch, query[kept], residual[kept]
+                adapters = None if adapters is None else adapters[kept]
+                rows = [] if adapters is None else rows_by_adapter(adapters)
+            mixed = self._attend(query, batch, cache_layers[index])
             if index == last:  # behind the last attention, nobody asks for rows without logits
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
                 rows = [] if adapters is None else rows_by_adapter(adapters[batch.logit_rows])
@@ -93,19 +104,20 @@ class CausalLM:
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
         return self._head(normed).float()
 
-    def _attend(
+    def _write(
         self,
         index: int,
         layer: DecoderLayer,
-        normed: torch.Tensor,
+        qkv: torch.Tensor,
         batch: ForwardBatch,
         cache_layer: torch.Tensor,
         hook: LayerHook,
-        rows: Rows,
+        blending: Blending | None,
     ) -> torch.Tensor:
-        """Attention's output before its projection, ``[T, Hq * D]``, with the step's keys and values written."""
-        qkv = self._adapters.add(index, "qkv", normed, layer.qkv(normed), rows)
+        """Put the step's keys and values into the cache; returns the queries, ``[T, Hq, D]``."""
         hook.before_layer(index)
+        if blending is not None:
+            blending.fill(cache_layer)
         query = self._kernels.rope_write_kv(
             qkv,
             self._cos,
@@ -118,6 +130,10 @@ class CausalLM:
             self.config.rms_eps,
         )
         hook.after_layer(index)
+        return query
+
+    def _attend(self, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor) -> torch.Tensor:
+        """Attention's output before its projection, ``[T, Hq * D]``."""
         mixed = self._kernels.paged_attention(
             query,
             cache_layer,

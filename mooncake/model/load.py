@@ -44,9 +44,11 @@ def load_model(
     adapters: Sequence[Adapter] = (),
     key_scales: KeyScales | None = None,
     codes: Coding = "",
+    can_blend: bool = False,
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
     their places. ``codes`` is for the int8 codes that the checkpoint has itself, ``coding`` for all other weights.
+    ``can_blend``: takes batches with ``reuse``, which a fused pass does not.
 
     Raises ModelError when weights are missing, broken or of an unsupported kind.
     """
@@ -54,6 +56,8 @@ def load_model(
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = checkpoint.config
     family = OTHER_FAMILIES.get(config.architecture)
+    if can_blend and (family is not None or config.sliding_window or key_scales):
+        raise ModelError("chunks are blended for the Llama family, with full attention and without model.key_scales")
     if key_scales and adapters:
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
     if family is None:
@@ -61,7 +65,7 @@ def load_model(
         weights = load_weights(checkpoint, dtype, codes)
         if key_scales:
             weights = with_scaled_keys(weights, config, key_scales)
-        return CausalLM(config, weights, max_model_len, kernels, coding, adapters=layers)
+        return CausalLM(config, weights, max_model_len, kernels, coding, not can_blend, adapters=layers)
     if coding or adapters or key_scales:
         what = "int8 weights" if coding else "adapters" if adapters else "model.key_scales"
         raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")

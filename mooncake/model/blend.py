@@ -1,0 +1,146 @@
+"""Blending: KV of text chunks computed alone, put together to that of a prompt (CacheBlend, arXiv 2405.16444).
+
+Keys are turned to their new positions, for RoPE is a rotation. What they lack is what attention to the chunks before
+would have added, and that matters for few tokens. Layer 0 is computed for all of them; those whose fresh values of
+layer 1 differ most from the stored ones stay in the batch for the layers behind, fewer and fewer of them. A token that
+has left costs a copy a layer, its query is never computed. Tokens without stored KV stay to the end.
+
+What remains of a batch is a batch like any other: runs of adjacent tokens, each a sequence of its own over the same
+block table. It must not know requests, or where stored KV comes from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mooncake.kernels import Kernels
+from mooncake.kernels.reference import from_page_rows
+from mooncake.model.batch import ForwardBatch, Reuse
+
+FIRST_CHOICE = 1  # the layer at which tokens leave first: keys and values of layer 0 depend on nothing before them
+LAST_CHOICE = 10  # the layer from which on as few are left as were asked for
+FIRST_SURPLUS = 2.0  # so many times that stay at first
+
+
+def share_at(layer: int, share: float) -> float:
+    """Of the reused tokens, computed on behind the keys and values of ``layer``: more at first, for one layer's
+    deviation does not tell the next one's exactly."""
+    if layer < FIRST_CHOICE:
+        return 1.0
+    progress = min(1.0, (layer - FIRST_CHOICE) / (LAST_CHOICE - FIRST_CHOICE))
+    return min(1.0, share * (FIRST_SURPLUS + (1.0 - FIRST_SURPLUS) * progress))
+
+
+class Blending:
+    """One batch with reused tokens on its way through the layers. ``batch`` is what of it is still computed."""
+
+    def __init__(self, batch: ForwardBatch, kernels: Kernels, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """``kernels``, ``cos`` and ``sin`` [P, D / 2] are the model's."""
+        assert batch.reuse is not None
+        self.batch = batch
+        self._kernels, self._cos, self._sin = kernels, cos, sin
+        self._tables, self._adapters = batch.block_tables, batch.adapters
+        counts = batch.query_starts.diff().long()
+        self._owners = torch.repeat_interleave(
+            torch.arange(batch.num_sequences), counts
+        )  # [T] of the rows of ``batch``
+        reused = self._owners[batch.reuse.sources >= 0]
+        self._num_reused = torch.bincount(reused, minlength=batch.num_sequences).tolist()
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._left = (nothing, nothing, nothing)  # sources, slots and shifts of rows that are computed no more
+
+    def fill(self, cache_layer: torch.Tensor) -> None:
+        """Write this layer's KV of the tokens that are computed no more."""
+        copy_turned(self._kernels, cache_layer, *self._left, self._cos, self._sin)
+
+    def narrow(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
+        """Let tokens leave, now that the fresh KV of ``layer`` is written: its rows that stay; None: all."""
+        rows = self._staying(layer, cache_layer)
+        if rows is None:
+            return None
+        reuse = self._reuse
+        leaving = torch.ones(len(self.batch.tokens), dtype=torch.bool)
+        leaving[rows] = False
+        parts = (reuse.sources[leaving], self.batch.slots[leaving], reuse.shifts[leaving])
+        sources, slots, shifts = (torch.cat(pair) for pair in zip(self._left, parts, strict=True))
+        self._left = sources, slots, shifts
+        self._keep(rows)
+        return rows
+
+    @property
+    def _reuse(self) -> Reuse:
+        assert self.batch.reuse is not None
+        return self.batch.reuse
+
+    def _staying(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
+        reuse, share = self._reuse, share_at(layer, self._reuse.share)
+        wanted = [-(-int(count * share * 1e6) // 1_000_000) for count in self._num_reused]
+        candidates = reuse.sources >= 0
+        there = torch.bincount(self._owners[candidates], minlength=len(wanted)).tolist()
+        if there <= wanted:
+            return None
+        ranks = reuse.ranks if reuse.ranks is not None else deviations(cache_layer, reuse.sources, self.batch.slots)
+        stays = ~candidates
+        for owner, count in enumerate(wanted):
+            rows = (candidates & (self._owners == owner)).nonzero().flatten()
+            best = ranks[rows].topk(min(count, len(rows))).indices
+            stays[rows[best]] = True
+        return stays.nonzero().flatten()
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        """``batch`` becomes these rows of itself: each run of adjacent tokens a sequence, over its owner's blocks."""
+        batch, reuse = self.batch, self._reuse
+        self._owners = owners = self._owners[rows]
+        positions = batch.positions[rows]
+        is_first = torch.ones(len(rows), dtype=torch.bool)
+        is_first[1:] = (owners.diff() != 0) | (positions.diff() != 1)
+        starts = is_first.nonzero().flatten()
+        ends = torch.cat([starts[1:], torch.tensor([len(rows)])])
+        places = torch.full((len(batch.tokens),), -1)
+        places[rows] = torch.arange(len(rows))
+        self.batch = ForwardBatch(
+            tokens=batch.tokens[rows],
+            positions=positions,
+            query_starts=torch.cat([starts, ends[-1:]]).int(),
+            context_lens=(positions[ends - 1] + 1).int(),
+            block_tables=self._tables[owners[starts]],
+            slots=batch.slots[rows],
+            logit_rows=places[batch.logit_rows],
+            adapters=None if self._adapters is None else self._adapters[owners[starts]],
+            reuse=Reuse(
+                reuse.sources[rows],
+                reuse.shifts[rows],
+                reuse.share,
+                None if reuse.ranks is None else reuse.ranks[rows],
+            ),
+        )
+
+
+def deviations(cache_layer: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Float32 [T]: squared distance of the values in ``slots`` from those in ``sources``; 0 where there are none."""
+    block_tokens = cache_layer.shape[3]
+    result = torch.zeros(len(slots))
+    rows = (sources >= 0).nonzero().flatten()
+    fresh, stored = (
+        from_page_rows(cache_layer[places // block_tokens, 1, :, places % block_tokens])
+        for places in (slots[rows], sources[rows])
+    )
+    result[rows] = (fresh - stored).square().sum((1, 2))
+    return result
+
+
+def copy_turned(
+    kernels: Kernels,
+    cache_layer: torch.Tensor,
+    sources: torch.Tensor,
+    slots: torch.Tensor,
+    shifts: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Copy keys and values from slot to slot (int64 [T] each), the keys turned by ``shifts`` positions: the step that
+    computed ones go through, but that these come turned already, and without queries."""
+    block_tokens = cache_layer.shape[3]
+    if len(slots):
+        stored = from_page_rows(cache_layer[sources // block_tokens, :, :, sources % block_tokens])  # [T, 2, Hkv, D]
+        kernels.rope_write_kv(stored.flatten(1), cos, sin, shifts, cache_layer, slots)
