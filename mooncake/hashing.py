@@ -52,6 +52,12 @@ def chain_seed(fingerprint: str, salt: str = "", adapter: str = "") -> bytes:
     return hashlib.sha256(SCHEME + fields).digest()
 
 
+def chunk_seed(fingerprint: str, salt: str = "") -> bytes:
+    """The parent of every first block of a text chunk that was computed with nothing before it, to be put at any place
+    of a prompt (32 bytes). Never that of a prompt, though the first chunk of one has the same KV."""
+    return hashlib.sha256(chain_seed(fingerprint, salt) + b"chunk").digest()
+
+
 def extend_chain(parent: bytes, tokens: TokenIds, block_tokens: int) -> list[BlockKey]:
     """Keys of the full blocks of ``tokens``, given the key (or seed) before them. A partial last block has no key."""
     num_full = len(tokens) // block_tokens

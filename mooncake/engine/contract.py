@@ -180,5 +180,6 @@ class EngineLoad:
     shared_blocks: int  # full blocks that they did not have to hold a second time
     copied_blocks: int  # copies on write
     computed_tokens: int  # put through the model
+    blended_tokens: int  # of them, with KV that was there, so that most left it after the first layers
     drafted_tokens: int  # guesses
     accepted_tokens: int  # of them, that came true

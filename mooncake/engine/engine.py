@@ -92,7 +92,7 @@ class Engine:
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
         self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens)
         self._roster = Roster()
-        self._num_computed_tokens = 0
+        self._num_computed_tokens = self._num_blended_tokens = 0
         self._costs = StepCosts(config, self._scheduler.blocks.swap)
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
@@ -281,6 +281,7 @@ class Engine:
             shared_blocks=self._scheduler.blocks.num_shared,
             copied_blocks=self._scheduler.blocks.num_copies,
             computed_tokens=self._num_computed_tokens,
+            blended_tokens=self._num_blended_tokens,
             drafted_tokens=self._num_drafted,
             accepted_tokens=self._num_accepted,
         )
@@ -324,7 +325,10 @@ class Engine:
         for sequence, draft, row in ends.drafts:
             if self._confirm(sequence, draft, logits[row:], sequence in finished):
                 finished.append(sequence)
-        self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
+        if batch.reuse is None:
+            self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
+        else:  # no measure of other steps
+            self._num_blended_tokens += batch.reuse.num_tokens
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
         try:
@@ -427,7 +431,8 @@ class Engine:
     def _seal(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full now."""
         sequence.extend_keys(self.config.block_tokens)
-        keys, first, end = sequence.block_keys, sequence.num_sealed, sequence.num_computed // self.config.block_tokens
+        keys, first = sequence.block_keys, sequence.num_sealed
+        end = max(first, sequence.num_shareable // self.config.block_tokens)
         self.block_pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
         sequence.num_sealed = end
 

@@ -17,6 +17,7 @@ from mooncake.hashing import extend_chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
+    from mooncake.engine.blend import Blend
     from mooncake.engine.speculation import DraftMemory
     from mooncake.engine.swap import Swapped
 
@@ -94,6 +95,8 @@ class Sequence:
     is_loading: bool = field(default=False, init=False)  # blocks of the table are still on their way from elsewhere
     row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
     swapped: Swapped | None = field(default=None, init=False)  # where its blocks wait while it has none
+    blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
+    num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV was not put together so; None: all
 
     # Its family: the answers to one prompt, or the beams of one search
 
@@ -158,6 +161,11 @@ class Sequence:
     def is_scoring(self) -> bool:
         """Whether log-probabilities of its prompt are still to compute, for which every token has to be."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    @property
+    def num_shareable(self) -> int:
+        """Leading computed tokens whose KV is what these tokens make, so that others may find it by their names."""
+        return self.num_computed if self.num_exact is None else min(self.num_computed, self.num_exact)
 
     @property
     def num_left(self) -> int:
@@ -238,6 +246,7 @@ class Sequence:
         )
         child.root_id = self.root_id
         child.prompt_logprobs = None  # those of the first answer are enough
+        child.num_exact = self.num_exact
         return child
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mooncake.engine.blend import reuse_of
 from mooncake.engine.block_tables import BlockTables
 from mooncake.engine.scheduler import StepEntry
 from mooncake.model.batch import ForwardBatch
@@ -122,6 +123,7 @@ class BatchBuilder:
             slots=torch.from_numpy(slots),
             logit_rows=torch.from_numpy(logit_rows),
             adapters=_adapters(entries),
+            reuse=reuse_of(entries),
         )
         return batch, [entries[index] for index in complete]
 
