@@ -63,7 +63,7 @@ class GeneratedBlocks:
             watched = self._watched.get(sequence.root_id)
             if watched is None:
                 continue
-            filled = sequence.num_computed // self._block_tokens
+            filled = sequence.num_shareable // self._block_tokens
             first = watched.next_blocks.get(sequence.request_id)
             if first is None:  # what it shares was offered by whom it shares it with
                 first = max(watched.first_block, entry.first // self._block_tokens)

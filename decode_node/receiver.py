@@ -134,8 +134,16 @@ class Receiver:
         self._server.grant(handoff.block_ids, epoch)
         return handoff
 
-    async def commit(self, handoff_id: str, epoch: int, first_tokens: Rows[SampledToken], checksums: bytes) -> None:
-        """All ranges are written: verify them and let the sequence run, one answer for each of ``first_tokens``.
+    async def commit(
+        self,
+        handoff_id: str,
+        epoch: int,
+        first_tokens: Rows[SampledToken],
+        checksums: bytes,
+        num_exact: int | None = None,
+    ) -> None:
+        """All ranges are written: verify them and let the sequence run, one answer for each of ``first_tokens``. Blocks
+        behind the first ``num_exact`` tokens are nobody else's, nor are those that follow.
 
         Raises HandoffFailed, StaleEpoch, InvalidRequest, or ChecksumMismatch (the hand-off has failed then).
         """
@@ -166,7 +174,8 @@ class Receiver:
         self.committed += 1
         self._thread.listen(handoff.request_id, entry.on_output)
         # It is nobody's to give up any more: who stops waiting now must not keep it from starting, to be aborted then.
-        await asyncio.shield(asyncio.wrap_future(self._thread.call(lambda engine: _start(engine, entry, first_tokens))))
+        started = self._thread.call(lambda engine: _start(engine, entry, first_tokens, num_exact))
+        await asyncio.shield(asyncio.wrap_future(started))
 
     async def close(self, handoff_id: str, epoch: int, reason: str) -> None:
         """The writer has stopped for good. Idempotent: the hand-off may be over already."""
@@ -303,9 +312,10 @@ class Receiver:
         return task
 
 
-def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken]) -> None:
+def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
     """On the engine's thread. What it cannot start ends here: nobody else would give its blocks back."""
     handoff = entry.handoff
+    entry.sequence.num_exact = num_exact
     try:
         engine.start_reserved(handoff.request_id, first_tokens)
     except MooncakeError as error:

@@ -142,6 +142,11 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
 
 
+class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
+    blend_share: float = 0.0  # of text chunks met before at other places, so much is computed anew; 0: all, and exact
+    blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
+
+
 class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
     streams: int = 2  # TCP connections a peer
@@ -210,7 +215,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: DirectorySection = DirectorySection()
     store: StoreSection = StoreSection()
     pool_layout: PoolLayoutSection = PoolLayoutSection()
-    prefill: EngineSection = EngineSection()
+    prefill: PrefillSection = PrefillSection()
     decode: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
     cluster: ClusterSection = ClusterSection()
@@ -350,6 +355,7 @@ _NOT_NEGATIVE = (
     "conductor.balance_dwell_s",
     "conductor.balance_node_dwell_s",
     "prefill.chunk_tokens",
+    "prefill.blend_share",
     "prefill.swap_gb",
     "decode.swap_gb",
     "prefill.threads",
@@ -435,6 +441,10 @@ def _check_values(config: Config) -> None:
         device = getattr(config, name).device
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
             raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {device!r}')
+    if config.prefill.blend_share > 1:
+        raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
+    if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):
+        raise ConfigError("prefill.blend_share is for nodes that do nothing but prefill: not coupled, not switchable")
     if config.cluster.switchable and config.prefill.device != config.decode.device:
         raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if _is_wildcard(config.node.reached_at):

@@ -342,6 +342,7 @@ class PrefillReport:
     pool_bytes: int = 0  # to the KV pool
     transport: str = ""  # of the hand-off: "shm" | "tcp" | "rdma" | "" when there was none
     timings: Timings = field(default_factory=Timings)
+    blended_tokens: int = 0  # behind the prefix, put together from chunks that were computed alone: not exact
 
     @property
     def cached_tokens(self) -> int:

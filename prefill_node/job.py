@@ -38,6 +38,7 @@ from mooncake.rpc.convert import (
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
+from prefill_node.chunks import Chunk, ChunkDesk
 from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
 from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
@@ -66,13 +67,14 @@ class Workshop:
     stores: Outbox  # in the background
     store_at: Callable[[str], StoreClient]  # by its control address
     foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
+    chunks: ChunkDesk | None  # where prompts are blended from chunks
 
 
 class PrefillJob:
     """``responses`` once, then ``clean_up`` once, whatever happened in between."""
 
-    def __init__(self, shop: Workshop, request: pb.PrefillRequest, deadline: float) -> None:
-        """Raises InvalidRequest. ``deadline`` is monotonic (s)."""
+    def __init__(self, shop: Workshop, request: pb.PrefillRequest, deadline: float, *, is_chunk: bool = False) -> None:
+        """Raises InvalidRequest. ``deadline`` is monotonic (s); ``is_chunk``: the prompt is one."""
         self._shop = shop
         self._request = request
         self._deadline = deadline
@@ -82,7 +84,8 @@ class PrefillJob:
         host = shop.host
         self._layout = host.plan.layout
         self._id = request.handoff_id or request.request_id
-        seed = host.chain_seed(request.cache_salt, request.adapter)
+        self._is_chunk = is_chunk
+        seed = host.chunk_seed(request.cache_salt) if is_chunk else host.chain_seed(request.cache_salt, request.adapter)
         self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
         self._store = shop.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
@@ -97,6 +100,10 @@ class PrefillJob:
         self._sealing: asyncio.Task[None] | None = None  # once everything is computed
         self._stream: Stream | None = None
         self._held: list[int] = []  # blocks of a sequence that goes on here, with a reference for the pool's sink each
+        self._chunks: list[Chunk] = []  # of the prompt, to be blended
+        self._chunk_blocks: list[int] = []  # of theirs, with a reference for us each
+        self._blended_tokens = 0
+        self._num_exact: int | None = None  # leading tokens whose KV is not blended; None: all
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
@@ -107,6 +114,8 @@ class PrefillJob:
         await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
         own_blocks = 0 if self._foreign is not None else stored_blocks
+        if (chunks := self._shop.chunks) is not None and self._may_blend:
+            self._chunks = await chunks.bring(self._request, self._tokens, self._store, self._compute_alone)
         sequence = self._shop.host.sequence(
             self._id,
             self._tokens,
@@ -118,6 +127,7 @@ class PrefillJob:
             hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
+            is_chunk=self._is_chunk,
         )
         self._open_outlets(own_blocks)
         tokens: dict[int, SampledToken] = {}
@@ -165,9 +175,12 @@ class PrefillJob:
             await asyncio.wrap_future(call(lambda engine: engine.abort(self._id)))
             await asyncio.wrap_future(call(lambda engine: engine.release(self._id)))
             await asyncio.wrap_future(call(self._let_go))
+            await asyncio.wrap_future(call(self._let_chunks_go))
             del self._shop.streamer.streams[self._id]
         if self._handoff is not None and not self._committed:
             await self._close_handoff()
+        if (chunks := self._shop.chunks) is not None and not self._is_chunk:
+            chunks.go_on()
         if self._reservations and not self._sealed and self._store is not None:
             with contextlib.suppress(MooncakeError):
                 await self._store.abort(list(self._reservations.values()))
@@ -248,6 +261,41 @@ class PrefillJob:
         call = self._store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)
 
+    # Chunks
+
+    @property
+    def _may_blend(self) -> bool:
+        """What is blended is not exact: it goes to a decode node that is told so, and no one measures it."""
+        request = self._request
+        return bool(request.decode_address) and not request.adapter and self._sampling.prompt_logprobs is None
+
+    async def _compute_alone(self, chunk: pb.PrefillRequest, deadline: float) -> None:
+        """Have it in this node's cache, from the pool or computed, and then in the pool. Raises MooncakeError."""
+        job = PrefillJob(self._shop, chunk, deadline, is_chunk=True)
+        try:
+            async for _ in job.responses():
+                pass
+        finally:
+            await job.clean_up()
+
+    def _take_chunks(self, sequence: Sequence) -> None:
+        """On the engine's thread, whenever the sequence is admitted. Not before: a request that waits holds nothing."""
+        engine, chunks = self._shop.host.engine, self._shop.chunks
+        self._let_chunks_go(engine)
+        if chunks is None:
+            return
+        sequence.blend, self._chunk_blocks = chunks.take(engine.block_pool, self._chunks, sequence.num_computed)
+        self._blended_tokens = sequence.blend.num_tokens if sequence.blend else 0
+        if sequence.blend is not None:  # never more than before: what was blended may have been kept
+            first = sequence.blend.first
+            sequence.num_exact = first if sequence.num_exact is None else min(first, sequence.num_exact)
+        self._num_exact = sequence.num_exact
+
+    def _let_chunks_go(self, engine: Engine) -> None:
+        """On the engine's thread. Idempotent."""
+        held, self._chunk_blocks = self._chunk_blocks, []
+        engine.block_pool.release(held)
+
     # The outlets
 
     def _open_outlets(self, stored_blocks: int) -> None:
@@ -266,6 +314,8 @@ class PrefillJob:
             self._tasks.append(self._pool_opening)
         hold = self._hold if self._pool is not None and self._handoff is None else None
         self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold)
+        if self._chunks:
+            self._stream.on_admitted = self._take_chunks
         self._shop.streamer.streams[self._id] = self._stream
 
     def _on_first_step(self) -> None:
@@ -307,8 +357,11 @@ class PrefillJob:
         from its SSD is offered to its memory. Only once it is our turn here: a reservation that waits in our queue
         runs out."""
         await self._has_started.wait()
+        end = len(self._keys) if self._num_exact is None else self._num_exact // self._layout.block_tokens
         parents: list[bytes] = [b"", *self._keys]
-        blocks = [(self._keys[i], parents[i]) for i in range(first, len(self._keys))]
+        blocks = [(self._keys[i], parents[i]) for i in range(first, end)]
+        if not blocks:
+            return
         try:
             slots = await store.reserve(
                 blocks,
@@ -359,6 +412,7 @@ class PrefillJob:
             epoch=self._request.epoch,
             first_tokens=[sampled_to_wire(token) for token in first_tokens],
             checksums=np.stack(sums).astype("<u8").tobytes() if sums else b"",
+            exact_tokens=self._num_exact,
         )
         try:
             await self._decode_stub().CommitHandoff(request, timeout=self._left_s())
@@ -406,6 +460,7 @@ class PrefillJob:
             prompt_tokens=self._request.num_prompt_tokens,
             local_cached_tokens=local_cached_tokens,
             pool_cached_tokens=load.num_blocks * self._layout.block_tokens if load else 0,
+            blended_tokens=self._blended_tokens,
             sent_bytes=handoff.sent_bytes if handoff else 0,
             pool_bytes=self._pool.sent_bytes if self._pool else 0,
             transport=handoff.transport if handoff else "",

@@ -12,6 +12,7 @@ from mooncake.engine.host import EngineHost
 from mooncake.recent import Recent
 from mooncake.rpc import prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
+from prefill_node.chunks import ChunkDesk
 from prefill_node.foreign import ForeignLayout
 from prefill_node.job import Workshop
 from prefill_node.loader import Loader
@@ -38,6 +39,7 @@ class PrefillRole:
         self._loader = Loader(self._transfer, host.mirror)
         self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
         self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
+        self._chunks = ChunkDesk.configured(host)
         shop = Workshop(
             self._node_id,
             host,
@@ -49,6 +51,7 @@ class PrefillRole:
             self._stores,
             Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
             ForeignLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
+            self._chunks,
         )
         self._servicer = PrefillServicer(shop)
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")
@@ -64,6 +67,8 @@ class PrefillRole:
 
     async def drain(self) -> None:
         """Return once nothing of ended requests is held any more."""
+        if self._chunks is not None:
+            await self._chunks.stop()
         await self._servicer.drain()
 
     def stop(self) -> None:

@@ -36,6 +36,7 @@ class Stream:
     has_ended: bool = False  # so have all of the prompt's
     first_step_s: float = 0.0  # monotonic; 0 until it ran
     is_closing: bool = False  # no load may start any more
+    on_admitted: Callable[[Sequence], None] | None = None  # told on the engine's thread, before its first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class LayerStreamer:
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
         # Admitted again after a failed load, there is nothing to load any more.
+        if stream.on_admitted is not None:
+            stream.on_admitted(sequence)
         stream.load = stream.make_load([BlockToLoad(*block) for block in to_load]) if to_load else None
 
     def begin_step(self, plan: StepPlan) -> None:

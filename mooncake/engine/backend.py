@@ -50,11 +50,14 @@ def on_device(
     size: CacheSize,
     adapters: Sequence[Adapter] = (),
     buffer: memoryview | None = None,
+    can_blend: bool = False,
 ) -> Backend:
     """For a node: ``device`` is "cpu" or names a GPU, and other nodes see the cache, in ``buffer`` or in memory of its
-    own. Raises as the others do."""
+    own; ``can_blend``: CPUs alone. Raises as the others do."""
     if device == "cpu":
-        return on_cpu(checkpoint, precision, size, adapters, buffer)
+        return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend)
+    if can_blend:
+        raise ConfigError("prefill.blend_share is for prefill nodes on CPUs")
     backend = on_gpu(checkpoint, precision, size, device, adapters)
     from mooncake.engine.device_cache import DeviceCache, HostMirror, SettledModel
 
@@ -89,9 +92,10 @@ def on_cpu(
     size: CacheSize,
     adapters: Sequence[Adapter] = (),
     buffer: memoryview | None = None,
+    can_blend: bool = False,
 ) -> Backend:
     """The cache lies over ``buffer``, where one is given. Raises ModelError."""
-    model = _model(checkpoint, precision, size, None, adapters)
+    model = _model(checkpoint, precision, size, None, adapters, can_blend)
     cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
     return Backend(model, cache, mirror=cache)
 
@@ -143,9 +147,14 @@ def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int)
 
 
 def _model(
-    checkpoint: Checkpoint, precision: Precision, size: CacheSize, kernels: Kernels | None, adapters: Sequence[Adapter]
+    checkpoint: Checkpoint,
+    precision: Precision,
+    size: CacheSize,
+    kernels: Kernels | None,
+    adapters: Sequence[Adapter],
+    can_blend: bool = False,
 ) -> CausalLM | Decoder:
     dtype, coding, key_scales = precision.dtype, precision.coding, precision.key_scales
     return load_model(
-        checkpoint, dtype, size.max_model_len, coding, kernels, adapters, key_scales, codes=precision.codes
+        checkpoint, dtype, size.max_model_len, coding, kernels, adapters, key_scales, precision.codes, can_blend
     )

@@ -20,7 +20,7 @@ import torch
 
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
-from mooncake.config import Config, EngineSection
+from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import CacheSize, draft_on, on_device
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
@@ -29,7 +29,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
-from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.hashing import chain_seed, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
@@ -77,7 +77,7 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts when it is of one kind: one prefill chunk alone, or decodes alone."""
         chunks = plan.entries
-        if any(chunk.num_draft for chunk in chunks):
+        if any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
             return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
@@ -139,6 +139,7 @@ class EngineHost:
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section
+        self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
         self._checkpoint = checkpoint
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
@@ -161,7 +162,14 @@ class EngineHost:
         num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
         size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
         backend = await asyncio.to_thread(
-            on_device, self.device, self._checkpoint, self._precision, size, self._adapters.adapters, buffer
+            on_device,
+            self.device,
+            self._checkpoint,
+            self._precision,
+            size,
+            self._adapters.adapters,
+            buffer,
+            self._blends,
         )
         drafter = None
         if self._section.draft_model:
@@ -213,6 +221,13 @@ class EngineHost:
     def chain_seed(self, salt: str, adapter: str) -> bytes:
         return chain_seed(self.fingerprint, salt, adapter)
 
+    def chunk_seed(self, salt: str) -> bytes:
+        return chunk_seed(self.fingerprint, salt)
+
+    def encode(self, text: str) -> TokenIds:
+        """Loads the tokenizer; for the start of a node."""
+        return self._checkpoint.load_tokenizer().encode(text)
+
     def sequence(
         self,
         request_id: str,
@@ -226,15 +241,16 @@ class EngineHost:
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
+        is_chunk: bool = False,
     ) -> Sequence:
-        """A sequence for this engine; ``adapter`` is a digest. Raises InvalidRequest, ContextTooLong or NotFound when
-        it can never run here."""
+        """A sequence for this engine; ``adapter`` is a digest; ``is_chunk``: its blocks are named as a chunk's. Raises
+        InvalidRequest, ContextTooLong or NotFound when it can never run here."""
         return Sequence(
             request_id,
             tokens,
             num_prompt,
             sampling,
-            self.chain_seed(salt, adapter),
+            self.chunk_seed(salt) if is_chunk else self.chain_seed(salt, adapter),
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
@@ -262,6 +278,7 @@ class EngineHost:
                 "tokens_drafted": load.drafted_tokens,
                 "drafts_accepted": load.accepted_tokens,
                 "tokens_computed": load.computed_tokens,
+                "tokens_blended": load.blended_tokens,
                 "sequences_forked": load.forks,
                 "blocks_shared_by_forks": load.shared_blocks,
                 "blocks_copied_on_write": load.copied_blocks,

@@ -96,7 +96,7 @@ class Sequence:
     row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
     swapped: Swapped | None = field(default=None, init=False)  # where its blocks wait while it has none
     blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
-    num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV was not put together so; None: all
+    num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV is not of that kind; None: all
 
     # Its family: the answers to one prompt, or the beams of one search
 

@@ -180,6 +180,7 @@ def report_to_wire(report: PrefillReport) -> pb.PrefillReport:
         pool_cached_tokens=report.pool_cached_tokens,
         sent_bytes=report.sent_bytes,
         pool_bytes=report.pool_bytes,
+        blended_tokens=report.blended_tokens,
         transport=report.transport,
         timings=pb.Timings(
             queue_ms=timings.queue_ms,
@@ -199,6 +200,7 @@ def report_from_wire(message: pb.PrefillReport) -> PrefillReport:
         pool_cached_tokens=message.pool_cached_tokens,
         sent_bytes=message.sent_bytes,
         pool_bytes=message.pool_bytes,
+        blended_tokens=message.blended_tokens,
         transport=message.transport,
         timings=Timings(timings.queue_ms, timings.load_ms, timings.prefill_ms, timings.handoff_ms, timings.decode_ms),
     )

@@ -173,10 +173,13 @@ class CommitHandoffRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    EXACT_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     epoch: _builtins.int
     checksums: _builtins.bytes
     """uint64 little-endian [block][layer], xxh3-64 of each layer range written"""
+    exact_tokens: _builtins.int
+    """Behind so many leading tokens KV is blended: blocks there must not be found by their tokens. Unset: none is."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]:
         """one a choice, in order"""
@@ -188,12 +191,15 @@ class CommitHandoffRequest(_message.Message):
         epoch: _builtins.int = ...,
         first_tokens: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
         checksums: _builtins.bytes = ...,
+        exact_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens", "exact_tokens", b"exact_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "epoch", b"epoch", "first_tokens", b"first_tokens", "handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens", "checksums", b"checksums", "epoch", b"epoch", "exact_tokens", b"exact_tokens", "first_tokens", b"first_tokens", "handoff_id", b"handoff_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__exact_tokens: _TypeAlias = _typing.Literal["exact_tokens"]  # noqa: Y015
+    _WhichOneofArgType__exact_tokens: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_tokens) -> _WhichOneofReturnType__exact_tokens | None: ...
 
 Global___CommitHandoffRequest: _TypeAlias = CommitHandoffRequest  # noqa: Y015
 

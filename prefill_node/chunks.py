@@ -1,0 +1,196 @@
+"""Text chunks of prompts: where they are cut, what of them is here, and what is computed alone for the next time.
+
+A chunk computed alone is a prompt like any other but for its name, so an ordinary job brings it here: from the pool
+where that has all of it, before the prompt that needs it; else computed in the background, behind everybody, when a
+prompt has shown it. Blocks alone are reused: the rest of a chunk is computed with the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, islice, pairwise
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from kvstore.client import StoreClient
+from mooncake.engine.blend import Blend
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.host import EngineHost
+from mooncake.errors import ConfigError, MooncakeError
+from mooncake.hashing import extend_chain
+from mooncake.rpc import prefill_pb2 as pb
+from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
+from mooncake.types import BlockKey, SamplingParams, TokenIds
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64  # chunks to compute; more are left for the next prompt that shows them
+BEHIND_ALL = 2**31 - 1  # their priority
+FETCH_TIMEOUT_S = 5.0  # of chunks that a prompt waits for
+COMPUTE_TIMEOUT_S = 120.0  # of one in the background
+ONE_TOKEN = sampling_to_wire(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+
+Compute = Callable[[pb.PrefillRequest, float], Awaitable[None]]
+"""Have a chunk in this node's cache before a deadline (monotonic, s). Raises MooncakeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Full blocks of a prompt from token ``start`` on, and their names as a chunk's."""
+
+    start: int
+    tokens: TokenIds
+    keys: list[BlockKey]
+
+
+def chunk_spans(tokens: TokenIds, separator: TokenIds) -> list[tuple[int, int]]:
+    """Chunks as (first token, end). Each begins with a separator. Neither what stands before the first one, which is a
+    prefix, nor the last one, which is what is asked, is among them."""
+    size = len(separator)
+    if len(tokens) < size:
+        return []
+    starts: list[int] = []
+    for start in np.flatnonzero((sliding_window_view(tokens, size) == separator).all(-1)).tolist():
+        if not starts or start >= starts[-1] + size:  # separators that overlap are one
+            starts.append(start)
+    return [span for span in pairwise(starts) if span[0]]
+
+
+class ChunkDesk:
+    """``bring``, ``go_on`` and ``stop`` are called on the event loop, ``take`` on the engine's thread."""
+
+    def __init__(self, host: EngineHost, separator: TokenIds, share: float) -> None:
+        self._host = host
+        self._separator = separator
+        self._share = share
+        self._block_tokens = host.plan.layout.block_tokens
+        self._numbers = count()
+        self._waiting: dict[BlockKey, tuple[pb.PrefillRequest, Compute]] = {}  # by the name of the last block
+        self._worker: asyncio.Task[None] | None = None
+
+    @classmethod
+    def configured(cls, host: EngineHost) -> ChunkDesk | None:
+        """None where nothing is blended. Raises ConfigError."""
+        section = host.config.prefill
+        if not section.blend_share:
+            return None
+        separator = host.encode(section.blend_separator)
+        if not len(separator):
+            raise ConfigError("prefill.blend_separator must not be empty")
+        return cls(host, separator, section.blend_share)
+
+    async def bring(
+        self, request: pb.PrefillRequest, tokens: TokenIds, store: StoreClient | None, compute: Compute
+    ) -> list[Chunk]:
+        """The prompt's chunks, with those that the pool has in this node's cache, where there is room for them. Those
+        that nobody has are computed once ``go_on`` is called."""
+        chunks = self._cut(tokens[: request.num_prompt_tokens], request.cache_salt)
+        pool = self._host.engine.block_pool
+        absent = {chunk.keys[-1]: chunk for chunk in chunks if pool.match(chunk.keys) < len(chunk.keys)}
+        stored = await _stored(store, list(absent.values()))
+        fetches = []
+        for key, chunk in absent.items():
+            if key in stored:
+                order = self._order(request, chunk, max(request.priority - 1, -BEHIND_ALL))  # a token of work
+                fetches.append(_quietly(compute(order, time.monotonic() + FETCH_TIMEOUT_S)))
+            elif len(self._waiting) < MAX_WAITING:
+                self._waiting.setdefault(key, (self._order(request, chunk, BEHIND_ALL), compute))
+        await asyncio.gather(*fetches)
+        self._host.thread.call(lambda engine: _touch(engine.block_pool, chunks))  # before the prompt takes blocks
+        return chunks
+
+    def go_on(self) -> None:
+        """A prompt is done: the background has its turn."""
+        if self._waiting and self._worker is None:
+            self._worker = asyncio.create_task(self._compute_waiting())
+
+    def take(self, pool: BlockPool, chunks: Sequence[Chunk], first: int) -> tuple[Blend | None, list[int]]:
+        """What a prompt can reuse behind its first ``first`` tokens, and the blocks it lies in, with one more reference
+        each."""
+        places: list[tuple[int, list[int]]] = []
+        for chunk in chunks:
+            num_here = pool.match(chunk.keys)
+            if num_here and chunk.start + num_here * self._block_tokens > first:
+                places.append((chunk.start, pool.take_prefix(chunk.keys, num_here)))
+        blend = Blend.of_chunks(places, first, self._block_tokens, self._share)
+        return blend, [block_id for _, block_ids in places for block_id in block_ids]
+
+    async def stop(self) -> None:
+        """Compute no more in the background."""
+        worker, self._worker = self._worker, None
+        self._waiting.clear()
+        if worker is not None:
+            worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await worker
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that are still to be computed, the one under way included."""
+        return len(self._waiting)
+
+    def _cut(self, tokens: TokenIds, salt: str) -> list[Chunk]:
+        size, seed = self._block_tokens, self._host.chunk_seed(salt)
+        chunks = []
+        for start, end in chunk_spans(tokens, self._separator):
+            whole = tokens[start : start + (end - start) // size * size]
+            if len(whole):
+                chunks.append(Chunk(start, whole, extend_chain(seed, whole, size)))
+        return chunks
+
+    def _order(self, request: pb.PrefillRequest, chunk: Chunk, priority: int) -> pb.PrefillRequest:
+        return pb.PrefillRequest(
+            request_id=f"chunk-{next(self._numbers)}-{chunk.keys[-1].hex()[:8]}",
+            tokens=tokens_to_wire(chunk.tokens),
+            num_prompt_tokens=len(chunk.tokens),
+            sampling=ONE_TOKEN,
+            cache_salt=request.cache_salt,
+            pools=request.pools,
+            priority=priority,
+        )
+
+    async def _compute_waiting(self) -> None:
+        """One after the other."""
+        while self._waiting:
+            key, (order, compute) = next(iter(self._waiting.items()))
+            try:
+                await _quietly(compute(order, time.monotonic() + COMPUTE_TIMEOUT_S))
+            finally:
+                self._waiting.pop(key, None)
+        self._worker = None
+
+
+def _touch(pool: BlockPool, chunks: list[Chunk]) -> None:
+    """On the engine's thread: evict others first."""
+    for chunk in chunks:
+        pool.release(pool.take_prefix(chunk.keys, pool.match(chunk.keys)))
+
+
+async def _stored(store: StoreClient | None, chunks: list[Chunk]) -> set[BlockKey]:
+    """The last names of those chunks that the pool has as a whole."""
+    if store is None or not chunks:
+        return set()
+    try:
+        there = await store.exists([key for chunk in chunks for key in chunk.keys], timeout_s=FETCH_TIMEOUT_S)
+    except MooncakeError as error:
+        log.info("the pool cannot be asked for chunks: %s", error.message)
+        return set()
+    found = iter(there)
+    whole = [all(list(islice(found, len(chunk.keys)))) for chunk in chunks]
+    return {chunk.keys[-1] for chunk, is_whole in zip(chunks, whole, strict=True) if is_whole}
+
+
+async def _quietly(call: Awaitable[None]) -> None:
+    """A chunk that does not come is computed with its prompt."""
+    try:
+        await call
+    except MooncakeError as error:
+        log.info("a chunk was not brought here: %s", error.message)
+    except Exception:  # a bug must cost this chunk, not its prompt or all chunks behind it
+        log.exception("bringing a chunk here")
