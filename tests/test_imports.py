@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 # Third-party libraries that only these rooms (or single modules) may import.
 BENCHES = {
     *(
+        "mooncake.app.bench_blend",
         "mooncake.app.bench_chunked",
         "mooncake.app.bench_engine",
         "mooncake.app.bench_gpu",

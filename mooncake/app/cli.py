@@ -64,6 +64,7 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 # flags of theirs, --help too, are for the module behind them to read
 _PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 BENCHES = {
+    "blend": "prompts put together from chunks computed alone, beside full prefill",
     "chunked": "answers under way while a long prompt arrives",
     "conductor": "placement decisions a second, memory of the prefix index",
     "engine": "one engine against this machine's limits and other engines",

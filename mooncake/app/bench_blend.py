@@ -1,0 +1,219 @@
+"""``mooncake bench blend``: what putting a prompt together from chunks computed alone costs, and what it saves.
+
+Prompts are windows of the reference of the Python language that CPython itself ships (``pydoc_data.topics``), cut into
+chunks that do need each other: they follow one another in the text. The first one is a prefix, the others are reused, a
+tail is computed. Quality is how far the distributions of the next tokens in the tail are from those of a full prefill
+(KL divergence, nats), and how often the most likely token is the same. Time is that of one forward pass of a whole
+prompt, whose chunks but the first and the last are in the cache, against a full prefill by the usual, fused pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.progress import Progress
+
+from mooncake.app.bench_quality import text_windows
+from mooncake.app.bench_report import Figure, Report, tell
+from mooncake.app.outputs import output_file
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import PrefillSection
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ConfigError
+from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+from mooncake.model.batch import Reuse
+
+BLOCK_TOKENS = 64
+FULL, ALL_REUSED = "full prefill", "all reused"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    prompts: int
+    chunks: int
+    chunk_tokens: int
+    tail: int
+    shares: tuple[float, ...]
+    time_tokens: int
+    repeat: int
+    threads: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was measured is reported first)."""
+    options = parse(args)
+    torch.set_num_threads(options.threads)
+    config: dict[str, object] = {
+        "model": Path(options.model).name,
+        "dtype": "float32",
+        "threads": options.threads,
+        "prompts": options.prompts,
+        "chunks": options.chunks,
+        "chunk_tokens": options.chunk_tokens,
+        "tail": options.tail,
+        "text": "pydoc_data.topics of the Python in use",
+    }
+    report = Report("blend", config, seed=0)
+    checkpoint = open_checkpoint(options.model)
+    with report.measuring("computing") as shown:
+        model = load(checkpoint, options, can_blend=True)
+        measure_quality(checkpoint, model, options, report, shown)
+        measure_time(checkpoint, model, options, report, shown)
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench blend", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="of the Llama family: an HF folder, a .gguf file, or smollm2")
+    add("--prompts", type=int, default=24, help="whose quality is measured, from all over the text")
+    add("--chunks", type=int, default=6, help="of a prompt")
+    add("--chunk-tokens", type=int, default=256, help=f"a multiple of {BLOCK_TOKENS}")
+    add("--tail", type=int, default=32, metavar="TOKENS", help="behind the chunks, where distributions are compared")
+    add("--shares", default="0.15,0.3", help="of the reused tokens, computed anew; comma-separated")
+    add("--time-tokens", type=int, default=2048, help="of the prompt that is timed; 0: none")
+    add("--repeat", type=int, default=5, help="timings of each")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
+    given = parser.parse_args(args)
+    try:
+        shares = tuple(float(share) for share in given.shares.split(","))
+    except ValueError:
+        raise ConfigError(f"--shares takes numbers, got {given.shares!r}") from None
+    if not all(0 <= share <= 1 for share in shares):
+        raise ConfigError("--shares are between 0 and 1")
+    if given.chunk_tokens < BLOCK_TOKENS or given.chunk_tokens % BLOCK_TOKENS or given.time_tokens % given.chunk_tokens:
+        raise ConfigError(f"--chunk-tokens is a multiple of {BLOCK_TOKENS}, and --time-tokens one of --chunk-tokens")
+    if given.chunks < 2 or min(given.prompts, given.tail, given.repeat, given.threads) < 1:
+        raise ConfigError("--chunks must be at least 2, and --prompts, --tail, --repeat and --threads at least 1")
+    return Options(
+        given.model,
+        given.prompts,
+        given.chunks,
+        given.chunk_tokens,
+        given.tail,
+        shares,
+        given.time_tokens,
+        given.repeat,
+        given.threads,
+        given.json,
+    )
+
+
+def load(checkpoint: Checkpoint, options: Options, *, can_blend: bool) -> CausalLM:
+    longest = max(options.chunks * options.chunk_tokens + options.tail, options.time_tokens)
+    model = load_model(checkpoint, "float32", longest, can_blend=can_blend)
+    assert isinstance(model, CausalLM)
+    return model
+
+
+class Prompt:
+    """One prompt in the first blocks of a cache; its chunks but the first, each alone, in the blocks behind."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, model: CausalLM, tokens: npt.NDArray[np.int64], chunk_tokens: int, tail: int
+    ) -> None:
+        self._model = model
+        self._chunk = chunk_tokens
+        self._tokens = torch.from_numpy(tokens)
+        self._tail = tail
+        length, reused = len(tokens), len(tokens) - tail
+        store = -(-length // BLOCK_TOKENS)
+        self._cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), store + reused // BLOCK_TOKENS)
+        self._sources = torch.full((length,), -1)
+        self._shifts = torch.zeros(length, dtype=torch.int64)
+        for start in range(chunk_tokens, reused, chunk_tokens):
+            here = slice(start, start + chunk_tokens)
+            self._compute(model, self._tokens[here], 0, store + start // BLOCK_TOKENS, 1, None)
+            self._sources[here] = torch.arange(start, start + chunk_tokens) + store * BLOCK_TOKENS
+            self._shifts[here] = start
+
+    def full(self, model: CausalLM | None = None) -> torch.Tensor:
+        """Log-probabilities ``[tail, V]`` of the tail's next tokens; all is computed."""
+        return self._compute(model or self._model, self._tokens, 0, 0, self._tail, None)
+
+    def blended(self, share: float, first: int, ranks: torch.Tensor | None = None) -> torch.Tensor:
+        """Likewise; the KV of tokens before ``first`` is there."""
+        given = None if ranks is None else ranks[first:]
+        reuse = Reuse(self._sources[first:], self._shifts[first:], share, given)
+        return self._compute(self._model, self._tokens, first, 0, self._tail, reuse)
+
+    def _compute(
+        self, model: CausalLM, tokens: torch.Tensor, first: int, first_block: int, last: int, reuse: Reuse | None
+    ) -> torch.Tensor:
+        whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.arange(len(tokens) - last, len(tokens)) - first)
+        batch = replace(
+            whole,
+            tokens=tokens[first:],
+            positions=whole.positions[first:],
+            query_starts=torch.tensor([0, len(tokens) - first], dtype=torch.int32),
+            block_tables=whole.block_tables + first_block,
+            slots=whole.slots[first:] + first_block * BLOCK_TOKENS,
+            reuse=reuse,
+        )
+        return model.forward(batch, self._cache.tensor, NoHook()).log_softmax(-1)
+
+
+def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, report: Report, shown: Progress) -> None:
+    length = options.chunks * options.chunk_tokens + options.tail
+    windows = text_windows(checkpoint, options.prompts * length, length)
+    separator = checkpoint.load_tokenizer().encode(PrefillSection().blend_separator)
+    random = torch.Generator().manual_seed(report.seed)
+    variants: dict[str, tuple[float, bool]] = {ALL_REUSED: (0.0, False)}
+    for share in options.shares:
+        variants |= {f"{share:.0%} that deviate": (share, False), f"{share:.0%} at random": (share, True)}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for count, window in enumerate(windows):
+        for start in range(0, length - options.tail + 1, options.chunk_tokens):
+            window[start : start + len(separator)] = separator
+        prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.tail)
+        wanted = prompt.full()  # leaves the prefix
+        for name, (share, is_random) in variants.items():
+            ranks = torch.rand(length, generator=random) if is_random else None
+            got = prompt.blended(share, options.chunk_tokens, ranks)
+            divergence = float((wanted.exp() * (wanted - got)).sum(-1).mean())
+            found[name].append((divergence, float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
+        tell(shown, f"{count + 1} of {len(windows)} prompts")
+    lost = float(np.mean([divergence for divergence, _ in found[ALL_REUSED]]))
+    for name, pairs in found.items():
+        divergence, agreement = np.mean(pairs, axis=0).tolist()
+        report.add(Figure(name, "KL from full prefill", "nats", (divergence,)))
+        report.add(Figure(name, "same most likely token", "", (agreement,), more_is_better=True))
+        if name != ALL_REUSED:
+            report.ratios[f"KL removed: {name}"] = 1 - divergence / lost
+    report.notes.append(f"KL removed: of what is lost where all is reused; means over {len(windows)} prompts")
+
+
+def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, report: Report, shown: Progress) -> None:
+    """Nothing of the prompt is a cached prefix, and the last chunk is computed."""
+    if not options.time_tokens:
+        return
+    window = text_windows(checkpoint, options.time_tokens, options.time_tokens)[0]
+    usual = load(checkpoint, options, can_blend=False)
+    prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.chunk_tokens)
+    ways: dict[str, Callable[[], object]] = {FULL: lambda: prompt.full(usual)}
+    for share in options.shares:
+        ways[f"{share:.0%} that deviate"] = lambda share=share: prompt.blended(share, 0)  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.repeat + 1):
+        for name, compute in ways.items():
+            started_s = time.perf_counter()
+            compute()
+            if turn:  # the first one warms up
+                times[name].append((time.perf_counter() - started_s) * 1e3)
+        tell(shown, f"{turn} of {options.repeat} timings")
+    for name, values in times.items():
+        report.add(Figure(name, "forward pass", "ms", tuple(values), params={"tokens": options.time_tokens}))
+        if name != FULL:
+            report.compare(
+                f"time {FULL} over {name}", report.find(FULL, "forward pass"), report.find(name, "forward pass")
+            )
