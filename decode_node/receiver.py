@@ -174,8 +174,8 @@ class Receiver:
         self.committed += 1
         self._thread.listen(handoff.request_id, entry.on_output)
         # It is nobody's to give up any more: who stops waiting now must not keep it from starting, to be aborted then.
-        started = self._thread.call(lambda engine: _start(engine, entry, first_tokens, num_exact))
-        await asyncio.shield(asyncio.wrap_future(started))
+        start = self._thread.call(lambda engine: _start(engine, entry, first_tokens, num_exact))
+        await asyncio.shield(asyncio.wrap_future(start))
 
     async def close(self, handoff_id: str, epoch: int, reason: str) -> None:
         """The writer has stopped for good. Idempotent: the hand-off may be over already."""

@@ -42,6 +42,7 @@ class Options:
     chunk_tokens: int
     tail: int
     shares: tuple[float, ...]
+    step_tokens: int
     time_tokens: int
     repeat: int
     threads: int
@@ -60,6 +61,7 @@ def main(args: list[str]) -> None:
         "chunks": options.chunks,
         "chunk_tokens": options.chunk_tokens,
         "tail": options.tail,
+        "step_tokens": options.step_tokens,
         "text": "pydoc_data.topics of the Python in use",
     }
     report = Report("blend", config, seed=0)
@@ -80,6 +82,7 @@ def parse(args: list[str]) -> Options:
     add("--chunk-tokens", type=int, default=256, help=f"a multiple of {BLOCK_TOKENS}")
     add("--tail", type=int, default=32, metavar="TOKENS", help="behind the chunks, where distributions are compared")
     add("--shares", default="0.15,0.3", help="of the reused tokens, computed anew; comma-separated")
+    add("--step-tokens", type=int, default=0, help="of blended prompts in a step, which ranks its own; 0: all")
     add("--time-tokens", type=int, default=2048, help="of the prompt that is timed; 0: none")
     add("--repeat", type=int, default=5, help="timings of each")
     add("--threads", type=int, default=torch.get_num_threads())
@@ -93,8 +96,10 @@ def parse(args: list[str]) -> Options:
         raise ConfigError("--shares are between 0 and 1")
     if given.chunk_tokens < BLOCK_TOKENS or given.chunk_tokens % BLOCK_TOKENS or given.time_tokens % given.chunk_tokens:
         raise ConfigError(f"--chunk-tokens is a multiple of {BLOCK_TOKENS}, and --time-tokens one of --chunk-tokens")
-    if given.chunks < 2 or min(given.prompts, given.tail, given.repeat, given.threads) < 1:
-        raise ConfigError("--chunks must be at least 2, and --prompts, --tail, --repeat and --threads at least 1")
+    if given.chunks < 2 or min(given.prompts, given.tail, given.repeat, given.threads) < 1 or given.step_tokens < 0:
+        raise ConfigError(
+            "--chunks must be at least 2, --prompts, --tail, --repeat, --threads at least 1, --step-tokens 0"
+        )
     return Options(
         given.model,
         given.prompts,
@@ -102,6 +107,7 @@ def parse(args: list[str]) -> Options:
         given.chunk_tokens,
         given.tail,
         shares,
+        given.step_tokens,
         given.time_tokens,
         given.repeat,
         given.threads,
@@ -141,11 +147,16 @@ class Prompt:
         """Log-probabilities ``[tail, V]`` of the tail's next tokens; all is computed."""
         return self._compute(model or self._model, self._tokens, 0, 0, self._tail, None)
 
-    def blended(self, share: float, first: int, ranks: torch.Tensor | None = None) -> torch.Tensor:
-        """Likewise; the KV of tokens before ``first`` is there."""
-        given = None if ranks is None else ranks[first:]
-        reuse = Reuse(self._sources[first:], self._shifts[first:], share, given)
-        return self._compute(self._model, self._tokens, first, 0, self._tail, reuse)
+    def blended(self, share: float, first: int, step_tokens: int, ranks: torch.Tensor | None = None) -> torch.Tensor:
+        """Likewise, in steps of ``step_tokens`` (0: one); the KV of tokens before ``first`` is there."""
+        length, parts = len(self._tokens), []
+        for start in range(first, length, step_tokens or length):
+            end = min(start + (step_tokens or length), length)
+            here = slice(start, end)
+            reuse = Reuse(self._sources[here], self._shifts[here], share, None if ranks is None else ranks[here])
+            last = max(end - max(start, length - self._tail), 0)
+            parts.append(self._compute(self._model, self._tokens[:end], start, 0, last, reuse))
+        return torch.cat(parts)
 
     def _compute(
         self, model: CausalLM, tokens: torch.Tensor, first: int, first_block: int, last: int, reuse: Reuse | None
@@ -179,7 +190,7 @@ def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, r
         wanted = prompt.full()  # leaves the prefix
         for name, (share, is_random) in variants.items():
             ranks = torch.rand(length, generator=random) if is_random else None
-            got = prompt.blended(share, options.chunk_tokens, ranks)
+            got = prompt.blended(share, options.chunk_tokens, options.step_tokens, ranks)
             divergence = float((wanted.exp() * (wanted - got)).sum(-1).mean())
             found[name].append((divergence, float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
         tell(shown, f"{count + 1} of {len(windows)} prompts")
@@ -202,7 +213,7 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
     prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.chunk_tokens)
     ways: dict[str, Callable[[], object]] = {FULL: lambda: prompt.full(usual)}
     for share in options.shares:
-        ways[f"{share:.0%} that deviate"] = lambda share=share: prompt.blended(share, 0)  # type: ignore[misc]
+        ways[f"{share:.0%} that deviate"] = lambda share=share: prompt.blended(share, 0, options.step_tokens)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.repeat + 1):
         for name, compute in ways.items():

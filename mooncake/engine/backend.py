@@ -156,5 +156,13 @@ def _model(
 ) -> CausalLM | Decoder:
     dtype, coding, key_scales = precision.dtype, precision.coding, precision.key_scales
     return load_model(
-        checkpoint, dtype, size.max_model_len, coding, kernels, adapters, key_scales, precision.codes, can_blend
+        checkpoint,
+        dtype,
+        size.max_model_len,
+        coding,
+        kernels,
+        adapters,
+        key_scales,
+        codes=precision.codes,
+        can_blend=can_blend,
     )

@@ -91,12 +91,12 @@ class Sequence:
     block_table: list[int] = field(default_factory=list, init=False)
     block_keys: list[BlockKey] = field(default_factory=list, init=False)  # of the full blocks
     num_sealed: int = field(default=0, init=False)  # blocks
+    blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
+    num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV was not put together; None: all
     num_writable: int = field(default=0, init=False)  # tokens, of which the next needs no look whose its block is
     is_loading: bool = field(default=False, init=False)  # blocks of the table are still on their way from elsewhere
     row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
     swapped: Swapped | None = field(default=None, init=False)  # where its blocks wait while it has none
-    blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
-    num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV is not of that kind; None: all
 
     # Its family: the answers to one prompt, or the beams of one search
 
@@ -244,9 +244,8 @@ class Sequence:
             priority=self.priority,
             adapter=self.adapter,
         )
-        child.root_id = self.root_id
+        child.root_id, child.num_exact = self.root_id, self.num_exact
         child.prompt_logprobs = None  # those of the first answer are enough
-        child.num_exact = self.num_exact
         return child
 
     @property

@@ -35,7 +35,7 @@ class Blending:
     """One batch with reused tokens on its way through the layers. ``batch`` is what of it is still computed."""
 
     def __init__(self, batch: ForwardBatch, kernels: Kernels, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """``kernels``, ``cos`` and ``sin`` [P, D / 2] are the model's."""
+        """``kernels`` are the model's, ``cos`` and ``sin`` [P, D / 2] its ``turns``."""
         assert batch.reuse is not None
         self.batch = batch
         self._kernels, self._cos, self._sin = kernels, cos, sin
@@ -74,10 +74,10 @@ class Blending:
 
     def _staying(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
         reuse, share = self._reuse, share_at(layer, self._reuse.share)
-        wanted = [-(-int(count * share * 1e6) // 1_000_000) for count in self._num_reused]
+        wanted = [max(round(count * share), 1) for count in self._num_reused]  # so that no batch gets empty
         candidates = reuse.sources >= 0
         there = torch.bincount(self._owners[candidates], minlength=len(wanted)).tolist()
-        if there <= wanted:
+        if all(count <= most for count, most in zip(there, wanted, strict=True)):
             return None
         ranks = reuse.ranks if reuse.ranks is not None else deviations(cache_layer, reuse.sources, self.batch.slots)
         stays = ~candidates
@@ -116,16 +116,19 @@ class Blending:
         )
 
 
+def turns(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a model's tables [P, D / 2] the rotation alone: stored keys have what stretches them already, the attention
+    factor of YaRN and LongRoPE."""
+    stretch = cos[:1]  # nothing turns at position 0
+    return (cos, sin) if bool((stretch == 1.0).all()) else (cos / stretch, sin / stretch)
+
+
 def deviations(cache_layer: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Float32 [T]: squared distance of the values in ``slots`` from those in ``sources``; 0 where there are none."""
-    block_tokens = cache_layer.shape[3]
     result = torch.zeros(len(slots))
     rows = (sources >= 0).nonzero().flatten()
-    fresh, stored = (
-        from_page_rows(cache_layer[places // block_tokens, 1, :, places % block_tokens])
-        for places in (slots[rows], sources[rows])
-    )
-    result[rows] = (fresh - stored).square().sum((1, 2))
+    fresh, stored = (read_slots(cache_layer, places[rows], kinds=slice(1, 2)) for places in (slots, sources))
+    result[rows] = (fresh - stored).square_().sum((1, 2, 3))
     return result
 
 
@@ -140,7 +143,18 @@ def copy_turned(
 ) -> None:
     """Copy keys and values from slot to slot (int64 [T] each), the keys turned by ``shifts`` positions: the step that
     computed ones go through, but that these come turned already, and without queries."""
-    block_tokens = cache_layer.shape[3]
     if len(slots):
-        stored = from_page_rows(cache_layer[sources // block_tokens, :, :, sources % block_tokens])  # [T, 2, Hkv, D]
+        stored = read_slots(cache_layer, sources)
         kernels.rope_write_kv(stored.flatten(1), cos, sin, shifts, cache_layer, slots)
+
+
+def read_slots(cache_layer: torch.Tensor, slots: torch.Tensor, kinds: slice = slice(0, 2)) -> torch.Tensor:
+    """Float32 ``[T, kinds, Hkv, D]``: keys (kind 0) and values (1) in ``slots``. Rows are copied by their numbers in
+    memory, which torch does several times faster than indexing blocks and offsets."""
+    _, _, num_heads, block_tokens, width = cache_layer.shape
+    block, kind, head, token = (stride // width for stride in cache_layer.stride()[:4])
+    numbers = (slots // block_tokens * block + slots % block_tokens * token)[:, None, None]
+    numbers = numbers + torch.arange(2)[kinds, None] * kind + torch.arange(num_heads) * head
+    behind = cache_layer.untyped_storage().nbytes() // cache_layer.element_size() - cache_layer.storage_offset()
+    flat = cache_layer.as_strided((behind // width, width), (width, 1))
+    return from_page_rows(flat.index_select(0, numbers.flatten()).view(*numbers.shape, width))

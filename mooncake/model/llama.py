@@ -16,7 +16,7 @@ from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.blend import Blending
+from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
 from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, matrix, vector, weight
 from mooncake.model.lora import AdapterLayers, LayerAdapter, adapter_of_rows, rows_by_adapter
@@ -61,6 +61,7 @@ class CausalLM:
             return
         self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
+        self._turns = turns(self._cos, self._sin)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._embedding = self._head = kernels.linear(matrix(weights, "model.embed_tokens.weight"), None, coding)
         if not config.tie_embeddings:
@@ -84,7 +85,7 @@ class CausalLM:
         last, adapt = len(self._layers) - 1, self._adapters.add
         adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
         rows = [] if adapters is None else rows_by_adapter(adapters)
-        blending = None if batch.reuse is None else Blending(batch, kernels, self._cos, self._sin)
+        blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
         for index, layer in enumerate(self._layers):
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
             query = self._write(index, layer, qkv, batch, cache_layers[index], hook, blending)

@@ -17,7 +17,20 @@ def test_it_tells_quality_and_time(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", num_hidden_layers=4, max_position_embeddings=512)
     threads, line = torch.get_num_threads(), tmp_path / "line.json"
     arguments = ["--model", str(tmp_path / "model"), "--prompts", "2", "--chunks", "3", "--chunk-tokens", "64"]
-    arguments += ["--tail", "8", "--shares", "0.2,1", "--time-tokens", "256", "--repeat", "1", "--threads", "1"]
+    arguments += [
+        "--step-tokens",
+        "50",
+        "--tail",
+        "8",
+        "--shares",
+        "0.2,1",
+        "--time-tokens",
+        "256",
+        "--repeat",
+        "1",
+        "--threads",
+        "1",
+    ]
     try:
         bench_blend.main([*arguments, "--json", str(line)])
     finally:

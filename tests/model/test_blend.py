@@ -20,7 +20,7 @@ from mooncake.kernels import Kernels, choose_kernels, reference
 from mooncake.kernels.reference import from_page_rows, rope
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
-from mooncake.model.blend import copy_turned, share_at
+from mooncake.model.blend import Blending, copy_turned, share_at, turns
 from mooncake.model.rope import rope_tables
 
 BLOCK, CHUNK, NUM_CHUNKS, TAIL = 16, 128, 4, 20  # tokens; the first chunk is a prefix
@@ -111,6 +111,14 @@ def kitchen(checkpoint: Checkpoint, model: CausalLM) -> Kitchen:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512,
         },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2,
+        },
     ],
 )
 @pytest.mark.parametrize("kernels", [reference, choose_kernels()], ids=["torch", "cpu"])
@@ -126,7 +134,7 @@ def test_turned_keys_are_those_of_the_new_position(kernels: Kernels, scaling: di
     slots = torch.randperm(4 * BLOCK, generator=torch.Generator().manual_seed(1))[:BLOCK]
     sources, shifts = 5 * BLOCK + places, torch.full((BLOCK,), 900)
 
-    copy_turned(kernels, cache_layer, sources, slots, shifts, cos, sin)
+    copy_turned(kernels, cache_layer, sources, slots, shifts, *turns(cos, sin))
 
     wanted = rope(raw, cos, sin, 900 + places)
     assert torch.allclose(cache_layer[slots // BLOCK, 0, :, slots % BLOCK], wanted, atol=1e-4, rtol=0)
@@ -145,8 +153,7 @@ def test_stored_kv_of_the_first_layer_is_right_anywhere_and_of_others_it_is_not(
             kitchen.sources[reused],
             reused.nonzero().flatten(),
             kitchen.shifts[reused],
-            kitchen.model._cos,
-            kitchen.model._sin,
+            *kitchen.model._turns,
         )
     got = kitchen.kv()
     assert torch.allclose(got[0, 0], wanted[0, 0], atol=1e-4 * float(wanted[0, 0].abs().max()), rtol=0)
@@ -201,6 +208,46 @@ def test_tokens_that_left_are_not_computed(checkpoint: Checkpoint, kitchen: Kitc
     assert counts == sorted(counts, reverse=True)
 
 
+def test_each_sequence_of_a_batch_keeps_its_own_share() -> None:
+    """Those that deviate most of each, whatever another one's do, and all that have no stored KV."""
+    lengths, num_reused = (10, 30, 4), (4, 20, 0)
+    starts = torch.tensor([0, *np.cumsum(lengths)])
+    sources = torch.full((int(starts[-1]),), -1)
+    for start, count in zip(starts.tolist(), num_reused, strict=False):
+        sources[start : start + count] = torch.arange(count)
+    batch = ForwardBatch(
+        tokens=torch.arange(len(sources)),
+        positions=torch.cat([torch.arange(100, 100 + length) for length in lengths]),
+        query_starts=starts.int(),
+        context_lens=torch.tensor(lengths, dtype=torch.int32) + 100,
+        block_tables=torch.arange(30, dtype=torch.int32).view(3, 10),
+        slots=torch.arange(len(sources)),
+        logit_rows=starts[1:] - 1,
+        reuse=Reuse(sources, torch.ones_like(sources), 0.25, ranks=-torch.arange(len(sources)).float()),
+    )
+    blending = Blending(batch, reference, *rope_tables(8, 200, 1e4, None))
+    cache_layer = torch.zeros(4, 2, 1, BLOCK, 8)
+    assert blending.narrow(0, cache_layer) is None
+    for layer in (1, 20):
+        blending.narrow(layer, cache_layer)
+    kept = [0, *range(4, 10), *range(10, 15), *range(30, 44)]
+    assert blending.batch.tokens.tolist() == kept
+    assert blending.batch.query_starts.tolist() == [0, 1, 7, 12, 22, 26]
+    assert blending.batch.context_lens.tolist() == [101, 110, 105, 130, 104]
+    assert blending.batch.block_tables[:, 0].tolist() == [0, 0, 10, 10, 20]
+    assert [kept[row] for row in blending.batch.logit_rows.tolist()] == [9, 39, 43]
+
+
+def test_a_step_of_nothing_but_reused_tokens_keeps_one(kitchen: Kitchen) -> None:
+    reuse = Reuse(kitchen.sources[CHUNK : 2 * CHUNK], kitchen.shifts[CHUNK : 2 * CHUNK], 0.0)
+    kitchen.compute(kitchen.tokens[:CHUNK])
+    logits = kitchen.compute(kitchen.tokens[: 2 * CHUNK], CHUNK, reuse=reuse, last=0)
+    assert logits.shape[0] == 0
+    assert torch.equal(
+        kitchen.kv()[5, 1, :, CHUNK + 1], from_page_rows(kitchen.cache[STORE + CHUNK // BLOCK, 5, 1, :, 1])
+    )
+
+
 def test_shares_shrink_to_what_was_asked_for() -> None:
     shares = [share_at(layer, 0.2) for layer in range(12)]
     assert shares[0] == 1.0
@@ -229,8 +276,7 @@ def test_pages_of_every_format_are_turned(tmp_path: Path, family: str, kv_dtype:
         kitchen.sources[reused],
         reused,
         kitchen.shifts[reused],
-        model._cos,
-        model._sin,
+        *model._turns,
     )
     difference = (kitchen.kv()[0] - first_layer)[:, :, reused].abs().max()
     assert difference < {"float32": 1e-4, "bfloat16": 0.04, "int8": 0.1}[kv_dtype]
