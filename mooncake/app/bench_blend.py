@@ -200,8 +200,8 @@ def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, r
         report.add(Figure(name, "KL from full prefill", "nats", (divergence,)))
         report.add(Figure(name, "same most likely token", "", (agreement,), more_is_better=True))
         if name != ALL_REUSED:
-            report.ratios[f"KL removed: {name}"] = 1 - divergence / lost
-    report.notes.append(f"KL removed: of what is lost where all is reused; means over {len(windows)} prompts")
+            report.ratios[f"kl_removed_{_ratio_name(name)}"] = 1 - divergence / lost
+    report.notes.append(f"kl_removed: of what is lost where all is reused; means over {len(windows)} prompts")
 
 
 def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, report: Report, shown: Progress) -> None:
@@ -225,6 +225,11 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
     for name, values in times.items():
         report.add(Figure(name, "forward pass", "ms", tuple(values), params={"tokens": options.time_tokens}))
         if name != FULL:
-            report.compare(
-                f"time {FULL} over {name}", report.find(FULL, "forward pass"), report.find(name, "forward pass")
-            )
+            full, blended = report.find(FULL, "forward pass"), report.find(name, "forward pass")
+            report.compare(f"speedup_{_ratio_name(name)}", full, blended)
+
+
+def _ratio_name(variant: str) -> str:
+    """``15`` and ``15_random``, of "15% that deviate" and "15% at random"."""
+    share, _, rest = variant.partition("%")
+    return share + ("_random" if rest == " at random" else "")

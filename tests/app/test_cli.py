@@ -73,7 +73,11 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
             2,
             "cannot read /none: No such file or directory\n",
         ),
-        (["bench", "nothing"], 2, "no benchmark is called 'nothing'; there are: blend, chunked, conductor, engine, gpu,"),
+        (
+            ["bench", "nothing"],
+            2,
+            "no benchmark is called 'nothing'; there are: blend, chunked, conductor, engine,",
+        ),
         (
             ["status", "--address", "127.0.0.1:9"],
             1,
