@@ -72,6 +72,7 @@ class Appointments:
         self._due.pop(name, None)
         self._first_s = min(self._first_s, now)
         self._let_in.append(now)
+        self._forget_let_in(now)
 
     def is_owed(self, now: float) -> bool:
         """Whether room is to be kept for somebody whose time has come."""
@@ -80,13 +81,16 @@ class Appointments:
 
     def _behind_all_s(self, now: float) -> float:
         """Until all have been let in who will come, and one more. 0: nobody is expected."""
-        while self._let_in and self._let_in[0] < now - PACE_S:
-            self._let_in.popleft()
+        self._forget_let_in(now)
         expected = self.kept_share * len(self._due)
         if expected < 1.0:
             return 0.0
         seconds = max(min(PACE_S, now - self._first_s), 1.0)
         return (expected + 1.0) * seconds / max(len(self._let_in), 1)
+
+    def _forget_let_in(self, now: float) -> None:
+        while self._let_in and self._let_in[0] < now - PACE_S:
+            self._let_in.popleft()
 
     def _forget_missed(self, now: float) -> None:
         while self._queue:

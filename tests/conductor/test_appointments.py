@@ -2,7 +2,7 @@
 
 import pytest
 
-from conductor.appointments import GRACE_S, MAX_APPOINTMENTS, Appointments
+from conductor.appointments import GRACE_S, MAX_APPOINTMENTS, PACE_S, Appointments
 from conductor.waits import MAX_RETRY_S
 
 
@@ -89,3 +89,10 @@ def test_clients_that_stop_coming_are_not_waited_for_much_longer() -> None:
         book.let_in(("stranger", number), now)
     assert owed < 100
     assert not book.is_owed(now)
+
+
+def test_what_was_let_in_is_forgotten_though_nobody_is_ever_refused() -> None:
+    book = Appointments()
+    for second in range(1000):
+        book.let_in(second, float(second))
+    assert len(book._let_in) <= PACE_S + 1
