@@ -159,7 +159,8 @@ class Admission:
         own, lengths = self.rng, self.flights.lengths
         self.rng, self.flights.lengths = rng, lengths.copy()
         try:
-            return self._judge(self._coming(question, placement, now, max_tokens)).is_admitted
+            is_owed = self.appointments.is_owed(now)
+            return not is_owed and self._judge(self._coming(question, placement, now, max_tokens)).is_admitted
         finally:
             self.rng, self.flights.lengths = own, lengths
 

@@ -47,8 +47,11 @@ class Appointments:
         """What to tell who is refused, at most ``MAX_RETRY_S``; beyond it, there is no appointment.
 
         ``likely_s`` is the wait by what strangers found lately. It is all that is said to who ``comes_as_told`` and
-        finds no room: it stays in front of those who have their time still to come.
+        finds no room: it stays in front of those who have their time still to come. Who asks too early keeps its time:
+        asking again and again neither loses a place nor fills the book.
         """
+        if not comes_as_told and (due := self._due.get(name)) is not None:
+            return due - now
         told_s = likely_s if comes_as_told else max(likely_s, self._behind_all_s(now))
         if told_s > MAX_RETRY_S or len(self._due) >= MAX_APPOINTMENTS:
             self._due.pop(name, None)

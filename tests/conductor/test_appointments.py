@@ -96,3 +96,13 @@ def test_what_was_let_in_is_forgotten_though_nobody_is_ever_refused() -> None:
     for second in range(1000):
         book.let_in(second, float(second))
     assert len(book._let_in) <= PACE_S + 1
+
+
+def test_who_asks_too_early_keeps_its_time_and_fills_nothing() -> None:
+    book, now = reliable()
+    told = book.make("eager", 10.0, now)
+    for step in range(50):
+        assert not book.comes("eager", now + step / 10)
+        assert book.make("eager", 1.0, now + step / 10) == pytest.approx(told - step / 10)
+    assert len(book._queue) == 1
+    assert book.comes("eager", now + told)
