@@ -1,9 +1,10 @@
-"""Granite and OLMo-2 over a paged cache: Llama's parts, put together in other ways."""
+"""Granite and OLMo-2 over a paged cache: Llama's parts, put together in other ways. Mixtures share their frame."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -11,6 +12,36 @@ from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
 from mooncake.model.rope import rope_tables
+
+Layer = TypeVar("Layer")
+
+
+class GatedDecoder(Decoder, Generic[Layer]):
+    """Embedding, layers of one kind, norm and head, named as Llama's are."""
+
+    def _build(self) -> None:
+        config = self.config
+        self._embedding = self._head = self.linear("model.embed_tokens")
+        if not config.tie_embeddings:
+            self._head = self.linear("lm_head")
+        self._final_norm = self.vector("model.norm.weight")
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        )
+        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+
+    @abstractmethod
+    def _take(self, prefix: str) -> Layer:
+        """The layer whose weights' names begin so."""
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._norm(hidden, self._final_norm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +56,9 @@ class _Layer:
     down: Linear
 
 
-class _Gated(Decoder):
+class _Dense(GatedDecoder[_Layer]):
     _norm_names: ClassVar[tuple[str, str]]  # of attention's and of the MLP's
     _has_query_norm: ClassVar[bool]
-
-    def _build(self) -> None:
-        config = self.config
-        self._embedding = self._head = self.linear("model.embed_tokens")
-        if not config.tie_embeddings:
-            self._head = self.linear("lm_head")
-        self._final_norm = self.vector("model.norm.weight")
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
-        )
-        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
 
     def _take(self, prefix: str) -> _Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -54,20 +74,11 @@ class _Gated(Decoder):
             self.linear(mlp + "down_proj"),
         )
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens)
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
-
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._norm(hidden, self._final_norm))
 
-
-class Granite(_Gated):
+class Granite(_Dense):
     """Granite 3 (Granite team, IBM 2024): a factor for embeddings, for what each layer adds, and for logits."""
 
     _norm_names = "input_layernorm", "post_attention_layernorm"
@@ -86,7 +97,7 @@ class Granite(_Gated):
         return super()._logits(hidden) / self.config.logit_divisor
 
 
-class Olmo2(_Gated):
+class Olmo2(_Dense):
     """OLMo-2 (OLMo team 2025): norms behind attention and the MLP, and of all queries and of all keys of a token."""
 
     _norm_names = "post_attention_layernorm", "post_feedforward_layernorm"

@@ -11,9 +11,8 @@ import torch
 
 from mooncake.gated_families import EXPERT_NAMES
 from mooncake.kernels import Linear
-from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, Step
-from mooncake.model.rope import rope_tables
+from mooncake.model.decoder import Step
+from mooncake.model.gated import GatedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +28,7 @@ class _Layer:
     down: list[Linear]
 
 
-class MixtureOfExperts(Decoder):
-    def _build(self) -> None:
-        config = self.config
-        self._embedding = self._head = self.linear("model.embed_tokens")
-        if not config.tie_embeddings:
-            self._head = self.linear("lm_head")
-        self._final_norm = self.vector("model.norm.weight")
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
-        )
-        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
-
+class MixtureOfExperts(GatedDecoder[_Layer]):
     def _take(self, prefix: str) -> _Layer:
         attention, names, has_norms = prefix + "self_attn.", EXPERT_NAMES[self.config.architecture], self.config.qk_norm
         experts = [f"{prefix}{names.experts}.{expert}." for expert in range(self.config.num_experts)]
@@ -56,15 +44,12 @@ class MixtureOfExperts(Decoder):
             [self.linear(expert + names.down) for expert in experts],
         )
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens)
-
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        layer, eps = self._layers[index], self.config.rms_eps
-        qkv = layer.qkv(self.kernels.rms_norm(hidden, layer.attention_norm, eps))
+        layer = self._layers[index]
+        qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
         attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
         hidden = hidden + layer.output(attended)
-        return hidden + self._mixture(layer, self.kernels.rms_norm(hidden, layer.mlp_norm, eps))
+        return hidden + self._mixture(layer, self._norm(hidden, layer.mlp_norm))
 
     def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
         """Sum over each token's experts, in the order of the experts' numbers, so that batches do not change it."""
@@ -79,6 +64,3 @@ class MixtureOfExperts(Decoder):
             part = layer.down[expert](inner) * chosen[tokens, choice, None].to(normed.dtype)
             mixed.index_add_(0, tokens, part.to(mixed.dtype))
         return mixed
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))
