@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
 from mooncake.model_config import ModelConfig, Settings
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def unsupported(what: str, families: Iterable[str]) -> ModelError:
+    return ModelError(f"{what} is not supported; supported families: {', '.join(families)}")
+
 
 _ACTIVATIONS = {
     "silu": "silu",

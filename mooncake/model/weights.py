@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelConfig, hf_name, weight_shapes
+from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelConfig, weight_shapes
 from mooncake.errors import ModelError
 from mooncake.families import published_name
+from mooncake.gguf_config import hf_name
 from mooncake.gguf_file import GGUFFile, TensorInfo
 from mooncake.kernels.reference import Codes
 from mooncake.model.dequantise import as_codes, dequantised
