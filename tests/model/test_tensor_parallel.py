@@ -103,8 +103,9 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
     with TensorParallelModel(str(folder), 2, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
         engine = Engine(model, model, config_of(256))
         assert answers(engine, [[5, 6, 7]], 2)
-        model._workers[0].kill()
-        model._workers[0].wait()
+        [worker] = model._workers.processes
+        worker.kill()
+        worker.wait()
         with pytest.raises(InternalError, match=r"ranks \[1\] have failed"):
             answers(engine, [[8, 9]], 8)
 
@@ -121,7 +122,7 @@ thread = threading.Thread(target=make)
 thread.start()
 thread.join()
 [answer] = made[0].generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
-print(len(answer.token_ids), made[0].engine.cache._workers[0].pid, flush=True)
+print(len(answer.token_ids), made[0].engine.cache._workers.processes[0].pid, flush=True)
 sys.stdin.read()
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -149,7 +150,7 @@ def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
     for is_closed in (False, True):
         llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
         assert isinstance(llm.engine.cache, TensorParallelModel)
-        [rank] = llm.engine.cache._workers
+        [rank] = llm.engine.cache._workers.processes
         assert rank.poll() is None
         if is_closed:
             llm.close()
