@@ -86,7 +86,7 @@ class BatchBuilder:
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
             longest = max(len(entry.sequence.block_table) for entry in entries)
-            decodes.take(self._tables.ids[rows, :longest], _adapters(entries))
+            decodes.take(self._tables.ids[rows, :longest], _adapters(entries))  # act on every newest token
         decodes.numbers[:] = [*newest, *places, *slots]
         decodes.lengths[:] = [*lengths]
         return decodes.batch
@@ -122,7 +122,7 @@ class BatchBuilder:
             block_tables=torch.from_numpy(self._tables.ids[rows, :longest]),
             slots=torch.from_numpy(slots),
             logit_rows=torch.from_numpy(logit_rows),
-            adapters=_adapters(entries),
+            adapters=_acting(entries, counts),
             reuse=reuse_of(entries),
         )
         return batch, [entries[index] for index in complete]
@@ -134,8 +134,15 @@ class BatchBuilder:
 
 
 def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
+    """Of each sequence [B]."""
     adapters = [entry.sequence.adapter for entry in entries]
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
+
+
+def _acting(entries: list[StepEntry], counts: npt.NDArray[np.int64]) -> torch.Tensor | None:
+    """Of each token [T]."""
+    of_sequences = _adapters(entries)
+    return None if of_sequences is None else torch.from_numpy(np.repeat(of_sequences.numpy(), counts))
 
 
 def _logit_rows(

@@ -35,7 +35,7 @@ class ForwardBatch:
     block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with 0
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
-    adapters: torch.Tensor | None = None  # int32 [B]: place of each sequence's adapter, -1: none; None: none has one
+    adapters: torch.Tensor | None = None  # int32 [T]: place of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
 
     @classmethod

@@ -39,7 +39,7 @@ class Blending:
         assert batch.reuse is not None
         self.batch = batch
         self._kernels, self._cos, self._sin = kernels, cos, sin
-        self._tables, self._adapters = batch.block_tables, batch.adapters
+        self._tables = batch.block_tables
         counts = batch.query_starts.diff().long()
         self._owners = torch.repeat_interleave(
             torch.arange(batch.num_sequences), counts
@@ -106,7 +106,7 @@ class Blending:
             block_tables=self._tables[owners[starts]],
             slots=batch.slots[rows],
             logit_rows=places[batch.logit_rows],
-            adapters=None if self._adapters is None else self._adapters[owners[starts]],
+            adapters=None if batch.adapters is None else batch.adapters[rows],
             reuse=Reuse(
                 reuse.sources[rows],
                 reuse.shifts[rows],

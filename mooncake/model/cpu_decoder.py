@@ -28,7 +28,7 @@ from mooncake.kernels.cpu import (
 from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, matrix, vector, weight
-from mooncake.model.lora import PRODUCTS, LayerAdapter, adapter_of_rows
+from mooncake.model.lora import PRODUCTS, LayerAdapter
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
@@ -181,7 +181,6 @@ class CpuDecoder:
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``."""
-        adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
         step = _Step(
             batch.tokens.data_ptr(),
             batch.positions.data_ptr(),
@@ -190,7 +189,7 @@ class CpuDecoder:
             batch.query_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
-            None if adapters is None else adapters.data_ptr(),
+            None if batch.adapters is None else batch.adapters.data_ptr(),
             batch.block_tables.stride(0),
             batch.tokens.shape[0],
             batch.num_sequences,

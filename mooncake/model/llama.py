@@ -19,7 +19,7 @@ from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
 from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, matrix, vector, weight
-from mooncake.model.lora import AdapterLayers, LayerAdapter, adapter_of_rows, rows_by_adapter
+from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
 
@@ -83,20 +83,18 @@ class CausalLM:
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
         cache_layers = cache.unbind(1)
         last, adapt = len(self._layers) - 1, self._adapters.add
-        adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
-        rows = [] if adapters is None else rows_by_adapter(adapters)
+        rows = rows_by_adapter(batch.adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
         for index, layer in enumerate(self._layers):
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
             query = self._write(index, layer, qkv, batch, cache_layers[index], hook, blending)
             if blending is not None and (kept := blending.narrow(index, cache_layers[index])) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
-                adapters = None if adapters is None else adapters[kept]
-                rows = [] if adapters is None else rows_by_adapter(adapters)
+                rows = rows_by_adapter(batch.adapters)
             mixed = self._attend(query, batch, cache_layers[index])
             if index == last:  # behind the last attention, nobody asks for rows without logits
                 mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
-                rows = [] if adapters is None else rows_by_adapter(adapters[batch.logit_rows])
+                rows = [] if batch.adapters is None else rows_by_adapter(batch.adapters[batch.logit_rows])
             update = self._reduce(adapt(index, "output", mixed, layer.output(mixed), rows))
             normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
             gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
