@@ -44,7 +44,7 @@ from mooncake.errors import (
     NodeUnavailable,
     Overloaded,
 )
-from mooncake.hashing import chain_seed, extend_chain
+from mooncake.hashing import Chain
 from mooncake.hashing import prepare as prepare_hashing
 from mooncake.rpc.server import Channels
 from mooncake.types import PrefillReport, Role, TokenIds
@@ -256,10 +256,10 @@ class Dispatcher:
         """What placement depends on, of what is left of the request."""
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
-        seed = chain_seed(self._model.kv_fingerprint, request.salt, request.adapter)
+        chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
         return RequestFacts(
             num_tokens=len(tokens),
-            keys=extend_chain(seed, tokens, self._model.shape.block_tokens),
+            keys=chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.

@@ -31,7 +31,7 @@ from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
-from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.precision import Coding, resolve_precision
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ROLES, ChatMessage
@@ -324,7 +324,7 @@ class LLM:
             prompt,
             len(prompt),
             sampling,
-            chain_seed(self._fingerprint, adapter=digest),
+            Chain.of(self._fingerprint, adapter=digest),
             eos_ids=self._eos_ids,
             max_model_len=self.max_model_len,
             adapter=adapter,

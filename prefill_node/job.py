@@ -24,7 +24,7 @@ from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
-from mooncake.hashing import extend_chain
+from mooncake.hashing import Chain
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import (
@@ -85,8 +85,9 @@ class PrefillJob:
         self._layout = host.plan.layout
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
-        seed = host.chunk_seed(request.cache_salt) if is_chunk else host.chain_seed(request.cache_salt, request.adapter)
-        self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
+        salt = request.cache_salt
+        chain = Chain(host.chunk_seed(salt)) if is_chunk else host.chain(salt, request.adapter, request.adapter_start)
+        self._keys = chain.keys(self._tokens, self._layout.block_tokens)
         self._store = shop.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._has_started = asyncio.Event()
@@ -127,6 +128,7 @@ class PrefillJob:
             hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
+            adapter_start=self._request.adapter_start,
             is_chunk=self._is_chunk,
         )
         self._open_outlets(own_blocks)
@@ -213,7 +215,14 @@ class PrefillJob:
             if self._shop.foreign is None or stored == usable:
                 return stored
             request = self._request
-            foreign = ForeignPrefix(self._shop.foreign, self._store, self._tokens, request.cache_salt, request.adapter)
+            foreign = ForeignPrefix(
+                self._shop.foreign,
+                self._store,
+                self._tokens,
+                request.cache_salt,
+                request.adapter,
+                request.adapter_start,
+            )
             converted = min(usable, await foreign.count(CONTROL_TIMEOUT_S))
         except MooncakeError as error:
             log.info("the pool cannot be asked, going on without: %s", error.message)

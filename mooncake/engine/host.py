@@ -29,7 +29,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
-from mooncake.hashing import chain_seed, chunk_seed, kv_fingerprint
+from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
@@ -218,8 +218,8 @@ class EngineHost:
         if sampling.guide is not None:
             await asyncio.to_thread(self._guides.compile, sampling.guide)
 
-    def chain_seed(self, salt: str, adapter: str) -> bytes:
-        return chain_seed(self.fingerprint, salt, adapter)
+    def chain(self, salt: str = "", adapter: str = "", adapter_start: int = 0) -> Chain:
+        return Chain.of(self.fingerprint, salt, adapter, adapter_start)
 
     def chunk_seed(self, salt: str) -> bytes:
         return chunk_seed(self.fingerprint, salt)
@@ -241,16 +241,18 @@ class EngineHost:
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
+        adapter_start: int = 0,
         is_chunk: bool = False,
     ) -> Sequence:
-        """A sequence for this engine; ``adapter`` is a digest; ``is_chunk``: its blocks are named as a chunk's. Raises
-        InvalidRequest, ContextTooLong or NotFound when it can never run here."""
+        """A sequence for this engine; ``adapter`` is a digest, and acts from token ``adapter_start`` on; ``is_chunk``:
+        its blocks are named as a chunk's. Raises InvalidRequest, ContextTooLong or NotFound when it can never run here.
+        """
         return Sequence(
             request_id,
             tokens,
             num_prompt,
             sampling,
-            self.chunk_seed(salt) if is_chunk else self.chain_seed(salt, adapter),
+            Chain(self.chunk_seed(salt)) if is_chunk else self.chain(salt, adapter, adapter_start),
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
@@ -298,7 +300,7 @@ class EngineHost:
         block_tokens = self.config.block.tokens
         longest = min(self.plan.max_model_len, self.plan.num_blocks * block_tokens) - 8
         vocab = self._checkpoint.config.vocab_size
-        seed = secrets.token_bytes(32)
+        chain = Chain(secrets.token_bytes(32))
         random = np.random.default_rng(0)
         hook = NodeHook(NO_HOOK, self.samples, lambda: None)
         for index, length in enumerate((16, 64, 192)):  # the first one pays for lazy initialisation
@@ -310,7 +312,7 @@ class EngineHost:
                 tokens,
                 length,
                 SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-                seed,
+                chain,
                 eos_ids=(),
                 max_model_len=self.plan.max_model_len,
             )

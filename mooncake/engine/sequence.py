@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError
-from mooncake.hashing import extend_chain
+from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Sequence:
     given_tokens: InitVar[TokenIds]
     num_prompt: int
     sampling: SamplingParams
-    chain_seed: bytes  # of its blocks' names: its adapter's own
+    chain: Chain  # of its blocks' names
     _: KW_ONLY
     eos_ids: InitVar[tuple[int, ...]]
     max_model_len: InitVar[int]
@@ -64,7 +64,7 @@ class Sequence:
     external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
-    adapter: int = -1  # a place in the model's list of them; -1: none
+    adapter: int = -1  # a place in the model's list of them; -1: none. It acts from token ``chain.start`` on
     is_first_leg: bool = field(init=False)  # another engine goes on with it
     edits_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # whether the model's most likely token is all that it asks for
@@ -123,6 +123,8 @@ class Sequence:
             raise InvalidRequest("the answer is complete already", "max_tokens")
         if num_to_sample is not None and num_to_sample < 1:
             raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
+        if self.chain.start >= num_prompt:
+            raise InvalidRequest("an adapter must begin to act within the prompt", "adapter_start")
         if self.external_blocks < 0:
             raise InvalidRequest("external_blocks must not be negative", "external_blocks")
         self.is_first_leg = num_to_sample is not None
@@ -238,7 +240,7 @@ class Sequence:
             tokens,
             self.num_prompt,
             sampling,
-            self.chain_seed,
+            self.chain,
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
             priority=self.priority,
@@ -255,7 +257,5 @@ class Sequence:
 
     def extend_keys(self, block_tokens: int) -> None:
         """Bring ``block_keys`` up to date with the tokens."""
-        known = len(self.block_keys)
-        if (known + 1) * block_tokens <= self.num_tokens:
-            parent = self.block_keys[-1] if known else self.chain_seed
-            self.block_keys += extend_chain(parent, self.tokens[known * block_tokens :], block_tokens)
+        if (len(self.block_keys) + 1) * block_tokens <= self.num_tokens:
+            self.chain.extend(self.block_keys, self.tokens, block_tokens)

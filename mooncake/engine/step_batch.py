@@ -122,7 +122,7 @@ class BatchBuilder:
             block_tables=torch.from_numpy(self._tables.ids[rows, :longest]),
             slots=torch.from_numpy(slots),
             logit_rows=torch.from_numpy(logit_rows),
-            adapters=_acting(entries, counts),
+            adapters=_acting(entries, positions, counts),
             reuse=reuse_of(entries),
         )
         return batch, [entries[index] for index in complete]
@@ -139,10 +139,17 @@ def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
 
 
-def _acting(entries: list[StepEntry], counts: npt.NDArray[np.int64]) -> torch.Tensor | None:
-    """Of each token [T]."""
+def _acting(
+    entries: list[StepEntry], positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> torch.Tensor | None:
+    """Of each token [T]: that of its sequence, where it has begun to act."""
     of_sequences = _adapters(entries)
-    return None if of_sequences is None else torch.from_numpy(np.repeat(of_sequences.numpy(), counts))
+    if of_sequences is None:
+        return None
+    starts = np.array([entry.sequence.chain.start for entry in entries], np.int64)
+    places = np.repeat(of_sequences.numpy(), counts)
+    places[positions < np.repeat(starts, counts)] = -1
+    return torch.from_numpy(places) if places.max() >= 0 else None
 
 
 def _logit_rows(

@@ -20,6 +20,7 @@ from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, ModelError
+from mooncake.hashing import Chain
 from mooncake.model.load import load_model
 from mooncake.model.tensor_parallel import TensorParallelModel, shard_config, shard_weights
 from mooncake.model.weights import load_weights
@@ -47,7 +48,9 @@ def answers(engine: Engine, prompts: list[Many[int]], new_tokens: int) -> list[l
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         tokens = np.array(prompt, np.uint32)
-        engine.add(Sequence(str(index), tokens, len(tokens), sampling, bytes(32), eos_ids=(), max_model_len=limit))
+        engine.add(
+            Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit)
+        )
     found: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for output in engine.step():

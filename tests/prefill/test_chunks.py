@@ -103,7 +103,7 @@ class Pair:
 
     def num_known(self, node: PrefillNode | DecodeNode, tokens: Sequence[int]) -> int:
         """Blocks of a prompt that are found in a node by these tokens, at any place of it."""
-        keys = extend_chain(node.host.chain_seed("", ""), np.array(tokens, np.uint32), BLOCK)
+        keys = node.host.chain().keys(np.array(tokens, np.uint32), BLOCK)
         return sum(node.host.engine.block_pool.match([key]) for key in keys)
 
     def has_chunk(self, tokens: Sequence[int]) -> bool:

@@ -89,6 +89,8 @@ def test_every_part_of_a_model_has_names_of_its_own_and_only_what_can_be_verifie
     assert names.isdisjoint(theirs.keys(0, PROMPT, "", "an adapter")) and names.isdisjoint(
         theirs.keys(0, PROMPT, "a tenant", "")
     )
+    later = theirs.keys(0, PROMPT, "", "an adapter", 2 * theirs.plan.source.block_tokens + 1)
+    assert later[:2] == theirs.keys(0, PROMPT)[:2] and names.isdisjoint(later[2:])
     whole = ForeignLayout.configured(PoolLayoutSection(tensor_parallel=1), CHECKPOINT.digest, OURS)
     assert whole is not None and whole.keys(0, PROMPT, "", "") == OUR_KEYS  # the same layout is the same KV
     with pytest.raises(ConfigError, match="must divide"):
