@@ -318,13 +318,16 @@ class LLM:
         return [draft.completion() for draft in drafts]
 
     def _sequence(self, prompt: TokenIds, sampling: SamplingParams, adapter: int) -> engine_sequence.Sequence:
+        start = self._adapters[adapter].start_in(prompt) if adapter >= 0 else None
+        if start is None:
+            adapter = -1
         digest = self._adapters[adapter].digest if adapter >= 0 else ""
         return engine_sequence.Sequence(
             f"llm-{next(self._numbers)}",
             prompt,
             len(prompt),
             sampling,
-            Chain.of(self._fingerprint, adapter=digest),
+            Chain.of(self._fingerprint, adapter=digest, start=start or 0),
             eos_ids=self._eos_ids,
             max_model_len=self.max_model_len,
             adapter=adapter,

@@ -44,7 +44,10 @@ class LayerAdapter:
 
 
 def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
-    """Layer by layer. Raises ModelError for tensors that do not fit the model, or that adapt something else in it."""
+    """Layer by layer. Raises ModelError for tensors that do not fit the model or adapt something else in it, and for an
+    invocation that no prompt can have."""
+    if max(adapter.invocation, default=0) >= config.vocab_size:
+        raise ModelError(f"the adapter {adapter.name} is invoked by tokens that the model does not have")
     try:
         tensors = load_file(adapter.path / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:

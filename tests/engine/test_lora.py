@@ -125,7 +125,7 @@ def test_what_is_not_plain_lora_is_refused(models: tuple[Path, dict[str, Any]], 
     weights = (folder / "all" / "adapter_model.safetensors").read_bytes()
     (tmp_path / "adapter_model.safetensors").write_bytes(weights)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ModelError, match="use_dora; only plain LoRA"):
+    with pytest.raises(ModelError, match="use_dora; only plain and activated LoRA"):
         open_adapter("dora", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
     assert open_adapter("a", str(tmp_path)).digest != open_adapter("b", str(folder / "all")).digest

@@ -18,7 +18,7 @@ from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
 from conductor.stats import DispatchStats
 from mooncake.api_keys import ApiKeys
-from mooncake.config import ConductorSection, Config
+from mooncake.config import ConductorSection, Config, ModelSection
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import NEUTRAL
@@ -220,7 +220,8 @@ async def running_front(script=None, **limits):
     tokenizer.takes_tools = limits.pop("takes_tools", False)
     most_tokens = limits.pop("most_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
-    config = Config(conductor=ConductorSection(**limits))
+    model = ModelSection(adapters=limits.pop("adapters", ()))
+    config = Config(model=model, conductor=ConductorSection(**limits))
     checkpoint = SimpleNamespace(
         name="bytes",
         digest="0123456789abcdef",
