@@ -34,7 +34,7 @@ from mooncake.engine.run_ahead import RunAhead
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.searches import Searches, first_candidates, handed_candidates, rows_of
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import UNDER_WAY, Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
@@ -56,9 +56,6 @@ __all__ = [
     "StepOutput",
     "StepPlan",
 ]
-
-
-_UNDER_WAY = frozenset({SequenceState.WAITING, SequenceState.RUNNING})
 
 
 class Engine:
@@ -98,7 +95,7 @@ class Engine:
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = drafter.propose
-        self._searches = Searches(self._fork, self._retire)
+        self._searches = Searches(self._fork, self._retire, self._break_off)
         self._ahead: RunAhead | None = None  # where the model can start steps
         if isinstance(model, StartingModel) and model.most_started:
             self._ahead = RunAhead(
@@ -128,7 +125,7 @@ class Engine:
         """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
         for sequence in self._roster.answers_to(request_id):
             is_it = sequence.choice == choice and sequence.has_forked and not sequence.is_beam
-            if is_it and sequence.state in _UNDER_WAY:
+            if is_it and sequence.state in UNDER_WAY:
                 self._retire(sequence)
                 self._roster.close(request_id)
 
@@ -250,13 +247,10 @@ class Engine:
         wanted = None if request_ids is None else set(request_ids)
         self._give_up_ahead()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            if wanted is not None and sequence.request_id not in wanted:
-                continue
-            if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
-                self._scheduler.finish(sequence, hold=True)
+            is_meant = wanted is None or sequence.request_id in wanted
+            if is_meant and sequence.state in UNDER_WAY:  # else it ended with another beam of its search
+                self._break_off(sequence)
                 self._tell_end(sequence, error)
-            else:
-                self._end(sequence, error)
 
     def drop_cached(self) -> None:
         """Forget every block that no sequence holds."""
@@ -464,6 +458,13 @@ class Engine:
     def _tell_end(self, sequence: Sequence, error: MooncakeError) -> None:
         self._searches.drop(sequence.root_id)
         self._roster.fail(sequence.root_id, error)
+
+    def _break_off(self, sequence: Sequence) -> None:
+        """It ends before its time; blocks that others may be reading or filling stay."""
+        if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
+            self._scheduler.finish(sequence, hold=True)
+        else:
+            self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         if self._ahead is not None:

@@ -32,6 +32,8 @@ class SequenceState(StrEnum):
 
 _S = SequenceState
 
+UNDER_WAY = frozenset({_S.WAITING, _S.RUNNING})
+
 ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.RESERVED, _S.FINISHED}),
     _S.RESERVED: frozenset({_S.RUNNING, _S.FINISHED}),
