@@ -438,9 +438,12 @@ def _check_values(config: Config) -> None:
     if config.cluster.coupled and config.cluster.switchable:
         raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
     for name in ("prefill", "decode"):
-        device = getattr(config, name).device
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {device!r}')
+        section: EngineSection = getattr(config, name)
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", section.device):
+            raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {section.device!r}')
+        if section.tbt_limit_ms and not section.chunk_tokens:
+            what = f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0 says that none is cut"
+            raise ConfigError(f"{what}: set one of them")
     if config.prefill.blend_share > 1:
         raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
     if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):

@@ -137,6 +137,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_least({name: (getattr(self, name), least) for name, least in _LEAST.items()})
+        if self.tbt_limit_ms and not self.chunk_tokens:
+            raise ConfigError("tbt_limit_ms cuts prompts, and chunk_tokens = 0 says that none is cut: set one of them")
 
 
 def check_least(numbers: Mapping[str, tuple[float, float]]) -> None:

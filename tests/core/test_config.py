@@ -138,6 +138,12 @@ def test_a_node_may_miss_two_heartbeats() -> None:
     load_config(None, ["conductor.heartbeat_interval_s=0.1", "conductor.node_timeout_s=0.3"])
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_prompts_that_are_never_cut_keep_no_limit(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0"):
+        load_config(None, [f"{name}.tbt_limit_ms=50", f"{name}.chunk_tokens=0"])
+
+
 def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     assert "cannot read the configuration" in problem(path=file)

@@ -146,6 +146,11 @@ def test_a_number_that_no_engine_can_have_is_told_by_its_name(argument: str, val
         LLM("smollm2", **{argument: value})
 
 
+def test_prompts_that_are_never_cut_keep_no_limit() -> None:
+    with pytest.raises(ConfigError, match="tbt_limit_ms cuts prompts, and chunk_tokens = 0"):
+        LLM("smollm2", chunk_tokens=0, tbt_limit_ms=50.0)
+
+
 def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ContextTooLong):
         llm.generate([[1] * (llm.max_model_len + 1)], GREEDY)
