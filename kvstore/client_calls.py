@@ -154,7 +154,19 @@ class StoreCalls:
         owed, self._owed, self._repeating = self._owed, [], None
         self.later(self.abort(owed))
 
-    # The ends of leases
+    # Leases, and their ends
+
+    async def acquire(self, request: pb.AcquireRequest, timeout_s: float) -> pb.AcquireResponse:
+        """A lease for somebody who waits for it no more is ended when it comes: what it names could not be evicted
+        until it runs out. (A call over gRPC ends in the store with its caller, and most leave no lease.)"""
+        fast = self.fast
+        if isinstance(fast, FastRpc):
+            return await self.call(fast.Acquire(request, timeout_s, self._end_unheard))
+        return await self.call(fast.Acquire(request, timeout=timeout_s))
+
+    def _end_unheard(self, response: pb.AcquireResponse) -> None:
+        if response.lease_id and not self._is_closed:
+            self.later(self.release([response.lease_id]))
 
     async def release(
         self, lease_ids: Iterable[int], corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S

@@ -265,8 +265,14 @@ class FastRpc(_Frames):
     def Abort(self, request: pb.AbortRequest, timeout: float) -> Awaitable[pb.AbortResponse]:  # noqa: N802
         return self._call("Abort", request, timeout)
 
-    def Acquire(self, request: pb.AcquireRequest, timeout: float) -> Awaitable[pb.AcquireResponse]:  # noqa: N802
-        return self._call("Acquire", request, timeout)
+    def Acquire(  # noqa: N802
+        self,
+        request: pb.AcquireRequest,
+        timeout: float,
+        unheard: Callable[[pb.AcquireResponse], object] | None = None,
+    ) -> Awaitable[pb.AcquireResponse]:
+        """``unheard`` as for ``Reserve``."""
+        return self._call("Acquire", request, timeout, unheard)
 
     def Release(self, request: pb.ReleaseRequest, timeout: float) -> Awaitable[pb.ReleaseResponse]:  # noqa: N802
         return self._call("Release", request, timeout)

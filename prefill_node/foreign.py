@@ -108,11 +108,16 @@ class ForeignPrefix:
     async def lease(self, num_blocks: int, timeout_s: float) -> ForeignLease:
         """Raises KVLoadFailed when something has gone since it was counted."""
         needed = num_blocks * self._plan.target.block_tokens // self._plan.source.block_tokens
-        leases = await asyncio.gather(
-            *(self._store.acquire(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values())
+        answers = await asyncio.gather(
+            *(self._store.acquire(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
+            return_exceptions=True,
         )
-        if any(len(lease.blocks) < needed for lease in leases):
-            await self._store.release(list(leases))
+        leases = [answer for answer in answers if isinstance(answer, Lease)]
+        if len(leases) < len(answers) or any(len(lease.blocks) < needed for lease in leases):
+            await self._store.release(leases)
+            for failure in answers:
+                if isinstance(failure, BaseException):
+                    raise failure
             raise KVLoadFailed(f"not all of {needed} stored blocks of each rank are still there")
         shards = {
             rank: Shard(lease.segment, [block.slot for block in lease.blocks], [b.checksums for b in lease.blocks])

@@ -40,7 +40,7 @@ from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
 from prefill_node.chunks import Chunk, ChunkDesk
 from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
+from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
 
@@ -236,19 +236,23 @@ class PrefillJob:
         """On the engine's thread, when the sequence is admitted."""
         deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
         keys = self._keys[: blocks[-1].index + 1]
-        lease = self._lease_foreign if self._foreign is not None else self._lease
-        load = PrefixLoad(self._id, blocks, lambda: lease(keys), self._release, self._layout, deadline)
+        load = PrefixLoad(self._id, blocks, lambda: self._lease(keys), self._release, self._layout, deadline)
         self._shop.loader.submit(load)
         return load
 
-    def _lease(self, keys: list[BlockKey]) -> LeasedPrefix:
+    def _lease(self, keys: list[BlockKey]) -> LeasedPrefix | ForeignLease:
         """On the loader's thread."""
+        leasing = self._lease_stored(keys)
+        return lease_in_time(leasing, self._loop, CONTROL_TIMEOUT_S + 1, lambda late: self._release(late, []))
+
+    async def _lease_stored(self, keys: list[BlockKey]) -> LeasedPrefix | ForeignLease:
+        """In our layout, or what as many blocks are made of in the others'."""
+        if self._foreign is not None:
+            return await self._foreign.lease(len(keys), CONTROL_TIMEOUT_S)
         assert self._store is not None
-        lease = asyncio.run_coroutine_threadsafe(
-            self._store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S), self._loop
-        ).result(CONTROL_TIMEOUT_S + 1)
+        lease = await self._store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
         if len(lease.blocks) < len(keys):
-            asyncio.run_coroutine_threadsafe(self._store.release([lease]), self._loop)
+            await _quietly(self._store.release([lease]))
             raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
         return LeasedPrefix(
             lease.segment,
@@ -258,14 +262,8 @@ class PrefillJob:
             [block.checksums for block in lease.blocks],
         )
 
-    def _lease_foreign(self, keys: list[BlockKey]) -> ForeignLease:
-        """On the loader's thread: what as many blocks are made of."""
-        assert self._foreign is not None
-        call = self._foreign.lease(len(keys), CONTROL_TIMEOUT_S)
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(CONTROL_TIMEOUT_S + 1)
-
     def _release(self, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
-        """On the loader's thread; nobody waits for it."""
+        """From any thread; nobody waits for it."""
         assert self._store is not None
         call = self._store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)

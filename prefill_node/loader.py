@@ -7,12 +7,15 @@ from there to a cache on a GPU.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +29,8 @@ from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.foreign import ForeignLease
 
 log = logging.getLogger(__name__)
+
+L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,27 @@ class PrefixLoad:
             if self._error is None and len(self._arrivals) < self._layout.num_layers:
                 self._error = error
             self._changed.notify_all()
+
+
+def lease_in_time(
+    leasing: Coroutine[object, object, L],
+    loop: asyncio.AbstractEventLoop,
+    timeout_s: float,
+    end: Callable[[L], object],
+) -> L:
+    """Have the event loop get a lease, and wait for it here, on another thread. One that comes when nobody waits for it
+    any more is given to ``end``. Raises KVLoadFailed, and what ``leasing`` does."""
+    future = asyncio.run_coroutine_threadsafe(leasing, loop)
+
+    def end_late(done: Future[L]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            end(done.result())
+
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        future.add_done_callback(end_late)
+        raise KVLoadFailed("no lease on the stored prefix came in time") from None
 
 
 class Loader:

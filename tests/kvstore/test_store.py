@@ -357,6 +357,25 @@ async def test_slots_for_somebody_who_waits_for_them_no_more_are_given_back(keep
         assert await client.put_blocks(names, [data(1)] * 2, [range_checksums(data(1), 1)] * 2) == 2
 
 
+async def test_a_lease_for_somebody_who_waits_for_it_no_more_ends_at_once(keep):
+    """He was cancelled, or out of time. What it names could not be evicted until it runs out."""
+    store = keep("store.lease_s=600")
+    async with await join_by(store, "fast RPC") as client:
+        assert await client.put(name(1), data(1))
+        store.ask("hang")
+        cancelled = asyncio.create_task(client.acquire([name(1)]))
+        with pytest.raises(DeadlineExceeded):
+            await client.acquire([name(1)], timeout_s=0.3)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        store.tell("wake")
+        assert (await client.acquire([name(0)])).blocks == ()  # what came before it has been answered
+        async with asyncio.timeout(10):
+            while store.ask("counts")["leases"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
 @WAYS
 async def test_a_caller_may_be_cancelled_at_any_moment_of_a_reservation(keep, way):
     store = keep(num_blocks=64)
