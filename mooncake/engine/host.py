@@ -26,7 +26,7 @@ from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, Step
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
@@ -212,6 +212,10 @@ class EngineHost:
         if hasattr(self, "thread"):
             await asyncio.to_thread(self.thread.stop)
             self._close_backend()
+
+    async def wait_broken(self) -> NodeUnavailable:
+        """Return the error once the engine cannot go on: then this node cannot either."""
+        return await asyncio.shield(asyncio.wrap_future(self.thread.broken))
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do outside of the engine's thread what would hold its steps up. Raises InvalidRequest."""
