@@ -41,7 +41,7 @@ class RangeClient(ABC):
         self.tenant = tenant
         self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
         self._transfer = transfer
-        self._calls = StoreCalls(address, channels)
+        self._calls = StoreCalls(address, channels, self.writer_id)
         self._copies_inline = copies_inline
 
     @abstractmethod
