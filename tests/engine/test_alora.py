@@ -22,7 +22,10 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.hashing import Chain
+from mooncake.model import load_model
+from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.lora import load_adapter
+from mooncake.precision import Coding
 
 NEW, BLOCK = 12, 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
@@ -101,6 +104,27 @@ def test_the_definition_is_what_peft_computes(models: Models) -> None:
         torch.testing.assert_close(logits, ours(ids, use_cache=False).logits)
         answer = theirs.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
         assert answer == greedy(ours, prompt, len(answer))
+
+
+@pytest.mark.parametrize("can_blend", [False, True], ids=["one call", "product by product"])
+@pytest.mark.parametrize("coding", ["", "int8", "w8a8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_before_an_invocation_is_the_models_own_to_the_bit(
+    models: Models, dtype: str, coding: Coding, can_blend: bool
+) -> None:
+    checkpoint, adapter = open_checkpoint(str(models.folder)), open_adapter("check", str(models.folder / "check"))
+    config = checkpoint.config
+    model = load_model(checkpoint, dtype, 64, coding, adapters=[adapter], can_blend=can_blend)
+    for count, start in ((41, 21), (9, 8), (3, 1)):
+        acting = torch.zeros(count, dtype=torch.int32)
+        acting[:start] = -1
+        batch = ForwardBatch.of_prompt(torch.tensor(random_tokens(count, 9)), BLOCK, torch.arange(count))
+        own, shared = (torch.zeros(8, config.num_layers, 2, config.num_kv_heads, BLOCK, 16) for _ in range(2))
+        logits = model.forward(batch, own, NoHook())
+        adapted = model.forward(replace(batch, adapters=acting), shared, NoHook())
+        assert torch.equal(adapted[:start], logits[:start]) and not torch.equal(adapted[start:], logits[start:])
+        same = (own == shared).all(dim=5).all(dim=3).all(dim=2).all(dim=1).flatten()  # by token
+        assert same[:start].all() and not same[start:count].any()
 
 
 def test_the_model_and_all_activated_adapters_share_what_is_before_an_invocation(models: Models, llm: LLM) -> None:
