@@ -490,12 +490,17 @@ async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere
 
 async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, max_requests=2)
+    arrivals: list[float] = []
+    cluster.core.dispatcher.on_arrival.append(
+        lambda question, placement, now: arrivals.append(question.facts.num_tokens)
+    )
     cluster.prefill[0].script.gate = gate = asyncio.Event()
     running = [asyncio.create_task(cluster.generate(cluster.request())) for _ in range(2)]
     await cluster.eventually(lambda: cluster.prefill[0].running == 2)
     with pytest.raises(Overloaded) as refused:
         await cluster.generate(cluster.request())
     assert refused.value.retry_after_s > 0
+    assert arrivals == [len(PROMPT)] * 3, "it would have been work like the others"
     gate.set()
     await asyncio.gather(*running)
     await cluster.generate(cluster.request())
