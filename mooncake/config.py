@@ -141,10 +141,22 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_model: str = ""  # that guesses them, with the same vocabulary, as model.path; "": from what came before
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
 
+    @property
+    def all_threads(self) -> int:
+        """Of all processes that compute for one node."""
+        return self.threads
+
 
 class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     blend_share: float = 0.0  # of text chunks met before at other places, so much is computed anew; 0: all, and exact
     blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
+    # Processes in a row, each with a run of layers and so many threads, through which a step goes in pieces: a large
+    # chunk_tokens keeps all of them busy
+    pipeline_stages: int = 1
+
+    @property
+    def all_threads(self) -> int:
+        return self.threads * self.pipeline_stages
 
 
 class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -384,6 +396,7 @@ _AT_LEAST_ONE = (
     "conductor.max_requests",
     "conductor.max_waiting",
     "prefill.max_sequences",
+    "prefill.pipeline_stages",
     "decode.max_sequences",
     "cluster.prefill",
     "cluster.decode",
@@ -448,6 +461,8 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
     if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):
         raise ConfigError("prefill.blend_share is for nodes that do nothing but prefill: not coupled, not switchable")
+    if config.prefill.pipeline_stages > 1:
+        _check_stages(config)
     if config.cluster.switchable and config.prefill.device != config.decode.device:
         raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if _is_wildcard(config.node.reached_at):
@@ -457,6 +472,19 @@ def _check_values(config: Config) -> None:
         )
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
+
+
+def _check_stages(config: Config) -> None:
+    excluded = {
+        "a GPU as prefill.device": config.prefill.device != "cpu",
+        "prefill.blend_share": config.prefill.blend_share,
+        "model.adapters": config.model.adapters,
+        "model.key_scales": config.model.key_scales,
+        "cluster.switchable": config.cluster.switchable,
+    }
+    for what, is_asked in excluded.items():
+        if is_asked:
+            raise ConfigError(f"prefill.pipeline_stages does not go together with {what}")
 
 
 def _is_wildcard(host: str) -> bool:

@@ -26,7 +26,7 @@ from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks
+from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks, over_stages
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
@@ -118,6 +118,7 @@ class LLM:
         adapters: Mapping[str, str] | None = None,
         device: str = "cpu",
         tensor_parallel: int = 1,
+        pipeline_parallel_size: int = 1,
         generation_config: str = "auto",
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
@@ -132,10 +133,12 @@ class LLM:
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs. ``generation_config`` "none" leaves out what the model's file of that name says of sampling.
+        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
+        ``threads`` each, which pays for prompts, cut into pieces: a large ``chunk_tokens`` keeps the stages busy.
+        ``generation_config`` "none" leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
-        check_least({"tensor_parallel": (tensor_parallel, 1)})
+        check_least({"tensor_parallel": (tensor_parallel, 1), "pipeline_parallel_size": (pipeline_parallel_size, 1)})
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         checkpoint = open_checkpoint(model, max_model_len)
@@ -168,11 +171,19 @@ class LLM:
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         num_places = int(swap_gb * 1e9) // layout.block_bytes
         size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
+        if tensor_parallel > 1 and pipeline_parallel_size > 1:
+            raise InvalidRequest("tensor_parallel and pipeline_parallel_size do not go together", "tensor_parallel")
         if tensor_parallel > 1:
             if device != "cpu" or self._adapters:
                 raise InvalidRequest("tensor_parallel goes neither with a device nor with adapters", "tensor_parallel")
             asked = replace(size, max_model_len=config.max_model_len)  # the ranks open the model for the same context
             self._backend = over_ranks(model, precision, asked, tensor_parallel)
+        elif pipeline_parallel_size > 1:
+            if device != "cpu" or self._adapters:
+                what = "pipeline_parallel_size"
+                raise InvalidRequest(f"{what} goes neither with a device nor with adapters", what)
+            asked = replace(size, max_model_len=config.max_model_len)
+            self._backend = over_stages(model, precision, asked, pipeline_parallel_size, threads)
         elif device != "cpu":
             self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
         else:

@@ -7,13 +7,14 @@ It knows nothing of gRPC calls, hand-offs or the pool.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,12 +22,12 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import CacheSize, draft_on, on_device
+from mooncake.engine.backend import Backend, CacheSize, draft_on, on_device, over_stages
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
@@ -144,6 +145,7 @@ class EngineHost:
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.device = section.device
+        self._failure: asyncio.Future[MooncakeError]
         self.mirror: Mirror  # the cache, as other nodes see it
         self.engine: Engine
         self.thread: EngineThread
@@ -154,6 +156,7 @@ class EngineHost:
         Raises ModelError for weights that cannot be loaded, ConfigError for a device that is not there.
         """
         self._loop = asyncio.get_running_loop()
+        self._failure = self._loop.create_future()
         if self._section.threads:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
@@ -161,16 +164,7 @@ class EngineHost:
         plan = self.plan
         num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
         size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
-        backend = await asyncio.to_thread(
-            on_device,
-            self.device,
-            self._checkpoint,
-            self._precision,
-            size,
-            self._adapters.adapters,
-            buffer,
-            self._blends,
-        )
+        backend = await asyncio.to_thread(self._backend, size, buffer)
         drafter = None
         if self._section.draft_model:
             drafter = await asyncio.to_thread(
@@ -182,6 +176,7 @@ class EngineHost:
                 self._checkpoint.config.vocab_size,
                 self._section.speculative_tokens,
             )
+        backend.watch(self._tell_failure)
         assert backend.mirror is not None
         self.mirror = backend.mirror
         self._close_backend = backend.close
@@ -213,9 +208,12 @@ class EngineHost:
             await asyncio.to_thread(self.thread.stop)
             self._close_backend()
 
-    async def wait_broken(self) -> NodeUnavailable:
-        """Return the error once the engine cannot go on: then this node cannot either."""
-        return await asyncio.shield(asyncio.wrap_future(self.thread.broken))
+    async def wait_broken(self) -> MooncakeError:
+        """Return the error once the engine cannot go on, or a process that computes for it has died: then this node
+        cannot either."""
+        ends: list[asyncio.Future[MooncakeError]] = [asyncio.wrap_future(self.thread.broken), self._failure]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do outside of the engine's thread what would hold its steps up. Raises InvalidRequest."""
@@ -290,6 +288,25 @@ class EngineHost:
                 "blocks_copied_on_write": load.copied_blocks,
             },
         )
+
+    def _backend(self, size: CacheSize, buffer: memoryview | None) -> Backend:
+        section = self._section
+        if isinstance(section, PrefillSection) and section.pipeline_stages > 1:
+            asked = replace(size, max_model_len=self._checkpoint.config.context(self.config.model.max_model_len))
+            path, cores = self.config.model.path, self.config.node.cores
+            return over_stages(path, self._precision, asked, section.pipeline_stages, section.threads, cores)
+        adapters = self._adapters.adapters
+        return on_device(self.device, self._checkpoint, self._precision, size, adapters, buffer, self._blends)
+
+    def _tell_failure(self, error: MooncakeError) -> None:
+        """From any thread."""
+
+        def tell() -> None:
+            if not self._failure.done():
+                self._failure.set_result(error)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(tell)
 
     def _publish_events(self) -> None:
         """On the engine's thread, to the event log on the event loop."""

@@ -31,7 +31,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
         self.engine = engine
-        self.broken: Future[NodeUnavailable] = Future()  # why nobody can use the engine any more, once that is so
+        self.broken: Future[MooncakeError] = Future()  # why nobody can use the engine any more, once that is so
         self._ending = NodeUnavailable("the engine is stopping")
         self._hook = hook
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -57,6 +57,26 @@ class ForwardBatch:
             logit_rows=logit_rows,
         )
 
+    def part(self, begin: int, end: int) -> ForwardBatch:
+        """Its tokens ``begin`` ≤ t < ``end`` alone, at least one, without ``reuse``. Computed behind those before them,
+        they get what they would have got in one batch; logits keep their order among those that are left."""
+        if begin == 0 and end == self.tokens.shape[0]:
+            return self
+        first = int(torch.searchsorted(self.query_starts, begin, right=True)) - 1
+        last = int(torch.searchsorted(self.query_starts, end))  # the first sequence of which it has nothing
+        missing = (self.query_starts[first + 1 : last + 1] - end).clamp(min=0)
+        rows = self.logit_rows
+        return ForwardBatch(
+            tokens=self.tokens[begin:end],
+            positions=self.positions[begin:end],
+            query_starts=self.query_starts[first : last + 1].clamp(begin, end) - begin,
+            context_lens=self.context_lens[first:last] - missing,
+            block_tables=self.block_tables[first:last],
+            slots=self.slots[begin:end],
+            logit_rows=rows[(rows >= begin) & (rows < end)] - begin,
+            adapters=None if self.adapters is None else self.adapters[first:last],
+        )
+
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]

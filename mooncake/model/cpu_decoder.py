@@ -27,7 +27,7 @@ from mooncake.kernels.cpu import (
 )
 from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.layers import LayerWeights, Weights, matrix, vector, weight
+from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -63,6 +63,7 @@ class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
+        *((name, _POINTER) for name in ("entering", "leaving")),
         *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits")),
     ]
 
@@ -91,13 +92,15 @@ class CpuDecoder:
         self,
         config: ModelConfig,
         weights: Weights,
+        places: range,
         layers: Iterable[LayerWeights],
         tables: tuple[torch.Tensor, torch.Tensor],
         kernels: CpuKernels,
         coding: Coding = "",
         adapters: Sequence[Sequence[LayerAdapter]] = (),
     ) -> None:
-        """``tables`` are cosines and sines of all positions. Raises ModelError when a weight is missing."""
+        """``places`` are those of ``layers`` in the model, all or a stage's. ``tables`` are cosines and sines of all
+        positions. Raises ModelError when a weight is missing."""
         check_mirrors(kernels.library, _MIRRORS)
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
@@ -127,7 +130,7 @@ class CpuDecoder:
                         self._kept_adapters.append(packed)
                     yield None if packed is None else packed.address
 
-        self._layers = (_Layer * config.num_layers)(
+        self._layers = (_Layer * len(places))(
             *(
                 _Layer(
                     address(layer.attention_norm),
@@ -142,26 +145,26 @@ class CpuDecoder:
                     config.owns_kv(index),
                     config.window_of(index),
                 )
-                for index, layer in enumerate(layers)
+                for index, layer in zip(places, layers, strict=True)
             )
         )
         self._adapters = [
-            (_LayerAdapter * config.num_layers)(*(_LayerAdapter(*low_rank(layer)) for layer in adapter))
+            (_LayerAdapter * len(places))(*(_LayerAdapter(*low_rank(adapter[place])) for place in places))
             for adapter in adapters
         ]
         self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
-        embedding = product(matrix(weights, "model.embed_tokens.weight"))
+        embedding, head = embedding_and_head(weights, config, places, product)
         cos, sin = tables
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
             embedding,
-            embedding if config.tie_embeddings else product(matrix(weights, "lm_head.weight")),
+            head,
             ctypes.addressof(self._adapter_table),
             address(weight(weights, "model.norm.weight")),
             cos.data_ptr(),
             sin.data_ptr(),
             len(adapters),
-            config.num_layers,
+            len(places),
             cos.shape[0],
             config.hidden_size,
             config.intermediate_size,
@@ -169,7 +172,7 @@ class CpuDecoder:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            config.kv_owners[-1],
+            config.kv_owners[-1] - places.start,
             config.rms_eps,
             config.head_dim**-0.5,
         )
@@ -183,7 +186,14 @@ class CpuDecoder:
     def takes(config: ModelConfig, dtype: torch.dtype) -> bool:
         return config.head_dim % 16 == 0 and config.intermediate_size % 16 == 0 and dtype is not torch.float16
 
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None,
+        leaving: torch.Tensor | None,
+    ) -> torch.Tensor:
         """As ``CausalLM.forward``."""
         step = _Step(
             batch.tokens.data_ptr(),
@@ -194,10 +204,12 @@ class CpuDecoder:
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
             None if batch.adapters is None else batch.adapters.data_ptr(),
+            None if entering is None else entering.data_ptr(),
+            None if leaving is None else leaving.data_ptr(),
             batch.block_tables.stride(0),
             batch.tokens.shape[0],
             batch.num_sequences,
-            batch.logit_rows.shape[0],
+            batch.logit_rows.shape[0] if leaving is None else 0,
         )
         size = cache.element_size()
         block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())

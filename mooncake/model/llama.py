@@ -18,7 +18,15 @@ from mooncake.kernels.reference import Coding
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
-from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, matrix, vector, weight
+from mooncake.model.layers import (
+    DecoderLayer,
+    Weights,
+    decoder_layer,
+    embedding_and_head,
+    layer_weights,
+    vector,
+    weight,
+)
 from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
@@ -36,11 +44,13 @@ class CausalLM:
         is_fused: bool = True,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
         adapters: Sequence[Sequence[LayerAdapter]] = (),
+        layers: range | None = None,
     ) -> None:
         """``is_fused``: in one call of the library, where there is one that can; the results are the same.
 
         ``reduce`` completes what attention and the MLP of each layer give, where this is one shard of a model.
-        ``adapters`` are those that batches may name by their places, layer by layer.
+        ``adapters`` are those that batches may name by their places, layer by layer. ``layers`` are those of this stage
+        of a model (None: all); no other's weights are read.
         Raises ModelError when a weight is missing or the configuration is not supported.
         """
         self.config = config
@@ -51,43 +61,55 @@ class CausalLM:
         )
         self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
         self._reduce = reduce or _as_it_is
+        self._places = places = layers or range(config.num_layers)
         # One at a time: what a layer is fused from and into is given back before the next one is read.
-        layers = (layer_weights(weights, index, config) for index in range(config.num_layers))
+        read = (layer_weights(weights, index, config) for index in places)
         self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
         self._last_owner = config.kv_owners[-1]
         dtype = weight(weights, "model.norm.weight").dtype
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding, adapters)
+            self._fused = CpuDecoder(config, weights, places, read, tables, kernels, coding, adapters)
             return
-        self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
+        self._layers = [decoder_layer(layer, kernels, coding) for layer in read]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
         self._turns = turns(self._cos, self._sin)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
-        self._embedding = self._head = kernels.linear(matrix(weights, "model.embed_tokens.weight"), None, coding)
-        if not config.tie_embeddings:
-            self._head = kernels.linear(matrix(weights, "lm_head.weight"), None, coding)
+        self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residuals
+        self._embedding, self._head = embedding_and_head(
+            weights, config, places, lambda source: kernels.linear(source, None, coding)
+        )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``.
 
         ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
         afterwards. What the hook raises passes through, and the cache then holds a part of the step.
+
+        Between stages goes the residual stream, float32 ``[T, hidden]``: a stage with layers before it is given it as
+        ``entering``, and one with layers behind it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
         if self._fused is not None:
             if batch.reuse is not None:
                 raise InternalError("a model whose layers are fused cannot blend")
-            return self._fused.forward(batch, cache, hook)
-        eps, kernels = self.config.rms_eps, self._kernels
-        residual = self._embedding.rows(batch.tokens)
+            return self._fused.forward(batch, cache, hook, entering, leaving)
+        eps, kernels, first = self.config.rms_eps, self._kernels, self._places.start
+        residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
         cache_layers = cache.unbind(1)
-        last, adapt, is_narrowed = len(self._layers) - 1, self._adapters.add, False
+        last, adapt, is_narrowed = self._places.stop - 1, self._adapters.add, False
         rows = rows_by_adapter(batch.adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers, first):
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
             cache_layer = cache_layers[self._kv_layers[index]]
             query = self._write(index, layer, qkv, batch, cache_layer, hook, blending)
@@ -95,7 +117,7 @@ class CausalLM:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 rows = rows_by_adapter(batch.adapters)
             mixed = self._attend(index, query, batch, cache_layer)
-            if index == self._last_owner and len(wanted := batch.logit_rows) < len(mixed):
+            if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
                 # All KV is there: from here on nobody asks for rows without logits.
                 if not len(wanted):
                     return torch.empty((0, self.config.vocab_size), device=mixed.device)
@@ -106,9 +128,17 @@ class CausalLM:
             normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
             gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
             update = self._reduce(adapt(index, "down", gated, layer.down(gated), rows))
-            next_norm = self._final_norm if index == last else self._layers[index + 1].attention_norm
+            next_norm = self._final_norm if index == last else self._layers[index + 1 - first].attention_norm
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
+        if leaving is not None:
+            leaving.copy_(residual)
+            return torch.empty((0, self.config.vocab_size))
+        assert self._head is not None, "a stage with layers behind it gives no logits"
         return self._head(normed if is_narrowed else normed[batch.logit_rows]).float()
+
+    def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self._embedding is not None, "a stage with layers before it is given what they left"
+        return self._embedding.rows(tokens)
 
     def _write(
         self,

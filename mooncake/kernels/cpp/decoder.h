@@ -23,7 +23,7 @@ struct Decoder {
     const LayerAdapter* const* adapters;  // by place, then by layer; null when there are none
     const float *final_norm, *cos, *sin;
     int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab;
-    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own
+    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own, from the first one here on
     float eps, scale;
 };
 
@@ -31,6 +31,8 @@ struct Step {
     const int64_t *tokens, *positions, *slots, *logit_rows;
     const int32_t *query_starts, *context_lens, *block_tables;
     const int32_t* adapters;  // [num_tokens] places, -1: none; null when no token of the step has one
+    const float* entering;    // [num_tokens][hidden]: the residual stream before the first layer; null: tokens are embedded
+    float* leaving;           // the same behind the last layer; null: logits are wanted
     int64_t table_stride, num_tokens, num_sequences, num_logits;
 };
 
@@ -64,8 +66,11 @@ public:
                  int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, model_.scale * 1.44269504f};
         num_plans_ = 0;
         if (int status = check()) return status;
-        parallel(T, T < 8 ? 1 : threads_,
-                 [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
+        if (step_.entering)
+            std::memcpy(residual_, step_.entering, T * hidden * sizeof(float));
+        else
+            parallel(T, T < 8 ? 1 : threads_,
+                     [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
         int64_t rows = T;
         bool is_narrowed = false;
         runs_.clear();
@@ -76,7 +81,7 @@ public:
             multiply(*layer.qkv, residual_, rows, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
             adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
             if (int status = attention(layer, rows)) return status;
-            if (index == model_.last_owner && step_.num_logits < T) {  // all KV is there: nobody asks for rows without logits
+            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // all KV is there: nobody asks for rows without logits
                 rows = step_.num_logits;
                 is_narrowed = true;
                 if (!rows) return OK;
@@ -90,6 +95,10 @@ public:
             multiply(*layer.output, mixed_, rows, nullptr, {Then::ADD, residual_, hidden});
             adapt(index, &LayerAdapter::output, mixed_, nullptr, residual_, hidden);
             mlp(index, layer, rows);
+        }
+        if (step_.leaving) {
+            std::memcpy(step_.leaving, residual_, T * hidden * sizeof(float));
+            return OK;
         }
         if (!is_narrowed) keep_rows(residual_, hidden);
         multiply(*model_.head, residual_, step_.num_logits, model_.final_norm, {Then::STORE, logits, model_.vocab});
