@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
@@ -28,6 +29,7 @@ from mooncake.model.batch import ForwardBatch
 
 START_S = 120  # for every rank to load its weights
 END_S = 10  # for one that was told to end
+DEATH_S = 1  # from the end of its connections to that of a process
 IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this
 
 _HEADER = 8  # int64: kind, then sizes
@@ -55,7 +57,11 @@ class Workers:
 
     def failed(self, error: BaseException | None) -> InternalError:
         """What to raise when speaking to them ended in ``error``: it says which ones are dead."""
-        dead = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]
+        given_up_s = time.monotonic() + DEATH_S
+        while not (dead := [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]):
+            if time.monotonic() > given_up_s:
+                break
+            time.sleep(0.01)
         return InternalError(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
 
     def wait(self) -> None:
