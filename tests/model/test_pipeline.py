@@ -26,6 +26,7 @@ from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence as Prompt
 from mooncake.errors import ConfigError, InternalError, InvalidRequest, KVLoadFailed, ModelError
+from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
@@ -98,7 +99,7 @@ def answers(engine: Engine, prompts: list[list[int]], new_tokens: int, **samplin
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=index + 1, **sampling)
         tokens = np.array(prompt, np.uint32)
-        engine.add(Prompt(str(index), tokens, len(tokens), params, bytes(32), eos_ids=(), max_model_len=limit))
+        engine.add(Prompt(str(index), tokens, len(tokens), params, Chain(bytes(32)), eos_ids=(), max_model_len=limit))
     found: list[StepOutput] = []
     while engine.has_work:
         found += engine.step()
