@@ -442,6 +442,8 @@ def _check_values(config: Config) -> None:
         raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
     if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
         raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
+    if config.prefill.pipeline_stages > 1:
+        _check_stages(config)
     config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
@@ -461,8 +463,6 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
     if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):
         raise ConfigError("prefill.blend_share is for nodes that do nothing but prefill: not coupled, not switchable")
-    if config.prefill.pipeline_stages > 1:
-        _check_stages(config)
     if config.cluster.switchable and config.prefill.device != config.decode.device:
         raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if _is_wildcard(config.node.reached_at):

@@ -41,6 +41,7 @@ BENCHES = {
         "mooncake.app.bench_gpu_kernels",
         "mooncake.app.bench_gpu_model",
         "mooncake.app.bench_kernels",
+        "mooncake.app.bench_pipeline",
         "mooncake.app.bench_quality",
         "mooncake.app.key_scales",
         "mooncake.app.peers",

@@ -70,6 +70,7 @@ BENCHES = {
     "engine": "one engine against this machine's limits and other engines",
     "gpu": "GPU kernels against the limits of the card",
     "layout": "KV read into another layout",
+    "pipeline": "prompts through stages, beside one process",
     "quality": "what narrow formats cost in perplexity",
     "rdma": "one-sided writes and reads beside perftest",
     "serve": "a cluster as its clients see it, beside one engine",

@@ -75,7 +75,7 @@ class PipelineModel:
         self.last_step: StepTimes | None = None
         threads = threads or max(torch.get_num_threads() // num_stages, 1)
         self._stages = layers_of_stages(self.config, num_stages)
-        self._cut = cut
+        self.cut = cut  # that of the next step
         self._costs = [CostFit(guessed_cost(self.config, len(layers), threads)) for layers in self._stages]
         self._step = 0
         self._failure: InternalError | None = None
@@ -140,7 +140,7 @@ class PipelineModel:
         if self._failure is not None:
             raise self._failure
         spans = spans_of(batch)
-        step = _Step(self, batch, self._cut(spans, self.costs), hook)
+        step = _Step(self, batch, self.cut(spans, self.costs), hook)
         self._step += 1
         try:
             step.run()
