@@ -370,7 +370,7 @@ def test_what_does_not_go_together_is_refused(folder: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         LLM(str(folder), pipeline_parallel_size=0)
     write_tiny_model(tmp_path / "other", "gpt_neox")
-    with pytest.raises(ModelError, match="only the Llama family goes into stages"):
+    with pytest.raises(ModelError, match="stages are for the Llama family"):
         LLM(str(tmp_path / "other"), kv_gb=0.01, pipeline_parallel_size=2, threads=1)
 
 
