@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import Pipe
@@ -30,7 +30,7 @@ from mooncake.errors import InternalError, ModelError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.pages import SharedMemory
 from mooncake.model.pieces import CostFit, Cutter, PieceCost, Span, cut_spans, fastest, guessed_cost
-from mooncake.model.pipeline_stage import Kind, StageTask, bytes_between, receive, send
+from mooncake.model.pipeline_stage import WITH_DATA, Kind, StageTask, bytes_between, receive, send
 from mooncake.model.ranks import Workers, batch_arrays
 from mooncake.precision import Precision
 from mooncake.types import KVLayout
@@ -143,17 +143,18 @@ class PipelineModel:
         step = _Step(self, batch, self.cut(spans, self.costs), hook)
         self._step += 1
         try:
-            step.run()
-        except (EOFError, OSError) as error:
-            raise self._failed(error) from None
-        except Exception:
             try:
-                step.abandon()
-            except (EOFError, OSError) as error:
-                raise self._failed(error) from None
-            raise
-        except BaseException as error:  # in the middle of a message, perhaps
-            self._failed(error)
+                step.run()
+            except Exception as error:
+                if not isinstance(error, StageLost):
+                    step.abandon()
+                raise
+        except StageLost as error:
+            raise self._failed(error) from None
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, in the middle of a message perhaps
+                self._failure = InternalError("the pipeline was interrupted in the middle of a step")
+                self._end()
             raise
         self.last_step = times = step.times()
         pieces = cut_spans(spans, times.cuts)
@@ -194,11 +195,13 @@ class PipelineModel:
     def _await_ready(self) -> None:
         for control in self._controls:
             try:
-                kind, _ = receive(control)
-                if kind is Kind.FAILED:
-                    raise ModelError(control.recv_bytes().decode())
-            except (EOFError, OSError) as error:
+                with _speaking():
+                    kind, _ = receive(control)
+                    text = control.recv_bytes().decode() if kind is Kind.FAILED else ""
+            except StageLost as error:
                 raise self._failed(error) from None
+            if kind is Kind.FAILED:
+                raise ModelError(text)
 
     def _failed(self, error: BaseException) -> InternalError:
         """A pipeline without one of its stages is none."""
@@ -210,6 +213,18 @@ class PipelineModel:
         self._workers.end()
         for control in self._controls:
             control.close()
+
+
+class StageLost(Exception):
+    """A connection to a stage has broken."""
+
+
+@contextlib.contextmanager
+def _speaking() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise StageLost(str(error) or type(error).__name__) from None
 
 
 class _Step:
@@ -232,30 +247,32 @@ class _Step:
         self._times: dict[Connection, tuple[int, npt.NDArray[np.int64]]] = {}
 
     def run(self) -> None:
-        """Raises what the hook raises, InternalError when a stage cannot compute it, EOFError or OSError when one has
-        died."""
+        """Raises what the hook raises, InternalError when a stage cannot compute it, StageLost."""
         self._started_ns = time.monotonic_ns()
         wants_layers = self._hook.wants_layers
         arrays = [np.array(self._cuts, np.int64), *batch_arrays(self._batch)]
-        message = np.concatenate(arrays).tobytes()
-        for control in self._controls:
-            send(control, Kind.STEP, self._number, int(wants_layers), *map(len, arrays))
-            control.send_bytes(message)
+        with _speaking():
+            message = np.concatenate(arrays).tobytes()
+            for control in self._controls:
+                send(control, Kind.STEP, self._number, int(wants_layers), *map(len, arrays))
+                control.send_bytes(message)
         if wants_layers:
             for control, layers in zip(self._controls, self._layers, strict=True):
                 for layer in layers:
                     self._hook.before_layer(layer)
-                    send(control, Kind.OPEN, self._number, layer)
+                    with _speaking():
+                        send(control, Kind.OPEN, self._number, layer)
                     self._listen(0)
         while self._at_work:
             self._listen(None)
         self._elapsed_ms = (time.monotonic_ns() - self._started_ns) / 1e6
 
     def abandon(self) -> None:
-        """Return once no stage is at work. Raises EOFError or OSError when one has died."""
-        for control in self._at_work:
-            send(control, Kind.ABANDON, self._number)
+        """Return once no stage is at work. Raises StageLost."""
         self._hook = NoHook()  # nothing is told any more
+        with _speaking():
+            for control in self._at_work:
+                send(control, Kind.ABANDON, self._number)
         while self._at_work:
             with contextlib.suppress(InternalError):  # it would have failed, too
                 self._listen(None)
@@ -267,12 +284,17 @@ class _Step:
         return StepTimes(self._cuts, times_ns / 1e6, self._elapsed_ms, [sent for sent, _ in told[:-1]])
 
     def _listen(self, timeout_s: float | None) -> None:
-        for ready in wait(list(self._at_work), timeout_s):
-            assert isinstance(ready, Connection)
-            self._take(ready)
+        """Take a message of each stage that has sent one."""
+        for control in wait(list(self._at_work), timeout_s):
+            assert isinstance(control, Connection)
+            with _speaking():
+                kind, (_, *numbers) = receive(control)
+                data = control.recv_bytes() if kind in WITH_DATA else b""
+            self._take(control, kind, numbers, data)
 
-    def _take(self, control: Connection) -> None:
-        kind, (_, *numbers) = receive(control)
+    def _take(self, control: Connection, kind: Kind, numbers: list[int], data: bytes) -> None:
+        if kind in (Kind.DONE, Kind.ABANDONED, Kind.FAILED):
+            self._at_work.discard(control)
         if kind is Kind.LAYER:
             self._computed.add(numbers[0])
             while self._next_told in self._computed:
@@ -280,17 +302,11 @@ class _Step:
                 self._hook.after_layer(self._next_told - 1)
         elif kind is Kind.LOGITS:
             places = self._wanted.popleft()
-            rows = np.frombuffer(control.recv_bytes(), np.float32).reshape(numbers[0], -1)
-            self.logits.numpy()[places.numpy()] = rows
+            self.logits.numpy()[places.numpy()] = np.frombuffer(data, np.float32).reshape(numbers[0], -1)
         elif kind is Kind.DONE:
-            times = np.frombuffer(control.recv_bytes(), np.int64).reshape(-1, 3)
-            self._times[control] = numbers[0], times
-            self._at_work.discard(control)
-        elif kind is Kind.ABANDONED:
-            self._at_work.discard(control)
+            self._times[control] = numbers[0], np.frombuffer(data, np.int64).reshape(-1, 3)
         elif kind is Kind.FAILED:
-            self._at_work.discard(control)
-            raise InternalError(f"a stage of the pipeline failed: {control.recv_bytes().decode()}")
+            raise InternalError(f"a stage of the pipeline failed: {data.decode()}")
 
 
 def layers_of_stages(config: ModelConfig, num_stages: int) -> list[range]:

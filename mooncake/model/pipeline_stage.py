@@ -58,16 +58,20 @@ class Kind(IntEnum):
     """Of a message, its first number; the step's number is the second."""
 
     READY = 0
-    FAILED = 1  # and a text follows
-    STEP = 2  # wants_layers, sizes of its arrays; and the arrays follow, the cuts first
+    FAILED = 1  # why, as data
+    STEP = 2  # whether it wants layers, sizes of its arrays; the arrays, the cuts first, as data
     OPEN = 3  # a layer, whose reused keys and values are there
     ABANDON = 4
     STOP = 5
     PIECE = 6  # that the stage before has left
     LAYER = 7  # whose keys and values are all in the cache
-    LOGITS = 8  # of how many rows; and they follow
-    DONE = 9  # bytes that went to the next stage; and the pieces' times follow
+    LOGITS = 8  # how many rows; and they, as data
+    DONE = 9  # bytes that went to the next stage; when each piece began and ended and how long it waited, ns, as data
     ABANDONED = 10
+
+
+WITH_DATA = frozenset({Kind.FAILED, Kind.STEP, Kind.LOGITS, Kind.DONE})
+"""These are two messages, the second of which is data."""
 
 
 def send(connection: Connection, kind: Kind, *numbers: int) -> None:

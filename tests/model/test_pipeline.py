@@ -191,8 +191,9 @@ def one_token() -> ForwardBatch:
 class Failing(NoHook):
     wants_layers = True
 
-    def __init__(self, layer: int, what: str) -> None:
+    def __init__(self, layer: int, what: str, error: Exception | None = None) -> None:
         self._place = (what, layer)
+        self.error = error or gone()
 
     def before_layer(self, layer: int) -> None:
         self._fail("before", layer)
@@ -202,7 +203,11 @@ class Failing(NoHook):
 
     def _fail(self, what: str, layer: int) -> None:
         if (what, layer) == self._place:
-            raise KVLoadFailed("gone", ("r",))
+            raise self.error
+
+
+def gone() -> KVLoadFailed:
+    return KVLoadFailed("gone", ("r",))
 
 
 @pytest.mark.parametrize(("layer", "what"), [(0, "before"), (3, "before"), (0, "after"), (4, "after")])
@@ -217,6 +222,13 @@ def test_a_step_that_its_hook_gives_up_is_over_everywhere(
     left[0, :, :, :, 0] = cache[0, :, :, :, 0]
     assert torch.equal(left, cache), "something was written after the step was over"
     assert torch.allclose(logits, whole.forward(one_token(), torch.zeros_like(cache), NoHook()), atol=1e-5)
+
+
+def test_what_a_hook_raises_is_never_taken_for_the_end_of_a_stage(pipeline: Pipeline) -> None:
+    with pytest.raises(ConnectionResetError, match="its own"):
+        hook = Failing(1, "before", ConnectionResetError("its own"))
+        pipeline.model.forward(prompt_batch(100), pipeline.cache.tensor, hook)
+    assert torch.isfinite(pipeline.model.forward(one_token(), pipeline.cache.tensor, NoHook())).all()
 
 
 def test_what_a_stage_cannot_compute_is_an_error_of_that_step_alone(pipeline: Pipeline) -> None:
