@@ -65,6 +65,7 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 _PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 BENCHES = {
     "blend": "prompts put together from chunks computed alone, beside full prefill",
+    "character": "windows, shared KV and one KV head: quality, bytes, time of prompts",
     "chunked": "answers under way while a long prompt arrives",
     "conductor": "placement decisions a second, memory of the prefix index",
     "engine": "one engine against this machine's limits and other engines",
