@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from mooncake.adapters import parse_adapters
 from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
-from mooncake.precision import KV_FORMATS, Coding, Precision, resolve_precision
+from mooncake.precision import KV_FORMATS, Coding, Precision, check_device, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
 
@@ -454,8 +454,7 @@ def _check_values(config: Config) -> None:
         raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
     for name in ("prefill", "decode"):
         section: EngineSection = getattr(config, name)
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", section.device):
-            raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {section.device!r}')
+        check_device(f"{name}.device", section.device)
         if section.tbt_limit_ms and not section.chunk_tokens:
             what = f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0 says that none is cut"
             raise ConfigError(f"{what}: set one of them")
@@ -501,7 +500,8 @@ def transfer_secret(config: Config) -> str:
     try:
         secret = Path(config.transfer.secret_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"transfer.secret_file: cannot read {config.transfer.secret_file}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"transfer.secret_file: cannot read {config.transfer.secret_file}: {why}") from None
     if not secret:
         raise ConfigError(f"transfer.secret_file: {config.transfer.secret_file} is empty")
     return secret

@@ -12,6 +12,7 @@ It keeps its paged cache between calls, so a second call reuses the blocks of th
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
-from mooncake.precision import Coding, resolve_precision
+from mooncake.precision import Coding, check_device, resolve_precision
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ROLES, ChatMessage
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -141,6 +142,7 @@ class LLM:
         check_least({"tensor_parallel": (tensor_parallel, 1), "pipeline_parallel_size": (pipeline_parallel_size, 1)})
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
+        check_device("device", device)
         checkpoint = open_checkpoint(model, max_model_len)
         self._defaults = checkpoint.sampling_defaults(generation_config)
         config = EngineConfig(
@@ -153,7 +155,7 @@ class LLM:
             keep_events=False,
         )
         if threads:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch falls over absurd numbers
         stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
@@ -511,6 +513,8 @@ def _content(content: object) -> str:
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Sampling for each prompt. Without a seed of its own, a random answer gets one that nobody else has."""
     samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+    if not all(isinstance(each, SamplingParams) for each in samplings):
+        raise InvalidRequest("sampling is one SamplingParams, or one for each prompt", "sampling")
     if len(samplings) != count:
         raise InvalidRequest(f"{len(samplings)} sampling parameters were given for {count} prompts", "sampling")
     return [

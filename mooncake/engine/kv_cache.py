@@ -103,9 +103,11 @@ class KVCache:
 
 
 def _own_memory(num_bytes: int) -> memoryview:
-    """Zeroed, aligned to pages, and taken from the system only as it is touched."""
-    # private: most systems have no large pages for memory that is shared
-    area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeroed, aligned to pages, and taken from the system only as it is touched. Raises ConfigError."""
+    try:  # private: most systems have no large pages for memory that is shared
+        area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        raise ConfigError(f"the system does not give {num_bytes / 1e9:.1f} GB: lower kv_gb or swap_gb") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(area)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.config import Config, dump_toml, load_config
+from mooncake.config import Config, dump_toml, load_config, transfer_secret
 from mooncake.errors import ConfigError
 
 
@@ -142,6 +142,12 @@ def test_a_node_may_miss_two_heartbeats() -> None:
 def test_prompts_that_are_never_cut_keep_no_limit(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0"):
         load_config(None, [f"{name}.tbt_limit_ms=50", f"{name}.chunk_tokens=0"])
+
+
+def test_a_secret_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        transfer_secret(load_config(None, [f"transfer.secret_file={tmp_path / 'none'}"]))
+    assert refused.value.message == f"transfer.secret_file: cannot read {tmp_path / 'none'}: No such file or directory"
 
 
 def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
