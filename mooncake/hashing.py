@@ -35,13 +35,15 @@ log = logging.getLogger(__name__)
 
 def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:
     """Identity of the KV bytes that a model produces (hex, 32 characters): ``content`` says which numbers they are (the
-    weights' digest and precision), the rest how they lie (dtype, layout, block size, and the part of the model that a
-    ``shard`` has). Whoever knows the content can name the same KV in any layout.
+    weights' digest and precision), the rest how they lie (dtype, layout, block size, which hidden states beside them,
+    and the part of the model that a ``shard`` has). Whoever knows the content can name the same KV in any layout.
     """
     text = (
         f"{content}|L{layout.num_layers}|H{layout.num_kv_heads}|B{layout.block_tokens}"
         f"|D{layout.head_dim}|{layout.dtype}"
     )
+    if layout.inputs_of:
+        text += f"|E{','.join(map(str, layout.inputs_of))}"
     if shard:
         text += f"|{shard}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -137,3 +137,14 @@ class NoHook:
 
     def after_layer(self, layer: int) -> None:
         pass
+
+
+class OnlyWaiting:
+    """A hook for passes whose KV nobody is told of: what they reuse they still wait for."""
+
+    def __init__(self, hook: LayerHook) -> None:
+        self.wants_layers = hook.wants_layers
+        self.before_layer = hook.before_layer
+
+    def after_layer(self, layer: int) -> None:
+        pass

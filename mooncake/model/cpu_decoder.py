@@ -46,8 +46,9 @@ class _Layer(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin")),
+        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin", "kept")),
         *((name, _LONG) for name in ("num_adapters", "num_layers", "num_positions", "hidden", "intermediate", "vocab")),
+        ("num_kept", _LONG),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "last_owner")),
         *((name, _FLOAT) for name in ("eps", "scale")),
     ]
@@ -65,6 +66,7 @@ class _Step(ctypes.Structure):
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
         *((name, _POINTER) for name in ("entering", "leaving")),
         *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits")),
+        *((name, _LONG) for name in ("first_layer", "last_layer")),
     ]
 
 
@@ -98,12 +100,14 @@ class CpuDecoder:
         kernels: CpuKernels,
         coding: Coding = "",
         adapters: Sequence[Sequence[LayerAdapter]] = (),
+        kept: Sequence[int] = (),
     ) -> None:
         """``places`` are those of ``layers`` in the model, all or a stage's. ``tables`` are cosines and sines of all
         positions. Raises ModelError when a weight is missing."""
         check_mirrors(kernels.library, _MIRRORS)
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
+        self._last_layer = len(places) - 1
         self._results = _Results()
         self._kept: list[torch.Tensor | PanelLinear] = [*tables]
         self._kept_adapters: list[PanelLinear] = []
@@ -154,6 +158,7 @@ class CpuDecoder:
         ]
         self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
         embedding, head = embedding_and_head(weights, config, places, product)
+        self._kept_layers = (_LONG * len(kept))(*kept)
         cos, sin = tables
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
@@ -163,12 +168,14 @@ class CpuDecoder:
             address(weight(weights, "model.norm.weight")),
             cos.data_ptr(),
             sin.data_ptr(),
+            ctypes.addressof(self._kept_layers),
             len(adapters),
             len(places),
             cos.shape[0],
             config.hidden_size,
             config.intermediate_size,
             config.vocab_size,
+            len(kept),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -191,10 +198,11 @@ class CpuDecoder:
         batch: ForwardBatch,
         cache: torch.Tensor,
         hook: LayerHook,
-        entering: torch.Tensor | None,
-        leaving: torch.Tensor | None,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+        layers: range | None = None,
     ) -> torch.Tensor:
-        """As ``CausalLM.forward``."""
+        """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
         step = _Step(
             batch.tokens.data_ptr(),
             batch.positions.data_ptr(),
@@ -210,6 +218,8 @@ class CpuDecoder:
             batch.tokens.shape[0],
             batch.num_sequences,
             batch.logit_rows.shape[0] if leaving is None else 0,
+            0 if layers is None else layers[0],
+            self._last_layer if layers is None else layers[-1],
         )
         size = cache.element_size()
         block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())

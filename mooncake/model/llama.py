@@ -15,9 +15,10 @@ from mooncake.errors import InternalError
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
-from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.batch import ForwardBatch, LayerHook, OnlyWaiting
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
+from mooncake.model.kept_inputs import KeptInputs
 from mooncake.model.layers import (
     DecoderLayer,
     Weights,
@@ -45,12 +46,14 @@ class CausalLM:
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
         adapters: Sequence[Sequence[LayerAdapter]] = (),
         layers: range | None = None,
+        keep_hidden: Sequence[int] = (),
     ) -> None:
         """``is_fused``: in one call of the library, where there is one that can; the results are the same.
 
         ``reduce`` completes what attention and the MLP of each layer give, where this is one shard of a model.
         ``adapters`` are those that batches may name by their places, layer by layer. ``layers`` are those of this stage
-        of a model (None: all); no other's weights are read.
+        of a model (None: all); no other's weights are read. Of the layers ``keep_hidden`` the cache keeps the inputs,
+        behind the KV of all layers.
         Raises ModelError when a weight is missing or the configuration is not supported.
         """
         self.config = config
@@ -62,6 +65,7 @@ class CausalLM:
         self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
         self._reduce = reduce or _as_it_is
         self._places = places = layers or range(config.num_layers)
+        self._kept = KeptInputs(keep_hidden, config.num_layers)
         # One at a time: what a layer is fused from and into is given back before the next one is read.
         read = (layer_weights(weights, index, config) for index in places)
         self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
@@ -70,7 +74,7 @@ class CausalLM:
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(config, weights, places, read, tables, kernels, coding, adapters)
+            self._fused = CpuDecoder(config, weights, places, read, tables, kernels, coding, adapters, keep_hidden)
             return
         self._layers = [decoder_layer(layer, kernels, coding) for layer in read]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
@@ -98,29 +102,64 @@ class CausalLM:
         Between stages goes the residual stream, float32 ``[T, hidden]``: a stage with layers before it is given it as
         ``entering``, and one with layers behind it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
-        if self._fused is not None:
-            if batch.reuse is not None:
-                raise InternalError("a model whose layers are fused cannot blend")
-            return self._fused.forward(batch, cache, hook, entering, leaving)
+        if self._fused is None:
+            logits = self._through(self._places, batch, cache, hook, entering, leaving)
+        elif batch.reuse is not None:
+            raise InternalError("a model whose layers are fused cannot blend")
+        else:
+            logits = self._fused.forward(batch, cache, hook, entering, leaving)
+        self._kept.tell(hook, cache)
+        return logits
+
+    @torch.inference_mode()
+    def recompute(
+        self, layers: range, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, hidden: torch.Tensor | None
+    ) -> None:
+        """Only the keys and values of adjacent ``layers``, from what the first of them takes as its input: ``hidden``,
+        float32 [T, hidden], which may be another model's; None: the tokens' embeddings, for layer 0.
+
+        Attention sees what the cache has of these layers before each token. The batch has no logit rows, and the hook
+        is only asked to wait.
+        """
+        assert not len(batch.logit_rows) and (hidden is not None or layers[0] == 0)
+        waiting = OnlyWaiting(hook)
+        if self._fused is None:
+            self._through(layers, batch, cache, waiting, hidden)
+        else:
+            self._fused.forward(batch, cache, waiting, hidden, layers=layers)
+
+    def _through(
+        self,
+        layers: range,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``forward``, of some of the layers that are here."""
         eps, kernels, first = self.config.rms_eps, self._kernels, self._places.start
         residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
-        normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
+        normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
         cache_layers = cache.unbind(1)
-        last, adapt, is_narrowed = self._places.stop - 1, self._adapters.add, False
+        last, adapt, is_narrowed = layers.stop - 1, self._adapters.add, False
+        last_kv, wants_more = min(last, self._last_owner), leaving is not None or len(batch.logit_rows) > 0
         rows = rows_by_adapter(batch.adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
-        for index, layer in enumerate(self._layers, first):
+        for index in layers:
+            layer = self._layers[index - first]
+            self._kept.write(index, residual, cache, batch.slots)
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
             cache_layer = cache_layers[self._kv_layers[index]]
             query = self._write(index, layer, qkv, batch, cache_layer, hook, blending)
+            if index == last_kv and not wants_more:
+                return torch.empty((0, self.config.vocab_size), device=normed.device)
             if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 rows = rows_by_adapter(batch.adapters)
             mixed = self._attend(index, query, batch, cache_layer)
             if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
                 # All KV is there: from here on nobody asks for rows without logits.
-                if not len(wanted):
-                    return torch.empty((0, self.config.vocab_size), device=mixed.device)
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
                 rows = [] if batch.adapters is None else rows_by_adapter(batch.adapters[wanted])
                 batch = batch if index == last else batch.narrowed(wanted)

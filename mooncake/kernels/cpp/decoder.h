@@ -22,7 +22,8 @@ struct Decoder {
     const PackedLinear *embedding, *head;
     const LayerAdapter* const* adapters;  // by place, then by layer; null when there are none
     const float *final_norm, *cos, *sin;
-    int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab;
+    const int64_t* kept;  // layers whose inputs are kept in the cache, behind the KV of all layers
+    int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab, num_kept;
     int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own, from the first one here on
     float eps, scale;
 };
@@ -33,7 +34,7 @@ struct Step {
     const int32_t* adapters;  // [num_tokens] places, -1: none; null when no token of the step has one
     const float* entering;    // [num_tokens][hidden]: the residual stream before the first layer; null: tokens are embedded
     float* leaving;           // the same behind the last layer; null: logits are wanted
-    int64_t table_stride, num_tokens, num_sequences, num_logits;
+    int64_t table_stride, num_tokens, num_sequences, num_logits, first_layer, last_layer;
 };
 
 struct Cache {
@@ -76,15 +77,19 @@ public:
         runs_.clear();
         if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
             return BAD_TOKEN;
-        for (int64_t index = 0; index < model_.num_layers; index++) {
+        const int64_t last_kv = std::min<int64_t>(model_.last_owner, step_.last_layer);
+        const bool wants_more = step_.leaving || step_.num_logits;
+        for (int64_t index = step_.first_layer; index <= step_.last_layer; index++) {
             const DecoderLayer& layer = model_.layers[index];
+            keep_input(index);
             multiply(*layer.qkv, residual_, rows, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
             adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
-            if (int status = attention(layer, rows)) return status;
-            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // all KV is there: nobody asks for rows without logits
+            if (int status = write(layer, rows)) return status;
+            if (index == last_kv && !wants_more) return OK;
+            attend_to(layer);
+            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // nobody asks for rows without logits
                 rows = step_.num_logits;
                 is_narrowed = true;
-                if (!rows) return OK;
                 keep_rows(mixed_, width);
                 keep_rows(residual_, hidden);
                 if (step_.adapters)
@@ -166,20 +171,39 @@ private:
         return layer.kind == BF16S && unit_of(BF16S) == ROW_UNIT && layer.padded() == layer.inputs;
     }
 
-    int attention(const DecoderLayer& layer, int64_t rows) {
-        const CacheLayer cache = cache_layer(layer.kv_layer);
-        CacheLayer written = cache;
-        if (!layer.owns_kv) written.num_kv_heads = 0;
+    // Keys and values of the step's tokens, where the layer has its own.
+    int write(const DecoderLayer& layer, int64_t rows) {
+        CacheLayer cache = cache_layer(layer.kv_layer);
+        if (!layer.owns_kv) cache.num_kv_heads = 0;
         if (layer.owns_kv && before_ && before_(layer.kv_layer)) return STOPPED_BY_HOOK;
         with_pages(cache_.kind, [&](auto page) {
-            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, written, slots_, rows,
+            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, cache, slots_, rows,
                                           model_.num_heads, threads_);
         });
-        if (layer.owns_kv && after_ && after_(layer.kv_layer)) return STOPPED_BY_HOOK;
+        return layer.owns_kv && after_ && after_(layer.kv_layer) ? STOPPED_BY_HOOK : OK;
+    }
+
+    void attend_to(const DecoderLayer& layer) {
         call_.window = layer.window;
         const AttentionPlan& plan = plan_of(layer.window);
-        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, cache, threads_); });
-        return OK;
+        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, cache_layer(layer.kv_layer), threads_); });
+    }
+
+    // Rows [token][hidden] of a block, in as many of its layers as that takes.
+    void keep_input(int64_t index) const {
+        const int64_t place = std::find(model_.kept, model_.kept + model_.num_kept, index) - model_.kept;
+        if (place == model_.num_kept) return;
+        with_pages(cache_.kind, [&](auto page) {
+            using T = decltype(page);
+            const int64_t width = row_bytes<T>(int(model_.hidden)), needed = cache_.block_tokens * width;
+            const int64_t room = (needed + cache_.layer_stride - 1) / cache_.layer_stride * cache_.layer_stride;
+            char* base = cache_.base + model_.num_layers * cache_.layer_stride + place * room;
+            parallel(step_.num_tokens, step_.num_tokens * model_.hidden < (1 << 15) ? 1 : threads_, [&](int64_t t) {
+                const int64_t block = step_.slots[t] / cache_.block_tokens, offset = step_.slots[t] % cache_.block_tokens;
+                put_row((T*)(base + block * cache_.block_stride + offset * width), residual_ + t * model_.hidden,
+                        int(model_.hidden));
+            });
+        });
     }
 
     // Of `call_`, which is the same in all layers with this window.
