@@ -60,9 +60,11 @@ class Admission:
 @dataclass(slots=True)
 class StepPlan:
     """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else, in
-    order; numbers behind the cache's blocks are places of the swap space."""
+    order; numbers behind the cache's blocks are places of the swap space. The tokens of ``inherited`` are computed in
+    some layers alone, before the others."""
 
     entries: list[StepEntry] = field(default_factory=list)
+    inherited: list[StepEntry] = field(default_factory=list)
     has_preempted: bool = False
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -180,7 +182,7 @@ class Scheduler:
         if not plan.has_preempted:
             budget = self._admit(plan, budget)
         self._use_up(plan, num_decodes, budget)
-        if not plan.entries and any(not sequence.is_parked for sequence in self.waiting):
+        if not (plan.entries or plan.inherited) and any(not sequence.is_parked for sequence in self.waiting):
             self._make_parked_give_way(plan)
         return plan
 
@@ -258,14 +260,16 @@ class Scheduler:
         A chunk ends at its prompt's end or on a block border, counted from the start of the sequence, so that the same
         prompt is cut at the same places whatever else runs. Only a budget below one block makes it end elsewhere.
         """
-        first, left = sequence.num_computed, sequence.num_tokens - sequence.num_computed
+        first, left, entries = sequence.num_computed, sequence.num_tokens - sequence.num_computed, plan.entries
+        if first in sequence.inherits:
+            left, entries = sequence.inherits.stop - first, plan.inherited
         count = min(left, budget)
         if count < left:
             aligned = (first + count) // self._block_tokens * self._block_tokens - first
             if not self._splits_prompts or (aligned <= 0 and budget < self._budget):
                 return 0
             count = aligned if aligned > 0 else count
-        plan.entries.append(StepEntry(sequence, first, count))
+        entries.append(StepEntry(sequence, first, count))
         return count
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
@@ -315,13 +319,17 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(num_cached * self._block_tokens, num_other)
         sequence.num_sealed = num_cached
+        sequence.inherits = range(0)
         if sequence.swapped is not None:
             num_kept = sequence.swapped.num_tokens
             sequence.num_computed = min(max(num_cached * self._block_tokens, num_kept), num_other)
             return Admission(sequence, [])
         num_ready = max(num_cached, min(sequence.external_blocks, usable))
         sequence.num_computed = min(num_ready * self._block_tokens, num_other)
-        sequence.is_loading = num_ready > num_cached
+        num_inherited = min(sequence.inheritable_blocks, num_other // self._block_tokens)
+        if num_inherited > num_ready and not sequence.is_scoring:
+            sequence.inherits = range(sequence.num_computed, num_inherited * self._block_tokens)
+        sequence.is_loading = num_ready > num_cached or bool(sequence.inherits)
         to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_ready)]
         return Admission(sequence, to_load)
 

@@ -18,6 +18,7 @@ from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, Tok
 
 if TYPE_CHECKING:
     from mooncake.engine.blend import Blend
+    from mooncake.engine.inherit import HiddenStates
     from mooncake.engine.speculation import DraftMemory
     from mooncake.engine.swap import Swapped
 
@@ -64,6 +65,7 @@ class Sequence:
     max_model_len: InitVar[int]
     num_to_sample: InitVar[int | None] = None
     external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
+    inheritable_blocks: int = 0  # leading ones of which another model's KV can be, where there is none of this one
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
     adapter: int = -1  # a place in the model's list of them; -1: none. It acts from token ``chain.start`` on
@@ -95,6 +97,8 @@ class Sequence:
     num_sealed: int = field(default=0, init=False)  # blocks
     blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
     num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV was not put together; None: all
+    inherits: range = field(default=range(0), init=False)  # tokens that are computed in some layers alone
+    hidden: HiddenStates | None = field(default=None, init=False)  # which these layers begin with; None: embeddings
     num_writable: int = field(default=0, init=False)  # tokens, of which the next needs no look whose its block is
     is_loading: bool = field(default=False, init=False)  # blocks of the table are still on their way from elsewhere
     row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
@@ -127,7 +131,7 @@ class Sequence:
             raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
         if self.chain.start >= num_prompt:
             raise InvalidRequest("an adapter must begin to act within the prompt", "adapter_start")
-        if self.external_blocks < 0:
+        if min(self.external_blocks, self.inheritable_blocks) < 0:
             raise InvalidRequest("external_blocks must not be negative", "external_blocks")
         self.is_first_leg = num_to_sample is not None
         self.edits_logits = sampling.edits_logits
