@@ -104,7 +104,7 @@ class ConductorNode:
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
     precision = config.precision(checkpoint.coding)
-    layout = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype)
+    layout = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype, config.model.keep_hidden)
     return ModelFacts(
         kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout),
         shape=Shape(

@@ -12,7 +12,8 @@ def build(config: Config) -> StoreNode:
     """A slot holds ``store.block_bytes``, or one block of the configured model."""
     if config.store.block_bytes:
         return StoreNode(config, config.store.block_bytes, config.store.join)
-    layout = open_checkpoint(config.model.path).kv_layout(config.block.tokens, config.precision().kv_dtype)
+    checkpoint = open_checkpoint(config.model.path)
+    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     return StoreNode(config, layout.block_bytes, config.store.join)
 
 

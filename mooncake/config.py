@@ -39,6 +39,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # "auto": sample as its generation_config.json says, where requests do not; "none"
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
+    # layers whose inputs blocks hold beside KV, from which variants of the model go on (prefill.variant); (): none
+    keep_hidden: tuple[int, ...] = ()
 
 
 class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,6 +151,8 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     blend_share: float = 0.0  # of text chunks met before at other places, so much is computed anew; 0: all, and exact
+    variant: str = ""  # a file of `mooncake variants profile`: KV of a variant of the model is read, too; "": none
+    variant_pools: tuple[str, ...] = ()  # gRPC addresses of the stores that have it; (): those of this cluster
     blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
     # Processes in a row, each with a run of layers and so many threads, through which a step goes in pieces: a large
     # chunk_tokens keeps all of them busy
@@ -462,6 +466,14 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
     if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):
         raise ConfigError("prefill.blend_share is for nodes that do nothing but prefill: not coupled, not switchable")
+    if config.prefill.variant and (config.cluster.coupled or config.cluster.switchable):
+        raise ConfigError("prefill.variant is for nodes that do nothing but prefill: not coupled, not switchable")
+    if config.prefill.variant and config.prefill.blend_share:
+        raise ConfigError("prefill.variant excludes prefill.blend_share: a token has one source")
+    if config.prefill.variant_pools and not config.prefill.variant:
+        raise ConfigError("prefill.variant_pools needs prefill.variant")
+    if config.model.keep_hidden and (config.prefill.blend_share or config.pool_layout.tensor_parallel):
+        raise ConfigError("model.keep_hidden excludes prefill.blend_share and pool_layout: blocks hold all or nothing")
     if config.cluster.switchable and config.prefill.device != config.decode.device:
         raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if _is_wildcard(config.node.reached_at):
@@ -477,6 +489,8 @@ def _check_stages(config: Config) -> None:
     excluded = {
         "a GPU as prefill.device": config.prefill.device != "cpu",
         "prefill.blend_share": config.prefill.blend_share,
+        "prefill.variant": config.prefill.variant,
+        "model.keep_hidden": config.model.keep_hidden,
         "model.adapters": config.model.adapters,
         "model.key_scales": config.model.key_scales,
         "cluster.switchable": config.cluster.switchable,

@@ -358,6 +358,7 @@ class PrefillReport:
     transport: str = ""  # of the hand-off: "shm" | "tcp" | "rdma" | "" when there was none
     timings: Timings = field(default_factory=Timings)
     blended_tokens: int = 0  # behind the prefix, put together from chunks that were computed alone: not exact
+    inherited_tokens: int = 0  # behind the prefix, with a variant's KV in most layers: not exact
 
     @property
     def cached_tokens(self) -> int:

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -40,6 +41,7 @@ from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
 from prefill_node.chunks import Chunk, ChunkDesk
 from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
+from prefill_node.inherit import Inheritance, Sender, find
 from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
@@ -51,6 +53,7 @@ CLOSE_TRIES = 3
 REPORT_PATIENCE_S = 0.25  # the report waits so long for the pool, and the answer for the report
 
 T = TypeVar("T")
+Lease = TypeVar("Lease", LeasedPrefix, ForeignLease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Workshop:
     store_at: Callable[[str], StoreClient]  # by its control address
     foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
     chunks: ChunkDesk | None  # where prompts are blended from chunks
+    sender: Sender | None  # the variant whose KV is read
 
 
 class PrefillJob:
@@ -104,7 +108,9 @@ class PrefillJob:
         self._chunks: list[Chunk] = []  # of the prompt, to be blended
         self._chunk_blocks: list[int] = []  # of theirs, with a reference for us each
         self._blended_tokens = 0
-        self._num_exact: int | None = None  # leading tokens whose KV is not blended; None: all
+        self._inheritance: Inheritance | None = None  # a variant's KV, behind what there is of ours
+        self._inherited_tokens = 0
+        self._num_exact: int | None = None  # leading tokens whose KV is ours and not blended; None: all
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
@@ -115,8 +121,10 @@ class PrefillJob:
         await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
         own_blocks = 0 if self._foreign is not None else stored_blocks
-        if (chunks := self._shop.chunks) is not None and self._may_blend:
+        if (chunks := self._shop.chunks) is not None and self._may_be_inexact:
             self._chunks = await chunks.bring(self._request, self._tokens, self._store, self._compute_alone)
+        if (sender := self._shop.sender) is not None and self._may_be_inexact:
+            self._inheritance = await self._find_inheritance(sender, stored_blocks)
         sequence = self._shop.host.sequence(
             self._id,
             self._tokens,
@@ -125,6 +133,7 @@ class PrefillJob:
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
             external_blocks=stored_blocks,
+            inheritable_blocks=self._inheritance.end if self._inheritance else 0,
             hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
@@ -190,11 +199,11 @@ class PrefillJob:
     async def _end_loads(self, stream: Stream) -> None:
         """Return once nothing reads into this request's blocks any more, and nothing will."""
         stream.is_closing = True
-        if stream.load is not None:  # the engine may be waiting for it
-            await asyncio.to_thread(stream.load.cancel)
+        for load in stream.loads:  # the engine may be waiting for it
+            await asyncio.to_thread(load.cancel)
         await asyncio.wrap_future(self._shop.host.thread.call(lambda engine: None))  # an admission under way is over
-        if stream.load is not None:
-            await asyncio.to_thread(stream.load.cancel)
+        for load in stream.loads:
+            await asyncio.to_thread(load.cancel)
 
     # The prefix
 
@@ -236,23 +245,29 @@ class PrefillJob:
         """On the engine's thread, when the sequence is admitted."""
         deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
         keys = self._keys[: blocks[-1].index + 1]
-        load = PrefixLoad(self._id, blocks, lambda: self._lease(keys), self._release, self._layout, deadline)
+        assert self._store is not None
+        lease = self._lease_foreign if self._foreign is not None else partial(self._lease, self._store)
+        release = partial(self._release, self._store)
+        load = PrefixLoad(self._id, blocks, lambda: lease(keys), release, self._layout, deadline)
         self._shop.loader.submit(load)
         return load
 
-    def _lease(self, keys: list[BlockKey]) -> LeasedPrefix | ForeignLease:
+    def _lease(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
         """On the loader's thread."""
-        leasing = self._lease_stored(keys)
-        return lease_in_time(leasing, self._loop, CONTROL_TIMEOUT_S + 1, lambda late: self._release(late, []))
+        return self._in_time(store, self._lease_stored(store, keys))
 
-    async def _lease_stored(self, keys: list[BlockKey]) -> LeasedPrefix | ForeignLease:
-        """In our layout, or what as many blocks are made of in the others'."""
-        if self._foreign is not None:
-            return await self._foreign.lease(len(keys), CONTROL_TIMEOUT_S)
-        assert self._store is not None
-        lease = await self._store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
+    def _lease_foreign(self, keys: list[BlockKey]) -> ForeignLease:
+        """On the loader's thread: what as many blocks are made of in the others' layout."""
+        assert self._foreign is not None and self._store is not None
+        return self._in_time(self._store, self._foreign.lease(len(keys), CONTROL_TIMEOUT_S))
+
+    def _in_time(self, store: StoreClient, leasing: Coroutine[object, object, Lease]) -> Lease:
+        return lease_in_time(leasing, self._loop, CONTROL_TIMEOUT_S + 1, lambda late: self._release(store, late, []))
+
+    async def _lease_stored(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
+        lease = await store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
         if len(lease.blocks) < len(keys):
-            await _quietly(self._store.release([lease]))
+            await _quietly(store.release([lease]))
             raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
         return LeasedPrefix(
             lease.segment,
@@ -262,19 +277,47 @@ class PrefillJob:
             [block.checksums for block in lease.blocks],
         )
 
-    def _release(self, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
+    def _release(self, store: StoreClient, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
         """From any thread; nobody waits for it."""
-        assert self._store is not None
-        call = self._store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
+        call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)
 
-    # Chunks
+    # A variant's KV
 
     @property
-    def _may_blend(self) -> bool:
-        """What is blended is not exact: it goes to a decode node that is told so, and no one measures it."""
+    def _may_be_inexact(self) -> bool:
+        """What is blended or inherited goes to a decode node that is told so, and no one measures it."""
         request = self._request
         return bool(request.decode_address) and not request.adapter and self._sampling.prompt_logprobs is None
+
+    async def _find_inheritance(self, sender: Sender, stored_blocks: int) -> Inheritance | None:
+        """Behind what there is of ours. Prompts that could have been longer there are counted."""
+        usable = (len(self._tokens) - 1) // self._layout.block_tokens
+        first = max(stored_blocks, self._shop.host.engine.block_pool.match(self._keys[:usable]))
+        if first >= usable:
+            return None
+        keys = sender.keys(self._tokens[: usable * self._layout.block_tokens], self._request.cache_salt)
+        stores = [self._shop.store_at(address) for address in sender.pools] or ([self._store] if self._store else [])
+        found = await find(sender, stores, keys, first)
+        if found is None:
+            self._shop.host.counters["prompts_not_inherited"] += 1
+        return found
+
+    def _inherit(self, sequence: Sequence) -> None:
+        """On the engine's thread, whenever the sequence is admitted."""
+        stream, found = self._stream, self._inheritance
+        assert stream is not None
+        stream.inherited, sequence.hidden = None, None
+        if self._inherited_tokens:  # it could not be read
+            self._shop.host.counters["prompts_not_inherited"] += 1
+        self._inherited_tokens = len(sequence.inherits)
+        if found is not None and sequence.inherits:
+            deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
+            stream.inherited = found.load(sequence, self._lease, self._release, deadline)
+            self._num_exact = sequence.num_exact
+            self._shop.loader.submit(stream.inherited)
+
+    # Chunks
 
     async def _compute_alone(self, chunk: pb.PrefillRequest, deadline: float) -> None:
         """Have it in this node's cache, from the pool or computed, and then in the pool. Raises MooncakeError."""
@@ -323,6 +366,8 @@ class PrefillJob:
         self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold)
         if self._chunks:
             self._stream.on_admitted = self._take_chunks
+        elif self._inheritance is not None:
+            self._stream.on_admitted = self._inherit
         self._shop.streamer.streams[self._id] = self._stream
 
     def _on_first_step(self) -> None:
@@ -468,6 +513,7 @@ class PrefillJob:
             local_cached_tokens=local_cached_tokens,
             pool_cached_tokens=load.num_blocks * self._layout.block_tokens if load else 0,
             blended_tokens=self._blended_tokens,
+            inherited_tokens=self._inherited_tokens,
             sent_bytes=handoff.sent_bytes if handoff else 0,
             pool_bytes=self._pool.sent_bytes if self._pool else 0,
             transport=handoff.transport if handoff else "",

@@ -1,6 +1,7 @@
 """Reused prefixes on their way in: a thread reads stored blocks layer by layer, ahead of the computation.
 
-The engine's thread waits for a layer only when it gets there first. Bytes are checked against the checksums they were
+The engine's thread waits for a layer only when it gets there first. A load may leave layers out, and bring others
+beside the cache. Bytes are checked against the checksums they were
 sealed with and against the lease's clock before a layer counts as loaded. They come to host memory, and go on
 from there to a cache on a GPU.
 """
@@ -12,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from kvstore.checksum import checksum
 from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
-from mooncake.engine.kv_cache import Arrival, Mirror
+from mooncake.engine.kv_cache import HERE, Arrival, Mirror
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.foreign import ForeignLease
@@ -46,7 +47,7 @@ class LeasedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class BlockToLoad:
-    index: int  # in the prompt
+    index: int  # in what is leased
     block_id: int  # in the cache
     key: BlockKey
 
@@ -62,9 +63,12 @@ class PrefixLoad:
         release: Callable[[LeasedPrefix | ForeignLease, list[BlockKey]], None],
         layout: KVLayout,
         deadline: float,
+        order: Sequence[int] | None = None,
+        aside: Mapping[int, npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         """``lease`` gets a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
-        ``release`` gives it back together with the keys whose bytes were wrong."""
+        ``release`` gives it back together with the keys whose bytes were wrong. ``order`` has the layers of ``layout``
+        to read, in turn; None: all. Those in ``aside`` go there, [blocks, layer_bytes], not to the cache."""
         self.request_id = request_id
         self.load_ms = 0.0
         self.num_blocks = len(blocks)
@@ -75,24 +79,36 @@ class PrefixLoad:
         self._release = release
         self._layout = layout
         self._deadline = deadline
+        self._order = range(layout.num_layers) if order is None else order
+        self._turns = {layer: turn for turn, layer in enumerate(self._order)}
+        self._aside = aside or {}
         self._arrivals: list[Arrival] = []  # of the layers that are ready, in order
         self._is_reading = False  # bytes may be on their way into the cache
         self._error: KVLoadFailed | None = None
         self._changed = threading.Condition()
 
     def wait(self, layer: int) -> None:
-        """Block until ``layer`` is in the cache. Raises KVLoadFailed (with ``request_ids``) when it will not be."""
+        """Block until ``layer`` is there, if it is among those read. Raises KVLoadFailed (with ``request_ids``) when it
+        will not be."""
+        turn = self._turns.get(layer)
+        if turn is None:
+            return
         with self._changed:
-            while len(self._arrivals) <= layer and self._error is None:
+            while len(self._arrivals) <= turn and self._error is None:
                 left = self._deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     self._error = KVLoadFailed("the stored prefix did not arrive in time", (self.request_id,))
-            if len(self._arrivals) > layer:
-                self._arrivals[layer].order()
+            if len(self._arrivals) > turn:
+                self._arrivals[turn].order()
                 return
         self.wait_quiet()
         assert self._error is not None
         raise self._error
+
+    def wait_aside(self) -> None:
+        """Likewise, until all that goes beside the cache is there."""
+        for layer in self._aside:
+            self.wait(layer)
 
     def cancel(self) -> None:
         """Give up and return once nothing is written into the cache any more."""
@@ -123,7 +139,7 @@ class PrefixLoad:
             if isinstance(lease, ForeignLease):
                 self._convert(lease, reader, mirror, corrupt)
                 return
-            for layer in range(self._layout.num_layers):
+            for layer in self._order:
                 if self.has_failed:
                     return
                 self._load_layer(layer, lease, transfer, mirror, corrupt)
@@ -149,7 +165,11 @@ class PrefixLoad:
         corrupt: list[BlockKey],
     ) -> None:
         offset, size = layer * self._layout.layer_bytes, self._layout.layer_bytes
-        targets = [mirror.memory[block.block_id, offset : offset + size] for block in self._blocks]
+        aside = self._aside.get(layer)
+        if aside is None:
+            targets = [mirror.memory[block.block_id, offset : offset + size] for block in self._blocks]
+        else:
+            targets = list(aside)
         ranges = [
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(self._blocks, targets, strict=True)
@@ -163,7 +183,7 @@ class PrefixLoad:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
-        self._is_loaded([mirror.to_device(self._block_ids, layer)])
+        self._is_loaded([mirror.to_device(self._block_ids, layer) if aside is None else HERE])
 
     def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
         """All layers at once: the pieces of another layout may hold several."""
@@ -199,7 +219,7 @@ class PrefixLoad:
     def _fail(self, error: KVLoadFailed) -> None:
         error.request_ids = (self.request_id,)
         with self._changed:
-            if self._error is None and len(self._arrivals) < self._layout.num_layers:
+            if self._error is None and len(self._arrivals) < len(self._order):
                 self._error = error
             self._changed.notify_all()
 

@@ -61,6 +61,8 @@ def on_device(
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend)
     if can_blend:
         raise ConfigError("prefill.blend_share is for prefill nodes on CPUs")
+    if size.layout.inputs_of:
+        raise ConfigError("model.keep_hidden is for nodes on CPUs")
     backend = on_gpu(checkpoint, precision, size, device, adapters)
     from mooncake.engine.device_cache import DeviceCache, HostMirror, SettledModel
 
@@ -188,4 +190,5 @@ def _model(
         key_scales,
         codes=precision.codes,
         can_blend=can_blend,
+        keep_hidden=size.layout.inputs_of,
     )

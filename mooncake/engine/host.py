@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -34,6 +34,7 @@ from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
+from mooncake.variants import Profile, read_profile
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class CachePlan:
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
     """Raises ConfigError when not even two blocks fit into ``kv_gb``, or more is asked for than the model reads."""
-    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype)
+    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     num_blocks = int(section.kv_gb * 1e9) // layout.block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -78,7 +79,7 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts when it is of one kind: one prefill chunk alone, or decodes alone."""
         chunks = plan.entries
-        if any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
+        if plan.inherited or any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
             return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
@@ -142,6 +143,8 @@ class EngineHost:
         self._section = section
         self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
         self._checkpoint = checkpoint
+        self.variant = self._read_variant()
+        self.counters: Counter[str] = Counter()  # that roles keep, for heartbeats
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.device = section.device
@@ -187,6 +190,7 @@ class EngineHost:
             speculative_tokens=self._section.speculative_tokens,
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
+            own_layers=self.variant.layers if self.variant else None,
         )
         self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
@@ -230,6 +234,14 @@ class EngineHost:
         """Loads the tokenizer; for the start of a node."""
         return self._checkpoint.load_tokenizer().encode(text)
 
+    @property
+    def hidden_size(self) -> int:
+        return self._checkpoint.config.hidden_size
+
+    def layout_with(self, keep_hidden: tuple[int, ...]) -> KVLayout:
+        """Of the blocks of a node like this one that keeps those layers' inputs. Raises ConfigError."""
+        return self._checkpoint.kv_layout(self.config.block.tokens, self._precision.kv_dtype, keep_hidden)
+
     def sequence(
         self,
         request_id: str,
@@ -240,6 +252,7 @@ class EngineHost:
         *,
         num_to_sample: int | None = None,
         external_blocks: int = 0,
+        inheritable_blocks: int = 0,
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
@@ -259,6 +272,7 @@ class EngineHost:
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
             external_blocks=external_blocks,
+            inheritable_blocks=inheritable_blocks,
             hold_blocks=hold_blocks,
             priority=priority,
             adapter=self._adapters.place(adapter),
@@ -283,9 +297,11 @@ class EngineHost:
                 "drafts_accepted": load.accepted_tokens,
                 "tokens_computed": load.computed_tokens,
                 "tokens_blended": load.blended_tokens,
+                "tokens_inherited": load.inherited_tokens,
                 "sequences_forked": load.forks,
                 "blocks_shared_by_forks": load.shared_blocks,
                 "blocks_copied_on_write": load.copied_blocks,
+                **self.counters,
             },
         )
 
@@ -307,6 +323,15 @@ class EngineHost:
 
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
             self._loop.call_soon_threadsafe(tell)
+
+    def _read_variant(self) -> Profile | None:
+        """Raises ConfigError."""
+        section = self._section
+        if not isinstance(section, PrefillSection) or not section.variant:
+            return None
+        profile = read_profile(section.variant)
+        profile.check(self.content, self._checkpoint.config.num_layers)
+        return profile
 
     def _publish_events(self) -> None:
         """On the engine's thread, to the event log on the event loop."""
