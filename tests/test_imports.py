@@ -46,6 +46,8 @@ BENCHES = {
         "mooncake.app.bench_quality",
         "mooncake.app.character_twins",
         "mooncake.app.key_scales",
+        "mooncake.app.variant_comparison",
+        "mooncake.app.variant_profile",
         "mooncake.app.peers",
     ),
 }

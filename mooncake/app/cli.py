@@ -40,6 +40,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(traces_app)
+variants_app = typer.Typer(help="Models that read each other's KV.", no_args_is_help=True)
+app.add_typer(variants_app, name="variants")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
@@ -308,6 +310,41 @@ def key_scales(
     from mooncake.app.key_scales import ScaleOptions, measure
 
     measure(ScaleOptions(model, out, text, tokens))
+
+
+@variants_app.command("profile")
+def profile_variants(
+    sender: Annotated[str, typer.Argument(help="Whose KV is read: a folder, a .gguf file, or smollm2.")],
+    receiver: Annotated[str, typer.Argument(help="Who reads it.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the profile.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='Lines of {"prompt", "answer"} to compare on.', show_default="text of Python's own"
+        ),
+    ] = None,
+    keep: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of what is lost where all is read, to remove.")] = 0.9,
+    most_layers: Annotated[int, typer.Option(min=0, help="Of a group; 0: half of the model's.")] = 0,
+    stride: Annotated[int, typer.Option(min=1, help="Between first layers, and sizes, of groups.")] = 2,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, as both are served.")] = "float32",
+    block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="As block.tokens.")] = 64,
+) -> None:
+    """Find the layers that one variant of a model has to compute itself to read another's KV."""
+    from mooncake.app.variant_profile import ProfileOptions, profile
+
+    profile(
+        ProfileOptions(
+            sender,
+            receiver,
+            out,
+            prompts=prompts,
+            keep=keep,
+            most_layers=most_layers,
+            stride=stride,
+            dtype=dtype,
+            block_tokens=block_tokens,
+        )
+    )
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)
