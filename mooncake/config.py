@@ -157,6 +157,7 @@ class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     # Processes in a row, each with a run of layers and so many threads, through which a step goes in pieces: a large
     # chunk_tokens keeps all of them busy
     pipeline_stages: int = 1
+    context_parallel: int = 1  # processes over which the tokens of prompts are cut, and which share the threads; CPUs
 
     @property
     def all_threads(self) -> int:
@@ -401,6 +402,7 @@ _AT_LEAST_ONE = (
     "conductor.max_waiting",
     "prefill.max_sequences",
     "prefill.pipeline_stages",
+    "prefill.context_parallel",
     "decode.max_sequences",
     "cluster.prefill",
     "cluster.decode",
@@ -446,8 +448,7 @@ def _check_values(config: Config) -> None:
         raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
     if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
         raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
-    if config.prefill.pipeline_stages > 1:
-        _check_stages(config)
+    _check_processes(config)
     config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
@@ -485,8 +486,11 @@ def _check_values(config: Config) -> None:
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
 
 
-def _check_stages(config: Config) -> None:
+def _check_processes(config: Config) -> None:
+    """Several processes for one prefill node do less than one."""
+    asked = [name for name in ("pipeline_stages", "context_parallel") if getattr(config.prefill, name) > 1]
     excluded = {
+        "prefill.context_parallel": len(asked) > 1,
         "a GPU as prefill.device": config.prefill.device != "cpu",
         "prefill.blend_share": config.prefill.blend_share,
         "prefill.variant": config.prefill.variant,
@@ -496,8 +500,8 @@ def _check_stages(config: Config) -> None:
         "cluster.switchable": config.cluster.switchable,
     }
     for what, is_asked in excluded.items():
-        if is_asked:
-            raise ConfigError(f"prefill.pipeline_stages does not go together with {what}")
+        if asked and is_asked:
+            raise ConfigError(f"prefill.{asked[0]} does not go together with {what}")
 
 
 def _is_wildcard(host: str) -> bool:

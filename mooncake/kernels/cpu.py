@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -73,6 +74,17 @@ def use_threads(count: int) -> None:
     """Of this process, from now on; 0: as many as torch has."""
     global _given_threads
     _given_threads = count
+
+
+@contextmanager
+def threads_for(count: int) -> Iterator[None]:
+    """So many for what is done meanwhile."""
+    before = _given_threads
+    use_threads(count)
+    try:
+        yield
+    finally:
+        use_threads(before)
 
 
 def num_threads() -> int:
