@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.errors import ModelError
+from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels import choose_kernels
 from mooncake.kernels.cpu import threads_for
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
@@ -71,8 +73,11 @@ class ContextParallelModel:
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
         """``model`` is the first rank's, of ``checkpoint``, and as ``setup`` says. Raises ModelError for one whose
-        prompts cannot be cut so, InternalError when the others do not start."""
+        prompts cannot be cut so, ConfigError for a second one in this process, InternalError when the others do not
+        start."""
         check_can_cut(checkpoint, setup)
+        if dist.is_initialized():
+            raise ConfigError("this process has a model over several ranks already; it can have one")
         self.config = model.config
         self.report: StepReport | None = None  # of the last step that all ranks computed
         self._model, self._setup = model, setup
@@ -124,7 +129,7 @@ class ContextParallelModel:
         with breaking():
             rank.group.send(_STEP, *batch_arrays(batch))
         try:
-            with threads_for(self._setup.threads):
+            with _threads(self._setup.threads):
                 own = rank.compute(plan, batch, hook, Home(plan, batch, cache))
         except Broken:
             raise
@@ -190,7 +195,7 @@ class _Rank:
         mine = ForwardBatch.of_prompt(batch.tokens[rows], 1, torch.from_numpy(_logit_rows(plan, batch, rank)[1]))
         mine = replace(mine, positions=batch.positions[rows])
         told = _Told(hook, self.post, attention, is_first=home is not None)
-        return self._model.forward(mine, _as_cache(own, config.num_layers), told, told.attend)
+        return self._model.forward(mine, _as_cache(own, config.num_layers), told, attention=told.attend)
 
 
 class _Told:
@@ -207,8 +212,8 @@ class _Told:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         if self._is_first:
             self._post.signal(goes_on=True)
-        else:
-            self._post.await_signal()
+        elif not self._post.await_signal():
+            raise StepAbandoned
         try:
             mixed = self._attention(layer, query)
         except Broken:
@@ -218,6 +223,18 @@ class _Told:
         if self.wants_layers:
             self._hook.after_layer(layer)
         return mixed
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of the kernels and of torch, for as long as the other ranks have theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with threads_for(count):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _room_for(layout: KVLayout, num_tokens: int) -> torch.Tensor:
@@ -252,10 +269,16 @@ def _serve(rank: _Rank) -> None:
         batch = batch_of(arrays)
         try:
             logits = rank.compute(rank.plan(batch), batch, NoHook(), None)
-            rank.post.await_signal()
         except StepAbandoned:
             continue
-        rank.post.answer(logits)
+        except Broken:
+            raise
+        except Exception:  # what is wrong with a step is so for the first rank, too, and it will say so
+            if rank.post.await_signal():
+                raise
+            continue
+        if rank.post.await_signal():
+            rank.post.answer(logits)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -94,13 +94,12 @@ class GroupPost:
             self._send(torch.tensor([goes_on], dtype=torch.uint8), other, _SIGNAL)
         self.settle()
 
-    def await_signal(self) -> None:
-        """As long as it takes. Raises StepAbandoned."""
+    def await_signal(self) -> bool:
+        """As long as it takes: whether the step goes on."""
         goes_on = torch.empty(1, dtype=torch.uint8)
         with breaking():
             dist.recv(goes_on, 0, tag=_SIGNAL)
-        if not goes_on.item():
-            raise StepAbandoned
+        return bool(goes_on.item())
 
     def answer(self, logits: torch.Tensor) -> None:
         """To the first rank, at the end of a step."""

@@ -5,26 +5,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from context_pair import Pair, pair, some_tokens
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.kv_cache import KVCache
-from mooncake.errors import ConfigError, InternalError, InvalidRequest, KVLoadFailed, ModelError
-from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.context_parallel import ContextParallelModel, Setup, shape_of
-from mooncake.model.context_plan import ContextPlan, Method
-from mooncake.model.load import load_model
+from mooncake.errors import ConfigError, InternalError, InvalidRequest, ModelError
+from mooncake.model.batch import NoHook
+from mooncake.model.context_parallel import ContextParallelModel
+from mooncake.model.context_plan import Method
 
-BLOCK_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -44,72 +38,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Pair:
-    """One model alone and over ranks, each with a cache."""
-
-    def __init__(self, model: str, size: int, method: Method | None = None, max_model_len: int = 0) -> None:
-        self.checkpoint = open_checkpoint(model)
-        limit = max_model_len or self.checkpoint.config.max_model_len
-        self.alone = load_model(self.checkpoint, "float32", limit)
-        self.setup = Setup(size, model, 0, limit, "float32", "float32", "", "", threads=1, method=method)
-        self.over_ranks = ContextParallelModel(self.alone, self.setup, self.checkpoint)
-        layout = self.checkpoint.kv_layout(BLOCK_TOKENS, "float32")
-        self.caches = [KVCache(layout, limit // BLOCK_TOKENS) for _ in range(2)]
-
-    def logits(self, tokens: torch.Tensor, first: int, hook: LayerHook | None = None) -> list[torch.Tensor]:
-        """Of the last token and two others; tokens before ``first`` are in the caches."""
-        count = len(tokens) - first
-        whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([count - 1, count // 3, count // 3]))
-        batch = replace(
-            whole,
-            tokens=tokens[first:],
-            positions=whole.positions[first:],
-            query_starts=torch.tensor([0, count], dtype=torch.int32),
-            slots=whole.slots[first:],
-        )
-        models = (self.alone, NoHook()), (self.over_ranks, hook or NoHook())
-        return [
-            model.forward(batch, cache.tensor, told) for (model, told), cache in zip(models, self.caches, strict=True)
-        ]
-
-    def check(self, tokens: torch.Tensor, first: int, method: Method) -> None:
-        alone, together = self.logits(tokens, first)
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-        torch.testing.assert_close(self.caches[1].tensor, self.caches[0].tensor, rtol=0, atol=1e-5)
-        report = self.over_ranks.report
-        assert report is not None and set(report.methods) == {method}
-        plan = ContextPlan.of(self.setup.size, np.array([0, len(tokens) - first]), np.array([len(tokens)]))
-        sent_bytes = plan.sent_bytes(method, shape_of(self.checkpoint, self.setup))
-        assert report.sent_bytes == len(report.methods) * sent_bytes > 0
-
-
-@contextmanager
-def pair(model: str, size: int, method: Method | None = None, max_model_len: int = 0) -> Iterator[Pair]:
-    both = Pair(model, size, method, max_model_len)
-    try:
-        yield both
-    finally:
-        both.over_ranks.close()
-
-
-def some_tokens(count: int, vocab: int = 300) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(count).integers(3, vocab, count))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "method"),
-    [(2, method) for method in Method]
-    + [pytest.param(size, method, marks=pytest.mark.slow) for size in (3, 4) for method in Method],
+    ("size", "method"), [(2, Method.HEADS), (3, Method.PASS_KV), (3, Method.PASS_Q), *((4, each) for each in Method)]
 )
-def test_ranks_give_the_logits_of_one(folder: Path, size: int, method: Method) -> None:
-    if size == 3 and method is Method.HEADS:
-        with pytest.raises(ModelError, match="12 heads over 4 KV heads cannot be parted among 3 ranks"):
-            Pair(str(folder), size, method)
-        return
+def test_more_ranks_and_heads_give_them_too(folder: Path, size: int, method: Method) -> None:
     with pair(str(folder), size, method) as both:
         tokens = some_tokens(203)
         both.check(tokens[:101], 0, method)
         both.check(tokens, 101, method)
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_starts(folder: Path) -> None:
+    with pytest.raises(ModelError, match="12 heads over 4 KV heads cannot be parted among 3 ranks"):
+        Pair(str(folder), 3, Method.HEADS)
 
 
 @pytest.mark.slow
@@ -133,54 +75,6 @@ def test_a_family_with_windows_goes_by_heads_where_it_must(tmp_path: Path) -> No
         assert set(both.over_ranks.report.methods) == {Method.HEADS, Method.PASS_KV}
         with pytest.raises(ModelError, match="sliding window go by heads"):
             Pair(str(tmp_path / "gemma"), 2, Method.PASS_Q)
-
-
-class Watching:
-    """Sees what the cache holds of a step when a layer is told to be there; fails where it is asked to."""
-
-    wants_layers = True
-
-    def __init__(self, both: Pair, count: int, fails_before: int = -1, fails_after: int = -1) -> None:
-        self.heard: list[str] = []
-        self._both, self._blocks = both, -(-count // BLOCK_TOKENS)
-        self._fails_before, self._fails_after = fails_before, fails_after
-
-    def before_layer(self, layer: int) -> None:
-        self.heard.append(f"before {layer}")
-        if layer == self._fails_before:
-            raise KVLoadFailed("it will not come", ("someone",))
-
-    def after_layer(self, layer: int) -> None:
-        alone, together = (cache.tensor[: self._blocks, layer] for cache in self._both.caches)
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-        self.heard.append(f"after {layer}")
-        if layer == self._fails_after:
-            raise KVLoadFailed("it will not go", ("someone",))
-
-
-@pytest.mark.parametrize("method", [Method.PASS_KV, Method.PASS_Q])
-def test_hooks_hear_of_layers_that_are_there_and_may_abandon_a_step(folder: Path, method: Method) -> None:
-    with pair(str(folder), 2, method) as both:
-        tokens = some_tokens(120)
-        told = Watching(both, 120)
-        both.logits(tokens, 0, told)
-        assert told.heard == ["before 0", "after 0", "before 1", "after 1"]
-        for failing in ({"fails_before": 0}, {"fails_before": 1}, {"fails_after": 0}, {"fails_after": 1}):
-            with pytest.raises(KVLoadFailed):
-                both.logits(tokens, 0, Watching(both, 120, **failing))
-        alone, together = both.logits(tokens, 0)
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-
-
-def test_a_bad_batch_is_the_error_that_it_is_alone(folder: Path) -> None:
-    with pair(str(folder), 2) as both:
-        tokens = some_tokens(80)
-        batch = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([79]))
-        with pytest.raises(IndexError):
-            wrong = replace(batch, positions=batch.positions + 100_000)
-            both.over_ranks.forward(wrong, both.caches[1].tensor, NoHook())
-        alone, together = both.logits(tokens, 0)
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
 class Killing(NoHook):
