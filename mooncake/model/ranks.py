@@ -47,7 +47,8 @@ class Workers:
 
     def start(self, module: str, arguments: Sequence[object], share: Collection[int] = ()) -> None:
         """One more, with file descriptors to ``share`` with it."""
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+        # -P: a folder named like ours where the user happens to be must not win over ours
+        command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
         self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=share))
 
     @property
