@@ -2,10 +2,11 @@
 
 Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
 is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
-abandoned, and then again with the same bytes. Where the cache is on a GPU, final layers are copied to host memory
-beside the computation, and the sinks wait for the copy. Tokens with a variant's KV are final, in all layers, with the
-first ones behind them: those wait for all of it. Of a sequence that goes on here, and may have to give its
-blocks up, those of the prompt get one more reference each, so that they stay as they are until they are written.
+abandoned, and then again with the same bytes. A step that goes through a pipeline in pieces is streamed in pieces.
+Where the cache is on a GPU, final layers are copied to host memory beside the computation, and the sinks wait for the
+copy. Tokens with a variant's KV are final, in all layers, with the first ones behind them: those wait for all of it. Of
+a sequence that goes on here, and may have to give its blocks up, those of the prompt get one more reference each, so
+that they stay as they are until they are written.
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ class StreamStep:
     num_full: int
     block_ids: tuple[int, ...]
     is_last: bool
+    first_token: int  # of the sequence
+    place: int  # of that token in the step
+    pushed: dict[int, int] = field(default_factory=dict)  # by layer: blocks before it have been handed to the sinks
+
+    def num_final(self, num_tokens: int, block_tokens: int) -> int:
+        """Blocks of the sequence that are final once the step's first ``num_tokens`` tokens are computed."""
+        return min((self.first_token + num_tokens - self.place) // block_tokens, self.end)
+
+    def next_run(self, layer: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """The first block and the ids of those before ``end`` that have not been handed on in this layer."""
+        first = self.pushed.get(layer, self.first)
+        self.pushed[layer] = max(first, end)
+        return first, self.block_ids[first - self.first : max(end - self.first, 0)]
 
 
 @dataclass(slots=True)
@@ -83,9 +97,8 @@ class LayerStreamer:
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
         if stream is None or stream.is_closing:
-            if (
-                to_load or sequence.inherits
-            ):  # nobody would fill these blocks, and the engine must not take them for filled
+            # Nobody would fill these blocks, and the engine must not take them for filled.
+            if to_load or sequence.inherits:
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
         # Admitted again after a failed load, there is nothing to load any more.
@@ -101,7 +114,9 @@ class LayerStreamer:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
             stream.inherited.wait_aside()
             self._inheriting.append(stream)
+        place = 0
         for entry in plan.entries:
+            place += entry.num_tokens
             stream = self._begin(entry.sequence.request_id)
             if stream is None:
                 continue
@@ -110,7 +125,9 @@ class LayerStreamer:
             end = stream.next_block if stream.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
             first = min(stream.next_block, end)
             block_ids = tuple(entry.sequence.block_table[first:end])
-            self._step.append(StreamStep(stream, first, end, num_full, block_ids, is_last))
+            self._step.append(
+                StreamStep(stream, first, end, num_full, block_ids, is_last, entry.first, place - entry.num_tokens)
+            )
         self._leaving = tuple(block for part in self._step if part.stream.outlets for block in part.block_ids)
 
     def _begin(self, request_id: str) -> Stream | None:
@@ -127,16 +144,27 @@ class LayerStreamer:
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:
             listener(layer)
-        if not self._leaving:
+        if self._leaving:
+            self._push(layer, [(part, part.end) for part in self._step])
+
+    def after_piece(self, layer: int, num_tokens: int) -> None:
+        if self._leaving:
+            began = [part for part in self._step if part.place < num_tokens]
+            self._push(layer, [(part, part.num_final(num_tokens, self.block_tokens)) for part in began])
+
+    def _push(self, layer: int, ends: list[tuple[StreamStep, int]]) -> None:
+        """Of each part what is final before its end, and has not gone yet."""
+        runs = [(part.stream.outlets, *part.next_run(layer, end)) for part, end in ends if part.stream.outlets]
+        leaving = tuple(block for _, _, block_ids in runs for block in block_ids)
+        if not leaving:
             return
-        arrival = self.mirror.to_host(self._leaving, layer)
-        for part in self._step:
-            if not part.block_ids:
-                continue
-            run = LayerRun(layer, part.first, part.block_ids, arrival)
-            for sink, outbox in part.stream.outlets:
-                sink.push(run)
-                outbox.kick(sink)
+        arrival = self.mirror.to_host(leaving, layer)
+        for outlets, first, block_ids in runs:
+            if block_ids:
+                run = LayerRun(layer, first, block_ids, arrival)
+                for sink, outbox in outlets:
+                    sink.push(run)
+                    outbox.kick(sink)
 
     def end_step(self, plan: StepPlan) -> None:
         for part in self._step:
