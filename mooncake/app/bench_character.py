@@ -102,12 +102,17 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench character", __doc__)
     flags.add("--models", type=output_folder, required=True, metavar="DIR", help="trained ones are kept there")
     flags.add("--layers", type=whole("--layers", 6), default=12)
-    flags.add("--hidden", type=whole("--hidden", 64), default=256)
+    flags.add("--hidden", type=whole("--hidden", 64), default=128)
     flags.add("--window", type=whole("--window", 2), default=16, metavar="BYTES", help="of local layers")
     flags.add("--length", type=whole("--length", 64), default=256, metavar="BYTES", help="of windows of text")
-    flags.add("--steps", type=whole("--steps", 1), default=400, help="of each model's training")
-    flags.add("--batch", type=whole("--batch", 1), default=8, help="windows of text in a step")
-    flags.add("--rate", type=positive("--rate"), default=2e-3, help="of learning, at its highest")
+    flags.add("--steps", type=whole("--steps", 1), default=600, help="of each model's training")
+    flags.add(
+        "--batch",
+        type=whole("--batch", 1),
+        default=8,
+        help="windows of text in a step; in the first half of them four times as many, and shorter",
+    )
+    flags.add("--rate", type=positive("--rate"), default=3e-3, help="of learning, at its highest")
     flags.add("--windows", type=whole("--windows", 1), default=150, help="of text, whose loss is measured")
     flags.add("--needles", type=whole("--needles", 1), default=100)
     flags.add("--prompt-tokens", type=whole("--prompt-tokens", 0), default=2048, help="of the timed prompt; 0: none")

@@ -30,6 +30,7 @@ LETTERS = tuple(f"<|{slot}: {chr(97 + letter)}|>" for slot in range(NUM_SLOTS) f
 MARKERS = tuple(f"<|{slot}?|>" for slot in range(NUM_SLOTS))
 QUESTION_TOKENS = 2 * NUM_SLOTS  # each marker with its answer
 QUESTIONS = 3  # in a window of the training, near and far
+SHORT = 4  # times as many windows, so much shorter
 ANSWER_WEIGHT = 4.0  # of an answer's loss beside that of a byte of text: there are few of them
 THETA = 10_000.0
 
@@ -50,9 +51,23 @@ class Shape:
         return self.hidden // self.heads
 
     @property
+    def short(self) -> int:
+        """Of the first half of the training: where to look is learnt much sooner where there are few places."""
+        return max(self.length // SHORT, NUM_SLOTS + (QUESTIONS + 1) * QUESTION_TOKENS)
+
+    @property
     def reach(self) -> int:
         """How far back a byte can matter where every layer is local."""
         return self.layers * (self.window - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    steps: int
+    batch: int
+    rate: float
+    seed: int
+    dtype: str  # of products: "bfloat16" where the processor has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +146,13 @@ class Corpus:
         first, *others = np.split(text, np.sort(places))
         return np.concatenate([first, needle, *(part for text in others for part in (text, question))])
 
-    def batches(self, shape: Shape, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Endless: ids ``[size, length]``, and weights of what is predicted, which is all of them but the first."""
-        random = np.random.default_rng(seed)
-        plain = shape.length - NUM_SLOTS - QUESTIONS * QUESTION_TOKENS
-        while True:
-            rows = []
+    def batches(self, shape: Shape, how: Training) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each step: ids ``[windows, length]``, and weights of what is predicted, all of them but the first."""
+        random = np.random.default_rng(how.seed)
+        for step in range(how.steps):
+            is_short = step < how.steps // 2
+            size, length = (SHORT * how.batch, shape.short) if is_short else (how.batch, shape.length)
+            plain, rows = length - NUM_SLOTS - QUESTIONS * QUESTION_TOKENS, []
             for start in random.integers(0, len(self.training) - plain, size):
                 text, places = self.training[start : start + plain], random.integers(0, plain + 1, QUESTIONS)
                 rows.append(self.with_needle(text, self.needle(random), places))
@@ -234,10 +250,9 @@ class TwinModel(nn.Module):
         super().__init__()
         self._head_dim = shape.head_dim
         self.model = _Decoder(shape, twin, vocab)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
         for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:  # so that attention tells tokens apart from the first step on
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
             if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream (GPT-2)
                 parameter.data /= math.sqrt(2 * shape.layers)
 
@@ -257,15 +272,6 @@ class TwinModel(nn.Module):
 # Training
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    steps: int
-    batch: int
-    rate: float
-    seed: int
-    dtype: str  # of products: "bfloat16" where the processor has them
-
-
 def train(
     shape: Shape, twin: Twin, corpus: Corpus, how: Training, tell: Callable[[int, float], None]
 ) -> dict[str, torch.Tensor]:
@@ -282,9 +288,7 @@ def train(
         return (step + 1) / warm if step < warm else 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
-    batches = corpus.batches(shape, how.batch, how.seed)
-    for step in range(how.steps):
-        ids, weights = next(batches)
+    for step, (ids, weights) in enumerate(corpus.batches(shape, how)):
         with torch.autocast("cpu", torch.bfloat16, enabled=how.dtype == "bfloat16"):
             logits = model(ids[:, :-1])
         losses = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")

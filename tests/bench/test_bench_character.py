@@ -78,8 +78,10 @@ def test_character_shares_with_neighbours_and_the_last_global_layer() -> None:
 
 
 def test_a_batch_is_text_with_a_needle_that_is_asked_for() -> None:
-    ids, weights = next(CORPUS.batches(SHAPE, 3, seed=1))
-    assert ids.shape == (3, SHAPE.length) and weights.shape == (3, SHAPE.length - 1)
+    (short, _), (ids, weights) = CORPUS.batches(SHAPE, Training(2, 3, 1e-3, 1, "float32"))
+    assert (
+        short.shape == (12, SHAPE.short) and ids.shape == (3, SHAPE.length) and weights.shape == (3, ids.shape[1] - 1)
+    )
     for row, heavy in zip(ids.numpy(), weights.numpy() > 1, strict=True):
         slots = [np.flatnonzero(np.isin(row, letters)) for letters in CORPUS.letters]
         assert slots[1][0] == slots[0][0] + 1 and slots[0][-1] == SHAPE.length - QUESTION_TOKENS + 1
