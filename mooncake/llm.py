@@ -147,6 +147,11 @@ class LLM:
             "context_parallel_size": context_parallel_size,
         }
         check_least({name: (count, 1) for name, count in processes.items()})
+        several = [name for name, count in processes.items() if count > 1]
+        if len(several) > 1:
+            raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
+        if several and (device != "cpu" or adapters):
+            raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
@@ -180,11 +185,6 @@ class LLM:
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         num_places = int(swap_gb * 1e9) // layout.block_bytes
         size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
-        several = [name for name, count in processes.items() if count > 1]
-        if len(several) > 1:
-            raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
-        if several and (device != "cpu" or self._adapters):
-            raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
         if tensor_parallel > 1:
             asked = replace(size, max_model_len=config.max_model_len)  # the ranks open the model for the same context
             self._backend = over_ranks(model, precision, asked, tensor_parallel)

@@ -99,13 +99,11 @@ class ContextAttention:
         self._starts = [_query_starts(plan.runs(rank)) for rank in range(plan.size)]
         self._looks: dict[tuple[str, int, int], _Look] = {}
         self._others = [other for other in range(plan.size) if other != post.rank]
-        self.is_under_way = False  # a layer's exchange, which ends with all that was sent and received
 
     def method_of(self, layer: int) -> Method:
         return Method.HEADS if self._config.window_of(layer) else self._method
 
     def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        self.is_under_way = True
         count = self._num_tokens[self._post.rank]
         if self._home is not None:
             self._home.keep(layer, 0, self._own)
@@ -120,7 +118,6 @@ class ContextAttention:
         if len(query) > count:
             mixed = torch.cat([mixed, self._residents(layer, query[count:])])
         self._post.settle()
-        self.is_under_way = False
         return mixed
 
     # Keys and values go round

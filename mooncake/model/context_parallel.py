@@ -99,8 +99,8 @@ class ContextParallelModel:
             raise
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``. Raises InternalError when a rank has died; the first rank computes later steps
-        alone."""
+        """As ``CausalLM.forward``. Raises InternalError when a rank has died; then, and after an interrupt, the first
+        rank computes later steps alone."""
         if not self.workers.are_alive or batch.adapters is not None or batch.reuse is not None:
             return self._model.forward(batch, cache, hook)
         plan = self._rank.plan(batch)
@@ -113,6 +113,11 @@ class ContextParallelModel:
             self.workers.end()
             log.error("%s; from now on the first rank computes alone", error.message)
             raise error from broken.__cause__
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, between any two messages: those under way would reach the next step
+            self.workers.end()
+            raise
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
@@ -134,11 +139,8 @@ class ContextParallelModel:
                 own = rank.compute(plan, batch, hook, Home(plan, batch, cache))
         except Broken:
             raise
-        except BaseException:
-            if rank.is_amid_attention:  # an interrupt: the others wait for what will not come
-                self.workers.end()
-            else:
-                rank.post.signal(goes_on=False)
+        except Exception:  # of the hook, or of the batch: between layers, where the others wait for a word
+            rank.post.signal(goes_on=False)
             raise
         rank.post.signal(goes_on=True)
         logits = own.new_empty((len(batch.logit_rows), own.shape[1]))
@@ -199,10 +201,6 @@ class _Rank:
         mine = replace(mine, positions=batch.positions[rows])
         told = _Told(hook, self.post, attention, is_first=home is not None)
         return self._model.forward(mine, _as_cache(own, config.num_layers), told, attention=told.attend)
-
-    @property
-    def is_amid_attention(self) -> bool:
-        return self._attention is not None and self._attention.is_under_way
 
     @property
     def methods(self) -> tuple[Method, ...]:

@@ -140,6 +140,7 @@ def test_logprobs_come_with_each_token(llm: LLM) -> None:
         ("swap_gb", -0.25),
         ("threads", -1),
         ("tensor_parallel", 0),
+        ("context_parallel_size", 0),
     ],
 )
 def test_a_number_that_no_engine_can_have_is_told_by_its_name(argument: str, value: float) -> None:

@@ -57,11 +57,12 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(folder: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_real_model_over_ranks(size: int) -> None:
-    """Its logits reach 29, and those of one rank are 7e-5 from what float64 gives (of two ranks, 6e-5)."""
+    """Its logits reach 29, and those of one rank are 7e-5 from what float64 gives (of two ranks, 6e-5). Keys reach 22;
+    one of these 800 random tokens makes a rounding as large as 2e-4."""
     with pair("smollm2", size, max_model_len=1024) as both:
         tokens = some_tokens(800, 40_000)
-        both.check(tokens[:701], 0, Method.PASS_KV, atol=1e-4)
-        both.check(tokens[:770], 701, Method.PASS_Q, atol=1e-4)
+        both.check(tokens[:701], 0, Method.PASS_KV, atol=1e-4, kv_atol=5e-4)
+        both.check(tokens[:770], 701, Method.PASS_Q, atol=1e-4, kv_atol=5e-4)
 
 
 def test_a_family_with_windows_goes_by_heads_where_it_must(tmp_path: Path) -> None:
@@ -89,28 +90,49 @@ class Killing(NoHook):
         worker.wait()
 
 
+class Interrupting(NoHook):
+    wants_layers = True
+
+    def after_layer(self, layer: int) -> None:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.timeout(60)
 def test_a_rank_that_dies_ends_the_step_and_the_first_one_goes_on_alone(folder: Path, size: int) -> None:
     with pair(str(folder), size) as both:
         tokens = some_tokens(90)
         with pytest.raises(InternalError, match=rf"context parallel ranks \[.*{size - 1}\] have failed"):
             both.logits(tokens, 0, Killing(both))
-        assert all(worker.poll() is not None for worker in both.over_ranks.workers.processes)
-        alone, together = both.logits(tokens, 0)
-        assert torch.equal(alone, together)
+        check_is_alone(both)
 
 
-def generate(folder: Path, prompts: Sequence[Sequence[int]], **options: int) -> list[list[int]]:
-    with LLM(str(folder), kv_gb=0.01, block_tokens=16, chunk_tokens=128, **options) as llm:
+def test_after_an_interrupt_nothing_of_its_step_is_taken_for_the_next_ones(folder: Path) -> None:
+    with pair(str(folder), 2) as both:
+        with pytest.raises(KeyboardInterrupt):
+            both.logits(some_tokens(90), 0, Interrupting())
+        check_is_alone(both)
+
+
+def check_is_alone(both: Pair) -> None:
+    assert all(worker.poll() is not None for worker in both.over_ranks.workers.processes)
+    alone, first_rank = both.logits(some_tokens(90), 0)
+    assert torch.equal(alone, first_rank)
+
+
+def generate(folder: Path, prompts: Sequence[Sequence[int]], size: int, formats: dict[str, str]) -> list[list[int]]:
+    options = {"kv_gb": 0.01, "block_tokens": 16, "chunk_tokens": 128, "context_parallel_size": size}
+    with LLM(str(folder), **options, **formats) as llm:  # type: ignore[arg-type]
         return [each.token_ids for each in llm.generate([list(prompt) for prompt in prompts], GREEDY, use_tqdm=False)]
 
 
-def test_an_engine_over_ranks_gives_the_same_answers(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "formats", [{}, pytest.param({"kv_dtype": "int8", "weights": "int8"}, marks=pytest.mark.slow)], ids=["fp32", "int8"]
+)
+def test_an_engine_over_ranks_gives_the_same_answers(folder: Path, formats: dict[str, str]) -> None:
     """Prompts in several steps, beside others' decodes, and with prefixes that were cached."""
     one, other = some_tokens(210).tolist(), some_tokens(97).tolist()
     prompts = [one, other, one[:170] + other[:30], [5, 6, 7]]
-    assert generate(folder, prompts, context_parallel_size=2) == generate(folder, prompts)
+    assert generate(folder, prompts, 2, formats) == generate(folder, prompts, 1, formats)
 
 
 def test_ranks_of_an_engine_that_is_dropped_end(folder: Path) -> None:
@@ -129,7 +151,7 @@ def test_ranks_of_an_engine_that_is_dropped_end(folder: Path) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_what_does_not_go_together_is_refused(folder: Path, others: dict[str, object]) -> None:
-    with pytest.raises((InvalidRequest, ModelError)):
+    with pytest.raises(InvalidRequest, match="goes neither with"):
         LLM(str(folder), context_parallel_size=2, **others)  # type: ignore[arg-type]
 
 
