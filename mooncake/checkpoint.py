@@ -84,7 +84,7 @@ class Checkpoint(ABC):
 
     def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
         config = self.config
-        return KVLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_dim, dtype)
+        return KVLayout(len(config.kv_owners), config.num_kv_heads, block_tokens, config.head_dim, dtype)
 
     @abstractmethod
     def load_tokenizer(self) -> Tokenizer:

@@ -52,10 +52,24 @@ class ModelConfig:
     embedding_factor: float = 1.0  # Granite: of embeddings,
     residual_factor: float = 1.0  # of what attention and MLP of each layer add,
     logit_divisor: float = 1.0  # and of logits
+    kv_sources: tuple[int, ...] = ()  # whose KV each layer attends to: an earlier layer's or its own; (): own
 
     @property
     def softmax_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def kv_owners(self) -> tuple[int, ...]:
+        """The layers that compute keys and values, in the order in which the cache has them."""
+        return tuple(layer for layer in range(self.num_layers) if self.owns_kv(layer))
+
+    def owns_kv(self, layer: int) -> bool:
+        """Whether the layer computes keys and values; else it computes queries alone."""
+        return not self.kv_sources or self.kv_sources[layer] == layer
+
+    def kv_layer_of(self, layer: int) -> int:
+        """Where in the cache the keys and values are that the layer attends to."""
+        return self.kv_owners.index(self.kv_sources[layer]) if self.kv_sources else layer
 
     def context(self, asked: int) -> int:
         """Tokens of prompt plus answer where so many are ``asked`` for, or 0: all that the model reads. Raises
@@ -91,7 +105,7 @@ class ModelConfig:
         return self.layer_windows[layer] if self.layer_windows else self.sliding_window or 0
 
     def __post_init__(self) -> None:
-        """Raises ModelError for numbers that cannot describe a model."""
+        """Raises ModelError for what cannot describe a model."""
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
             self._check(name, 1, 1 << 24)
         self._check("num_layers", 1, MAX_LAYERS)
@@ -106,6 +120,18 @@ class ModelConfig:
         wrong = [i for i in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))) if not self._has_token(i)]
         if wrong:
             raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+        self._check_kv_sources()
+
+    def _check_kv_sources(self) -> None:
+        if self.kv_sources and len(self.kv_sources) != self.num_layers:
+            raise ModelError(f"{len(self.kv_sources)} layers are told whose KV they share, of {self.num_layers}")
+        for layer, source in enumerate(self.kv_sources):
+            if not 0 <= source <= layer:
+                raise ModelError(f"layer {layer} cannot share the KV of layer {source}: it is not an earlier one")
+            if not self.owns_kv(source):
+                raise ModelError(f"layer {layer} cannot share the KV of layer {source}, which has none of its own")
+            if self.window_of(source) != self.window_of(layer):
+                raise ModelError(f"layer {layer} cannot share the KV of layer {source}: their windows differ")
 
     def _has_token(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size
