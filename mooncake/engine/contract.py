@@ -19,6 +19,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
 
@@ -134,6 +135,12 @@ class EngineConfig:
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
+    groups: PageGroups = UNIFORM  # of the cache's layers
+
+    @property
+    def most_at_once(self) -> int:
+        """Prompt tokens of one step."""
+        return self.chunk_tokens or self.max_model_len
 
     def __post_init__(self) -> None:
         check_least({name: (getattr(self, name), least) for name, least in _LEAST.items()})

@@ -88,9 +88,10 @@ class Engine:
             config.max_model_len,
             config.max_waiting,
             cache.num_places,
+            config.groups,
         )
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
-        self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens)
+        self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens, config.groups)
         self._roster = Roster()
         self._num_computed_tokens = self._num_blended_tokens = 0
         self._costs = StepCosts(config, self._scheduler.blocks.swap)
@@ -427,14 +428,14 @@ class Engine:
             sequence.is_loading = False
             if (sequence.num_sealed + 1) * block_tokens <= num_computed:
                 self._seal(sequence)
+            if num_computed >= sequence.gives_up_at:
+                self._scheduler.blocks.give_up(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full now."""
         sequence.extend_keys(self.config.block_tokens)
-        keys, first = sequence.block_keys, sequence.num_sealed
-        end = max(first, sequence.num_shareable // self.config.block_tokens)
-        self.block_pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
-        sequence.num_sealed = end
+        end = max(sequence.num_sealed, sequence.num_shareable // self.config.block_tokens)
+        self._scheduler.blocks.seal(sequence, end)
 
     def _complete(self, sequence: Sequence) -> None:
         """It has its last token, or cannot have it."""

@@ -27,16 +27,26 @@ class Reuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Pages:
+    """Where a step's KV lies when layers are parted into several groups (``page_groups``)."""
+
+    places: tuple[tuple[int, int], ...]  # (group, row of its pages) of each layer of the cache
+    block_tables: tuple[torch.Tensor, ...]  # as ``ForwardBatch`` has them, a group
+    slots: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     tokens: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]: absolute position of each token in its sequence
     query_starts: torch.Tensor  # int32 [B+1]: tokens of sequence b are query_starts[b] ≤ t < query_starts[b+1]
     context_lens: torch.Tensor  # int32 [B]: KV tokens of each sequence once this step's own are written
-    block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with 0
+    block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with any; likewise before the windows of all queries
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
     adapters: torch.Tensor | None = None  # int32 [B]: place of each sequence's adapter, -1: none; None: none has one
     reuse: Reuse | None = None
+    pages: Pages | None = None  # None: all layers are one group, and the cache's layer l is row l of a page
 
     @classmethod
     def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:
@@ -52,6 +62,13 @@ class ForwardBatch:
             slots=positions,
             logit_rows=logit_rows,
         )
+
+    def pages_of(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Of the cache's ``layer``: its row of a page, block tables and slots."""
+        if self.pages is None:
+            return layer, self.block_tables, self.slots
+        group, row = self.pages.places[layer]
+        return row, self.pages.block_tables[group], self.pages.slots[group]
 
     @property
     def num_sequences(self) -> int:
