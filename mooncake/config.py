@@ -238,10 +238,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def page_groups(self, model: ModelConfig) -> PageGroups:
         """In which groups layers keep KV: all nodes must have the same. Raises ConfigError for a context that the model
-        does not read."""
-        if not (self.block.windows and self.cluster.coupled and self._devices == {"cpu"}):
+        does not read.
+
+        Between nodes a prefix is known by its blocks from the first one on, so one group must keep them all; and
+        deployments of another layout are read in whole blocks.
+        """
+        if not self.block.windows or self._devices != {"cpu"} or self.pool_layout.tensor_parallel:
             return UNIFORM
-        return groups_of(model, model.context(self.model.max_model_len))
+        groups = groups_of(model, model.context(self.model.max_model_len))
+        return groups if self.cluster.coupled or not groups.windows[0] else UNIFORM
 
     @property
     def _devices(self) -> set[str]:

@@ -8,7 +8,7 @@ It must not know which page is whose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mooncake.model_config import ModelConfig
@@ -30,6 +30,17 @@ class PageGroups:
     @property
     def num_groups(self) -> int:
         return len(self.windows)
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Group, and row of its pages."""
+        return self.places[layer] if self.places else (0, layer)
+
+    def rows_with(self, layer: int) -> tuple[int, range]:
+        """Group, and the rows of its pages that are final with the layer: the empty ones follow the last that is not,
+        for a page travels as a whole."""
+        group, row = self.place_of(layer)
+        has_next = not self.places or (group, row + 1) in self.places
+        return group, range(row, row + 1 if has_next else self.num_rows)
 
     @property
     def num_rows(self) -> int:
@@ -54,6 +65,30 @@ class PageGroups:
         """The first block of which the token at ``position`` sees something in the group's layers."""
         window = self.windows[group]
         return max(position - window + 1, 0) // block_tokens if window else 0
+
+    def spans_behind(self, num_computed: int, first_block: int, block_tokens: int) -> list[range]:
+        """The blocks of each group whose pages a sequence needs that goes on behind so many computed tokens, in place
+        of another one; it has those of blocks before ``first_block``."""
+        num_blocks = -(-num_computed // block_tokens)
+        firsts = (self.first_page(group, num_computed, block_tokens) for group in range(self.num_groups))
+        return [range(min(max(first_block, first), num_blocks), num_blocks) for first in firsts]
+
+    def border(self, num_blocks: int, has: Callable[[int, int], bool], block_tokens: int) -> int:
+        """How many leading blocks, ``num_blocks`` at most, a sequence can go on behind where groups that see everything
+        have all of those: the others have what the last token of them sees. ``has``: a group's page of a block."""
+        windowed = [group for group, window in enumerate(self.windows) if window]
+        while num_blocks:
+            position = num_blocks * block_tokens - 1
+            holes = [
+                index
+                for group in windowed
+                for index in range(self.first_page(group, position, block_tokens), num_blocks)
+                if not has(group, index)
+            ]
+            if not holes:
+                break
+            num_blocks = max(holes)
+        return num_blocks
 
     def most_pages(self, group: int, at_once: int, block_tokens: int) -> int | None:
         """Of the group, for a window that begins anywhere in a block and ``at_once`` tokens behind it. None: as many as
@@ -91,6 +126,14 @@ class PageGroups:
 
 UNIFORM = PageGroups((0,))
 """One group that keeps everything: what every model can have."""
+
+
+_NUMBERS = 1 << 32  # blocks of a sequence, and more
+
+
+def page_number(group: int, block: int) -> int:
+    """Of a sequence's pages: those of one group follow one another, and the first group's are the blocks' own."""
+    return group * _NUMBERS + block
 
 
 def page_key(key: BlockKey, group: int) -> BlockKey:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from kvstore.checksum import checksum
 from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
-from mooncake.engine.kv_cache import Arrival, Mirror
+from mooncake.engine.kv_cache import HERE, Arrival, Mirror
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.foreign import ForeignLease
 
@@ -41,9 +42,12 @@ class LeasedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class BlockToLoad:
-    index: int  # in the prompt
+    """A page of a block: of the first group of layers, or of another."""
+
+    index: int  # in the lease: the first group's blocks lie as in the prompt, the pages of others behind them
     block_id: int  # in the cache
     key: BlockKey
+    group: int = 0
 
 
 class PrefixLoad:
@@ -57,15 +61,17 @@ class PrefixLoad:
         release: Callable[[LeasedPrefix | ForeignLease, list[BlockKey]], None],
         layout: KVLayout,
         deadline: float,
+        groups: PageGroups = UNIFORM,
     ) -> None:
         """``lease`` gets a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
-        ``release`` gives it back together with the keys whose bytes were wrong."""
+        ``release`` gives it back together with the keys whose bytes were wrong. ``layout`` is a page's."""
         self.request_id = request_id
         self.load_ms = 0.0
-        self.num_blocks = len(blocks)
+        self.num_blocks = sum(block.group == 0 for block in blocks)
         self.transport = ""
         self._blocks = blocks
-        self._block_ids = tuple(block.block_id for block in blocks)
+        self._groups = groups
+        self._num_layers = len(groups.places) or layout.num_layers
         self._lease = lease
         self._release = release
         self._layout = layout
@@ -118,7 +124,7 @@ class PrefixLoad:
             if isinstance(lease, ForeignLease):
                 self._convert(lease, reader, mirror, corrupt)
                 return
-            for layer in range(self._layout.num_layers):
+            for layer in range(self._num_layers):
                 if self.has_failed:
                     return
                 self._load_layer(layer, lease, transfer, mirror, corrupt)
@@ -143,22 +149,27 @@ class PrefixLoad:
         mirror: Mirror,
         corrupt: list[BlockKey],
     ) -> None:
-        offset, size = layer * self._layout.layer_bytes, self._layout.layer_bytes
-        targets = [mirror.memory[block.block_id, offset : offset + size] for block in self._blocks]
+        group, row = self._groups.place_of(layer)
+        offset, size = row * self._layout.layer_bytes, self._layout.layer_bytes
+        blocks = [block for block in self._blocks if block.group == group]
+        if not blocks:  # a window of one token
+            self._is_loaded([HERE])
+            return
+        targets = [mirror.memory[block.block_id, offset : offset + size] for block in blocks]
         ranges = [
             ReadRange(lease.slots[block.index], offset, target.data)
-            for block, target in zip(self._blocks, targets, strict=True)
+            for block, target in zip(blocks, targets, strict=True)
         ]
         report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
         self.transport = report.transport
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
-        for block, target in zip(self._blocks, targets, strict=True):
-            if checksum(target.data) != lease.checksums[block.index][layer]:
+        for block, target in zip(blocks, targets, strict=True):
+            if checksum(target.data) != lease.checksums[block.index][row]:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
-        self._is_loaded([mirror.to_device(self._block_ids, layer)])
+        self._is_loaded([mirror.to_device([block.block_id for block in blocks], row)])
 
     def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
         """All layers at once: the pieces of another layout may hold several."""
@@ -173,7 +184,8 @@ class PrefixLoad:
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         self.transport = "converted"
-        self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
+        arrival = mirror.to_device([block.block_id for block in self._blocks])
+        self._is_loaded([arrival] * self._num_layers)
 
     def _end_reading(self) -> None:
         """Whoever waits for that goes on, whatever becomes of the last copy."""
@@ -194,7 +206,7 @@ class PrefixLoad:
     def _fail(self, error: KVLoadFailed) -> None:
         error.request_ids = (self.request_id,)
         with self._changed:
-            if self._error is None and len(self._arrivals) < self._layout.num_layers:
+            if self._error is None and len(self._arrivals) < self._num_layers:
                 self._error = error
             self._changed.notify_all()
 

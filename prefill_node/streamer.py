@@ -17,6 +17,7 @@ from mooncake.engine.engine import StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import KVLoadFailed
+from mooncake.page_groups import UNIFORM, PageGroups, page_key, page_number
 from mooncake.types import BlockKey
 from prefill_node.loader import BlockToLoad, PrefixLoad
 from prefill_node.outbox import LayerRun, Outbox, Sink
@@ -27,10 +28,11 @@ class Stream:
     """What the hook knows of one request: its sinks, and how far it has streamed."""
 
     request_id: str
-    make_load: Callable[[list[BlockToLoad]], PrefixLoad]
+    make_load: Callable[[list[BlockToLoad]], PrefixLoad]  # given pages, the first group's first
     outlets: list[tuple[Sink, Outbox]]
     on_first_step: Callable[[], None]  # its turn has come; told on the engine's thread
-    hold: Callable[[tuple[int, ...]], None] | None = None  # full blocks handed to the sinks, on the engine's thread
+    hold: Callable[[list[int]], None] | None = None  # full blocks handed to the sinks, on the engine's thread
+    first_pages: tuple[int, ...] = ()  # of each group of layers, the first block whose page is wanted; (): all of one
     load: PrefixLoad | None = None
     next_block: int = 0  # blocks before it have been handed to the sinks
     has_ended: bool = False  # so have all of the prompt's
@@ -42,13 +44,13 @@ class Stream:
 @dataclass(frozen=True, slots=True)
 class StreamStep:
     """One request's part in the current step: its blocks ``first`` ≤ i < ``end`` become final layer by layer. The last
-    one of a prompt may be a part: it is ``num_full`` blocks that nobody writes into any more."""
+    one of a prompt may be a part: it is ``num_full`` blocks that nobody writes into any more. ``runs``: of each group
+    of layers, the first of them whose page goes out, and the pages."""
 
     stream: Stream
-    first: int
     end: int
     num_full: int
-    block_ids: tuple[int, ...]
+    runs: tuple[tuple[int, tuple[int, ...]], ...]
     is_last: bool
 
 
@@ -57,15 +59,16 @@ class LayerStreamer:
     """The StepHook of a prefill node. ``streams`` is changed from the event loop, one assignment at a time."""
 
     block_tokens: int
-    mirror: Mirror = field(init=False)  # set once the cache is there; nothing streams before
+    mirror: Mirror = field(init=False)  # set once the cache is there, and its groups of layers; nothing streams before
+    groups: PageGroups = UNIFORM
     streams: dict[str, Stream] = field(default_factory=dict)
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
-    _leaving: tuple[int, ...] = ()  # blocks that become final in this step and have somewhere to go
+    _leaving: list[tuple[int, ...]] = field(default_factory=list)  # of each group: what has somewhere to go
 
     @property
     def wants_layers(self) -> bool:
-        return bool(self._leaving or self.listeners or any(part.stream.load for part in self._step))
+        return bool(any(self._leaving) or self.listeners or any(part.stream.load for part in self._step))
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
@@ -76,7 +79,7 @@ class LayerStreamer:
         # Admitted again after a failed load, there is nothing to load any more.
         if stream.on_admitted is not None:
             stream.on_admitted(sequence)
-        stream.load = stream.make_load([BlockToLoad(*block) for block in to_load]) if to_load else None
+        stream.load = stream.make_load(self._pages_to_load(sequence, to_load)) if to_load else None
 
     def begin_step(self, plan: StepPlan) -> None:
         self._step = []
@@ -90,10 +93,12 @@ class LayerStreamer:
             is_last = entry.end == entry.sequence.num_tokens and not stream.has_ended
             num_full = entry.end // self.block_tokens
             end = stream.next_block if stream.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
-            first = min(stream.next_block, end)
-            block_ids = tuple(entry.sequence.block_table[first:end])
-            self._step.append(StreamStep(stream, first, end, num_full, block_ids, is_last))
-        self._leaving = tuple(block for part in self._step if part.stream.outlets for block in part.block_ids)
+            runs = _runs(entry.sequence, stream, min(stream.next_block, end), end)
+            self._step.append(StreamStep(stream, end, num_full, runs, is_last))
+        going = [part for part in self._step if part.stream.outlets]
+        self._leaving = [
+            tuple(page for part in going for page in part.runs[group][1]) for group in range(self.groups.num_groups)
+        ]
 
     def before_layer(self, layer: int) -> None:
         for part in self._step:
@@ -103,25 +108,47 @@ class LayerStreamer:
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:
             listener(layer)
-        if not self._leaving:
+        group, rows = self.groups.rows_with(layer)
+        if not self._leaving or not self._leaving[group]:
             return
-        arrival = self.mirror.to_host(self._leaving, layer)
-        for part in self._step:
-            if not part.block_ids:
-                continue
-            run = LayerRun(layer, part.first, part.block_ids, arrival)
-            for sink, outbox in part.stream.outlets:
-                sink.push(run)
-                outbox.kick(sink)
+        for row in rows:
+            arrival = self.mirror.to_host(self._leaving[group], row)
+            for part in self._step:
+                first, pages = part.runs[group]
+                if not pages:
+                    continue
+                run = LayerRun(row, page_number(group, first), pages, arrival)
+                for sink, outbox in part.stream.outlets:
+                    sink.push(run)
+                    outbox.kick(sink)
 
     def end_step(self, plan: StepPlan) -> None:
         for part in self._step:
             part.stream.next_block = max(part.stream.next_block, part.end)
             if part.stream.hold is not None:
-                part.stream.hold(part.block_ids[: part.num_full - part.first])
+                part.stream.hold([p for first, pages in part.runs for p in pages[: max(part.num_full - first, 0)]])
             if part.is_last:
                 part.stream.has_ended = True
                 for sink, outbox in part.stream.outlets:
                     sink.end()
                     outbox.kick(sink)
-        self._step, self._leaving = [], ()
+        self._step, self._leaving = [], []
+
+    def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
+        """The other groups' pages of these blocks come behind those of the whole prefix."""
+        pages = [BlockToLoad(*block) for block in to_load]
+        begin, end = pages[0].index, pages[-1].index + 1
+        place = end
+        for group in range(1, self.groups.num_groups):
+            for index in range(max(begin, sequence.first_held[group]), end):
+                key = page_key(sequence.block_keys[index], group)
+                pages.append(BlockToLoad(place, sequence.tables[group][index], key, group))
+                place += 1
+        return pages
+
+
+def _runs(sequence: Sequence, stream: Stream, first: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Pages of the blocks ``first`` ≤ i < ``end`` that are wanted and that the sequence has, of each group."""
+    wanted = stream.first_pages or (0,)
+    firsts = [min(max(first, held, asked), end) for held, asked in zip(sequence.first_held, wanted, strict=True)]
+    return tuple((begin, tuple(table[begin:end])) for begin, table in zip(firsts, sequence.tables, strict=True))

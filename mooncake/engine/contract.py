@@ -90,7 +90,8 @@ class StepHook(LayerHook, Protocol):
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         """The sequence has its blocks. ``to_load`` must be filled before their layers are read: (index in the
-        sequence, block id, key). Called once for each admission, also when there is nothing to load."""
+        sequence, block id, key), and with each what the sequence has of that block in other groups of layers. Called
+        once for each admission, also when there is nothing to load."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """The step's first layer is next. Called again for the same sequences after a step that was abandoned.
@@ -165,7 +166,8 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …"""
+    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …: with the pages
+    of the first group of layers, then those of the next (``PageGroups.spans_behind``)."""
 
     first_block: int
     block_ids: list[int]

@@ -1,7 +1,7 @@
 """The engine that both roles share: sequences in, steps of ragged batches, tokens out.
 
 ``Engine.step`` is the whole of it: plan, run, sample, advance, retire; ``run_ahead`` overlaps that with a device. One
-thread owns an engine; only ``load`` and ``block_pool.match`` may be called from others. It must not know where KV comes
+thread owns an engine; only ``load`` and ``match`` may be called from others. It must not know where KV comes
 from or goes to: that is the hook's.
 """
 
@@ -41,7 +41,7 @@ from mooncake.engine.step_costs import StepCosts
 from mooncake.engine.step_ends import ends_of, grown, score_prompts
 from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
-from mooncake.types import FinishReason, SampledToken, TokenLogprob
+from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
 __all__ = [
     "NO_HOOK",
@@ -155,7 +155,9 @@ class Engine:
         sequence.num_cached_tokens = first_block * self.config.block_tokens
         sequence.num_sealed = first_block
         self._roster.enter(sequence)
-        return Reservation(first_block, sequence.block_table[first_block:])
+        spans = self.config.groups.spans_behind(sequence.num_tokens, first_block, self.config.block_tokens)
+        pages = [table[index] for table, span in zip(sequence.tables, spans, strict=True) for index in span]
+        return Reservation(first_block, pages)
 
     def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
         """The KV of all its tokens is in place, and each of its answers begins with one of ``first_tokens``; the next
@@ -258,6 +260,10 @@ class Engine:
                 self._tell_end(sequence, error)
             else:
                 self._end(sequence, error)
+
+    def match(self, keys: list[BlockKey]) -> int:
+        """How many leading blocks need not be computed; from any thread, where it is only a hint."""
+        return self._scheduler.blocks.match(keys)
 
     def drop_cached(self) -> None:
         """Forget every block that no sequence holds."""

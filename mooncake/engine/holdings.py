@@ -67,12 +67,9 @@ class Holdings:
         for group, window in enumerate(self.groups.windows):
             if not window:
                 count = self.pool.match([page_key(key, group) for key in keys[:count]] if group else keys[:count])
-        while self._windowed and count:
-            hole = self._last_hole(keys, count)
-            if hole is None:
-                break
-            count = hole
-        return count
+        if not self._windowed:
+            return count
+        return self.groups.border(count, lambda g, i: self.pool.has(page_key(keys[i], g)), self._block_tokens)
 
     def num_usable(self, sequence: Sequence, spare: int) -> int:
         """How many leading blocks need not be computed if they are cached. The last token is, whatever is cached: into
@@ -181,7 +178,8 @@ class Holdings:
         """Give pages back that no token to come will see, and have as many behind them while the prompt needs some."""
         for group in self._windowed:
             table, first = sequence.tables[group], sequence.first_held[group]
-            last = self.groups.first_page(group, sequence.num_computed - 1, self._block_tokens)
+            last_seen_from = min(sequence.num_computed - 1, sequence.kept_from)
+            last = self.groups.first_page(group, last_seen_from, self._block_tokens)
             if last > first:
                 given, table[first:last] = table[first:last], [_NO_PAGE] * (last - first)
                 sequence.first_held[group] = last
@@ -279,16 +277,6 @@ class Holdings:
         """Of its cached pages in the span."""
         keys = sequence.block_keys[span.start : min(num_cached, span.stop)]
         return [page_key(key, group) for key in keys] if group else keys
-
-    def _last_hole(self, keys: list[BlockKey], count: int) -> int | None:
-        """The last block of a window before block ``count`` of which a page is missing."""
-        holes = [
-            index
-            for group in self._windowed
-            for index in range(self.groups.first_page(group, count * self._block_tokens - 1, self._block_tokens), count)
-            if not self.pool.has(page_key(keys[index], group))
-        ]
-        return max(holes, default=None)
 
     def _has_room(self, sequence: Sequence, num_cached: int, num_ready: int, spare: int) -> bool:
         left, cached = self.pool.num_available - spare, 0

@@ -70,6 +70,7 @@ class Sequence:
     external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
+    kept_from: int = NEVER  # what this token sees in a window is kept too
     adapter: int = -1  # a place in the model's list of them; -1: none
     is_first_leg: bool = field(init=False)  # another engine goes on with it
     edits_logits: bool = field(init=False)
