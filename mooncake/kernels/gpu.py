@@ -112,7 +112,9 @@ class GpuKernels:
         _, _, num_kv_heads, block_tokens, head_dim = cache_layer.shape
         tokens, width = qkv.shape
         num_heads = width // head_dim - 2 * num_kv_heads
-        normed = query_norm is not None and key_norm is not None
+        normed = query_norm is not None
+        if normed and key_norm is None:
+            key_norm = query_norm  # of no keys
         if tokens:
             elementwise.rope_write_kv[(tokens,)](
                 qkv,
@@ -131,7 +133,7 @@ class GpuKernels:
                 NUM_HEADS=num_heads,
                 HEADS_PAD=triton.next_power_of_2(num_heads),
                 NUM_KV_HEADS=num_kv_heads,
-                KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+                KV_HEADS_PAD=triton.next_power_of_2(max(num_kv_heads, 1)),
                 HALF=head_dim // 2,
                 HALF_PAD=triton.next_power_of_2(head_dim // 2),
                 BLOCK_TOKENS=block_tokens,
@@ -195,6 +197,28 @@ class GpuKernels:
         buffers.load(plan)
         return buffers
 
+    def plan_call(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        window: int,
+        scaled: bool,
+    ) -> DevicePlan:
+        """For lengths that lie on the device: it waits for them."""
+        return self.plan(
+            query_starts.cpu().numpy(),
+            context_lens.cpu().numpy(),
+            num_heads=query.shape[1],
+            num_kv_heads=cache_layer.shape[2],
+            head_dim=query.shape[2],
+            block_tokens=cache_layer.shape[3],
+            window=window,
+            wide=query.dtype is torch.float32,
+            scaled=scaled,
+        )
+
     def paged_attention(
         self,
         query: torch.Tensor,
@@ -211,21 +235,10 @@ class GpuKernels:
         """As ``reference.paged_attention``. Without a ``plan`` it makes one, for which it waits for the lengths."""
         if cache_layer.dtype is torch.int8 and scales is None:
             cache_layer, scales = codes_and_scales(cache_layer)
-        tokens, num_heads, head_dim = query.shape
-        if not tokens:
+        if not len(query):
             return torch.empty_like(query)
         if plan is None:
-            plan = self.plan(
-                query_starts.cpu().numpy(),
-                context_lens.cpu().numpy(),
-                num_heads=num_heads,
-                num_kv_heads=cache_layer.shape[2],
-                head_dim=head_dim,
-                block_tokens=cache_layer.shape[3],
-                window=window,
-                wide=query.dtype is torch.float32,
-                scaled=scales is not None,
-            )
+            plan = self.plan_call(query, cache_layer, query_starts, context_lens, window, scaled=scales is not None)
         return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window, softcap)
 
 

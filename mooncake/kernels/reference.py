@@ -217,14 +217,17 @@ def rope_write_kv(
     """What lies between the fused projection and attention: norms of query and key heads if given, RoPE, cache write.
 
     ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads; it may be overwritten.
+    Over a cache of no heads (Hkv = 0) queries are turned and nothing is written.
     Returns the queries, ``[T, Hq, D]``, possibly a view of ``qkv``.
     """
     num_kv_heads, head_dim = cache_layer.shape[2], head_dim_of(cache_layer)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.tensor_split(heads, (num_heads, num_heads + num_kv_heads), dim=1)
-    if query_norm is not None and key_norm is not None:
-        query, key = rms_norm(query, query_norm, eps), rms_norm(key, key_norm, eps)
+    if query_norm is not None:
+        query = rms_norm(query, query_norm, eps)
+    if key_norm is not None:
+        key = rms_norm(key, key_norm, eps)
     write_kv(rope(key, cos, sin, positions), value, cache_layer, slots)
     return rope(query, cos, sin, positions)
 

@@ -25,6 +25,10 @@ class Reuse:
     def num_tokens(self) -> int:
         return int((self.sources >= 0).sum())
 
+    def of(self, rows: torch.Tensor) -> Reuse:
+        ranks = None if self.ranks is None else self.ranks[rows]
+        return Reuse(self.sources[rows], self.shifts[rows], self.share, ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class Pages:
@@ -73,6 +77,33 @@ class ForwardBatch:
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]
+
+    def narrowed(self, rows: torch.Tensor) -> ForwardBatch:
+        """Of these tokens alone (int64, one at least): a run of adjacent ones is a sequence over its owner's blocks.
+
+        What is in the cache stays there. Logits can be wanted of no other rows.
+        """
+        starts = self.query_starts.long()
+        owners = torch.repeat_interleave(torch.arange(self.num_sequences, device=rows.device), starts.diff())[rows]
+        positions = self.positions[rows]
+        is_first = torch.ones_like(rows, dtype=torch.bool)
+        is_first[1:] = (owners.diff() != 0) | (positions.diff() != 1)
+        firsts = is_first.nonzero().flatten()
+        ends = torch.cat([firsts[1:], firsts.new_tensor([len(rows)])])
+        sequences = owners[firsts]
+        places = torch.full_like(self.tokens, -1)
+        places[rows] = torch.arange(len(rows), device=rows.device)
+        return ForwardBatch(
+            tokens=self.tokens[rows],
+            positions=positions,
+            query_starts=torch.cat([firsts, ends[-1:]]).int(),
+            context_lens=(positions[ends - 1] + 1).int(),
+            block_tables=self.block_tables[sequences],
+            slots=self.slots[rows],
+            logit_rows=places[self.logit_rows],
+            adapters=None if self.adapters is None else self.adapters[sequences],
+            reuse=None if self.reuse is None else self.reuse.of(rows),
+        )
 
 
 class LayerHook(Protocol):

@@ -39,7 +39,6 @@ class Blending:
         assert batch.reuse is not None
         self.batch = batch
         self._kernels, self._cos, self._sin = kernels, cos, sin
-        self._tables, self._adapters = batch.block_tables, batch.adapters
         counts = batch.query_starts.diff().long()
         self._owners = torch.repeat_interleave(
             torch.arange(batch.num_sequences), counts
@@ -64,7 +63,8 @@ class Blending:
         parts = (reuse.sources[leaving], self.batch.slots[leaving], reuse.shifts[leaving])
         sources, slots, shifts = (torch.cat(pair) for pair in zip(self._left, parts, strict=True))
         self._left = sources, slots, shifts
-        self._keep(rows)
+        self._owners = self._owners[rows]
+        self.batch = self.batch.narrowed(rows)
         return rows
 
     @property
@@ -86,34 +86,6 @@ class Blending:
             best = ranks[rows].topk(min(count, len(rows))).indices
             stays[rows[best]] = True
         return stays.nonzero().flatten()
-
-    def _keep(self, rows: torch.Tensor) -> None:
-        """``batch`` becomes these rows of itself: each run of adjacent tokens a sequence, over its owner's blocks."""
-        batch, reuse = self.batch, self._reuse
-        self._owners = owners = self._owners[rows]
-        positions = batch.positions[rows]
-        is_first = torch.ones(len(rows), dtype=torch.bool)
-        is_first[1:] = (owners.diff() != 0) | (positions.diff() != 1)
-        starts = is_first.nonzero().flatten()
-        ends = torch.cat([starts[1:], torch.tensor([len(rows)])])
-        places = torch.full((len(batch.tokens),), -1)
-        places[rows] = torch.arange(len(rows))
-        self.batch = ForwardBatch(
-            tokens=batch.tokens[rows],
-            positions=positions,
-            query_starts=torch.cat([starts, ends[-1:]]).int(),
-            context_lens=(positions[ends - 1] + 1).int(),
-            block_tables=self._tables[owners[starts]],
-            slots=batch.slots[rows],
-            logit_rows=places[batch.logit_rows],
-            adapters=None if self._adapters is None else self._adapters[owners[starts]],
-            reuse=Reuse(
-                reuse.sources[rows],
-                reuse.shifts[rows],
-                reuse.share,
-                None if reuse.ranks is None else reuse.ranks[rows],
-            ),
-        )
 
 
 def turns(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

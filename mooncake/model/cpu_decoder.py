@@ -40,6 +40,7 @@ class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _INT) for name in ("kv_layer", "owns_kv", "window")),
     ]
 
 
@@ -47,7 +48,7 @@ class _Decoder(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin")),
         *((name, _LONG) for name in ("num_adapters", "num_layers", "num_positions", "hidden", "intermediate", "vocab")),
-        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "last_owner")),
         *((name, _FLOAT) for name in ("eps", "scale")),
     ]
 
@@ -137,8 +138,11 @@ class CpuDecoder:
                     product(layer.output),
                     product(layer.gate_up, is_gated=True),
                     product(layer.down),
+                    config.kv_layer_of(index),
+                    config.owns_kv(index),
+                    config.window_of(index),
                 )
-                for layer in layers
+                for index, layer in enumerate(layers)
             )
         )
         self._adapters = [
@@ -165,7 +169,7 @@ class CpuDecoder:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            config.sliding_window or 0,
+            config.kv_owners[-1],
             config.rms_eps,
             config.head_dim**-0.5,
         )

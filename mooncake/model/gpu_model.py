@@ -50,11 +50,20 @@ Plans = Mapping[int, DevicePlan]
 
 
 class PlannedKernels(GpuKernels):
-    """Kernels whose attention follows the plans of the step that is running."""
+    """Kernels whose attention follows the plans of the step that is running.
+
+    Where layers share KV, the last ones of a step compute a part of its rows (``ForwardBatch.narrowed``): that is
+    planned when the first of them asks.
+    """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device)
-        self.step_plans: Plans = {}
+        self.step_plans: dict[int, DevicePlan] = {}
+        self._planned: torch.Tensor | None = None  # the query starts that they are for
+
+    def follow(self, plans: Plans, query_starts: torch.Tensor) -> None:
+        """In attention with these ``query_starts``."""
+        self.step_plans, self._planned = dict(plans), query_starts
 
     def paged_attention(
         self,
@@ -69,6 +78,13 @@ class PlannedKernels(GpuKernels):
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if query_starts is not self._planned:
+            self.follow({}, query_starts)
+        if plan is None and window not in self.step_plans and len(query):
+            is_coded = cache_layer.dtype is torch.int8
+            self.step_plans[window] = self.plan_call(
+                query, cache_layer, query_starts, context_lens, window, scaled=is_coded
+            )
         return super().paged_attention(
             query,
             cache_layer,
@@ -232,8 +248,8 @@ class GpuModel:
     def _run_eagerly(
         self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, newest: Sequence[int] | None = None
     ) -> torch.Tensor:
-        self.kernels.step_plans = self._plan(batch, cache)
         moved = self._on_device(batch)
+        self.kernels.follow(self._plan(batch, cache), moved.query_starts)
         if newest is not None:
             rows = self._moved(np.asarray(newest, np.int64))
             moved = replace(moved, tokens=self._newest(rows, moved.tokens))
@@ -277,7 +293,7 @@ class GpuModel:
 
     def _draw_once(self, captured: _Captured, cache: torch.Tensor) -> None:
         """Kernel by kernel and in all ways, so that what such a step needs is loaded and known to fit."""
-        self.kernels.step_plans = self._decode_plans
+        self.kernels.follow(self._decode_plans, captured.batch.query_starts)
         logits = self._model.forward(captured.batch, cache, NoHook())
         rows = len(logits)
         values = np.tile(np.array([[1.0], [2.0], [0.5], [0.1], [0.5]]), rows)
@@ -354,7 +370,7 @@ class GpuModel:
             plan.num_merged.zero_()
 
         def step() -> torch.Tensor:
-            self.kernels.step_plans = self._decode_plans
+            self.kernels.follow(self._decode_plans, buffers.query_starts)
             return self._model.forward(buffers, cache, NoHook())
 
         if not cache.is_cuda:

@@ -23,13 +23,13 @@ def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -
 
     Raises ModelError when the scales are not this model's.
     """
-    shape = config.num_layers, config.num_kv_heads, config.head_dim // 2
+    shape = len(config.kv_owners), config.num_kv_heads, config.head_dim // 2
     if scales.exponents.shape != shape:
         raise ModelError(f"model.key_scales has the shape {scales.exponents.shape}; this model needs {shape}")
-    factors = torch.exp2(torch.from_numpy(scales.exponents).float()).repeat(1, 1, 2)  # [layers, Hkv, D]
+    factors = torch.exp2(torch.from_numpy(scales.exponents).float()).repeat(1, 1, 2)  # [KV layers, Hkv, D]
     rows_by_name: dict[str, torch.Tensor] = {}
-    for layer, of_key in enumerate(factors):
-        attention = f"model.layers.{layer}.self_attn."
+    for layer in range(config.num_layers):
+        of_key, attention = factors[config.kv_layer_of(layer)], f"model.layers.{layer}.self_attn."
         if config.qk_norm:
             names = {"q_norm.weight": of_key[0], "k_norm.weight": 1 / of_key[0]}
         else:

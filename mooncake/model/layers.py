@@ -15,6 +15,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Codes, Coding, Matrix
+from mooncake.model_config import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -52,7 +53,7 @@ class LayerWeights:
     """As published, but for the fusing."""
 
     attention_norm: torch.Tensor  # [hidden]
-    qkv: Matrix  # [(Hq + 2 * Hkv) * D, hidden]
+    qkv: Matrix  # [(Hq + 2 * Hkv) * D, hidden]; of a layer without KV of its own [Hq * D, hidden]
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [D], Qwen3
     key_norm: torch.Tensor | None
@@ -76,17 +77,18 @@ class DecoderLayer:
     down: Linear
 
 
-def layer_weights(weights: Weights, layer: int, qkv_bias: bool, qk_norm: bool) -> LayerWeights:
+def layer_weights(weights: Weights, layer: int, config: ModelConfig) -> LayerWeights:
     """Gather and fuse the weights of one layer. Raises ModelError when one is missing."""
+    owns_kv, qk_norm = config.owns_kv(layer), config.qk_norm
     prefix = f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    projections = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+    projections = [attention + name for name in (("q_proj", "k_proj", "v_proj") if owns_kv else ("q_proj",))]
     return LayerWeights(
         attention_norm=weight(weights, prefix + "input_layernorm.weight"),
         qkv=matrix(weights, *(name + ".weight" for name in projections)),
-        qkv_bias=torch.cat([weight(weights, name + ".bias") for name in projections]) if qkv_bias else None,
+        qkv_bias=torch.cat([weight(weights, name + ".bias") for name in projections]) if config.qkv_bias else None,
         query_norm=weight(weights, attention + "q_norm.weight") if qk_norm else None,
-        key_norm=weight(weights, attention + "k_norm.weight") if qk_norm else None,
+        key_norm=weight(weights, attention + "k_norm.weight") if qk_norm and owns_kv else None,
         output=matrix(weights, attention + "o_proj.weight"),
         mlp_norm=weight(weights, prefix + "post_attention_layernorm.weight"),
         gate_up=matrix(weights, *(mlp + name for name in ("gate_proj.weight", "up_proj.weight"))),

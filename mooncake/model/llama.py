@@ -52,7 +52,9 @@ class CausalLM:
         self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
         self._reduce = reduce or _as_it_is
         # One at a time: what a layer is fused from and into is given back before the next one is read.
-        layers = (layer_weights(weights, index, config.qkv_bias, config.qk_norm) for index in range(config.num_layers))
+        layers = (layer_weights(weights, index, config) for index in range(config.num_layers))
+        self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
+        self._last_owner = config.kv_owners[-1]
         dtype = weight(weights, "model.norm.weight").dtype
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
@@ -82,28 +84,33 @@ class CausalLM:
         residual = self._embedding.rows(batch.tokens)
         normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
         cache_layers = cache.unbind(1)
-        last, adapt = len(self._layers) - 1, self._adapters.add
+        last, adapt, is_narrowed = len(self._layers) - 1, self._adapters.add, False
         adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
         rows = [] if adapters is None else rows_by_adapter(adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
         for index, layer in enumerate(self._layers):
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
-            query = self._write(index, layer, qkv, batch, cache_layers[index], hook, blending)
-            if blending is not None and (kept := blending.narrow(index, cache_layers[index])) is not None:
+            cache_layer = cache_layers[self._kv_layers[index]]
+            query = self._write(index, layer, qkv, batch, cache_layer, hook, blending)
+            if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 adapters = None if adapters is None else adapters[kept]
                 rows = [] if adapters is None else rows_by_adapter(adapters)
-            mixed = self._attend(query, batch, cache_layers[index])
-            if index == last:  # behind the last attention, nobody asks for rows without logits
-                mixed, residual = mixed[batch.logit_rows], residual[batch.logit_rows]
-                rows = [] if adapters is None else rows_by_adapter(adapters[batch.logit_rows])
+            mixed = self._attend(index, query, batch, cache_layer)
+            if index == self._last_owner and len(wanted := batch.logit_rows) < len(mixed):
+                # All KV is there: from here on nobody asks for rows without logits.
+                if not len(wanted):
+                    return torch.empty((0, self.config.vocab_size), device=mixed.device)
+                mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
+                rows = [] if adapters is None else rows_by_adapter(adapters[wanted])
+                batch = batch if index == last else batch.narrowed(wanted)
             update = self._reduce(adapt(index, "output", mixed, layer.output(mixed), rows))
             normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
             gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
             update = self._reduce(adapt(index, "down", gated, layer.down(gated), rows))
             next_norm = self._final_norm if index == last else self._layers[index + 1].attention_norm
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
-        return self._head(normed).float()
+        return self._head(normed if is_narrowed else normed[batch.logit_rows]).float()
 
     def _write(
         self,
@@ -115,8 +122,13 @@ class CausalLM:
         hook: LayerHook,
         blending: Blending | None,
     ) -> torch.Tensor:
-        """Put the step's keys and values into the cache; returns the queries, ``[T, Hq, D]``."""
-        hook.before_layer(index)
+        """Put the step's keys and values into the cache, where the layer has its own; returns the queries,
+        ``[T, Hq, D]``."""
+        owns_kv, kv_layer = self.config.owns_kv(index), self._kv_layers[index]
+        if owns_kv:
+            hook.before_layer(kv_layer)
+        else:
+            cache_layer = cache_layer[:, :, :0]
         if blending is not None:
             blending.fill(cache_layer)
         query = self._kernels.rope_write_kv(
@@ -130,10 +142,11 @@ class CausalLM:
             layer.key_norm,
             self.config.rms_eps,
         )
-        hook.after_layer(index)
+        if owns_kv:
+            hook.after_layer(kv_layer)
         return query
 
-    def _attend(self, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor) -> torch.Tensor:
+    def _attend(self, index: int, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor) -> torch.Tensor:
         """Attention's output before its projection, ``[T, Hq * D]``."""
         mixed = self._kernels.paged_attention(
             query,
@@ -142,7 +155,7 @@ class CausalLM:
             batch.query_starts,
             batch.context_lens,
             self.config.head_dim**-0.5,
-            self.config.sliding_window or 0,
+            self.config.window_of(index),
         )
         return mixed.flatten(1)
 

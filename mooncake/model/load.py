@@ -56,8 +56,12 @@ def load_model(
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = checkpoint.config
     family = OTHER_FAMILIES.get(config.architecture)
-    if can_blend and (family is not None or config.sliding_window or key_scales):
-        raise ModelError("chunks are blended for the Llama family, with full attention and without model.key_scales")
+    has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
+    if can_blend and (family is not None or has_windows or key_scales or config.kv_sources):
+        raise ModelError(
+            "chunks are blended for the Llama family, with full attention and KV of each layer's own, without "
+            "model.key_scales"
+        )
     if key_scales and adapters:
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
     if family is None:

@@ -55,12 +55,16 @@ def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
         if match is None or int(match[1]) >= config.num_layers:
             raise ModelError(f"the adapter {adapter.name} has {name!r}, which is not adapted here")
         halves[int(match[1])].setdefault(match[2], {})[match[3]] = tensor.float()
-    return [_layer(adapter, config, by_projection) for by_projection in halves]
+    return [_layer(adapter, config, by_projection, config.owns_kv(layer)) for layer, by_projection in enumerate(halves)]
 
 
-def _layer(adapter: Adapter, config: ModelConfig, halves: Mapping[str, Mapping[str, torch.Tensor]]) -> LayerAdapter:
+def _layer(
+    adapter: Adapter, config: ModelConfig, halves: Mapping[str, Mapping[str, torch.Tensor]], owns_kv: bool
+) -> LayerAdapter:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if not owns_kv and (set(halves) & {"k", "v"}):
+        raise ModelError(f"the adapter {adapter.name} adapts keys or values of a layer that has none of its own")
 
     def product(inputs: int, **outputs: int) -> Pair | None:
         """Of the projections ``outputs``, with so many outputs each."""
@@ -80,7 +84,7 @@ def _layer(adapter: Adapter, config: ModelConfig, halves: Mapping[str, Mapping[s
         return (torch.cat(downs), _block_diagonal(ups)) if downs else None
 
     return LayerAdapter(
-        qkv=product(hidden, q=query, k=kv, v=kv),
+        qkv=product(hidden, q=query, k=kv, v=kv) if owns_kv else product(hidden, q=query),
         output=product(query, o=hidden),
         gate_up=product(hidden, gate=inner, up=inner),
         down=product(inner, down=hidden),

@@ -131,7 +131,7 @@ class Shard:
         weights = shard_weights(load_weights(checkpoint, dtype), whole, ranks.rank, ranks.size)
         self.model = CausalLM(config, weights, max_model_len, reduce=ranks.sum)
         self.cache = torch.zeros(
-            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_tokens, config.head_dim),
+            (num_blocks, len(config.kv_owners), 2, config.num_kv_heads, block_tokens, config.head_dim),
             dtype=getattr(torch, dtype),
         )
 

@@ -13,7 +13,8 @@ namespace mooncake {
 // Mirrored in cpu.py, as the next three.
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
-    const PackedLinear *qkv, *output, *gate_up, *down;
+    const PackedLinear *qkv, *output, *gate_up, *down;  // of a layer without KV of its own, `qkv` gives queries alone
+    int32_t kv_layer, owns_kv, window;                  // the place in the cache that it attends to; 0: it sees everything
 };
 
 struct Decoder {
@@ -22,7 +23,7 @@ struct Decoder {
     const LayerAdapter* const* adapters;  // by place, then by layer; null when there are none
     const float *final_norm, *cos, *sin;
     int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab;
-    int32_t num_heads, num_kv_heads, head_dim, window;
+    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own
     float eps, scale;
 };
 
@@ -56,36 +57,42 @@ public:
         mixed_ = memory.take(most * width);
         gated_ = memory.take(most * model_.intermediate);
         qkv_ = memory.take(T * qkv_width);
+        positions_ = step_.positions;
+        slots_ = step_.slots;
         wide_ = memory.take(most * wide);
         call_ = {qkv_, qkv_width, mixed_, step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
-                 int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, model_.window,
-                 model_.scale * 1.44269504f};
+                 int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, model_.scale * 1.44269504f};
+        num_plans_ = 0;
         if (int status = check()) return status;
-        Planner(call_, cache_.block_tokens, plan_).run();
         parallel(T, T < 8 ? 1 : threads_,
                  [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
         int64_t rows = T;
+        bool is_narrowed = false;
         runs_.clear();
         if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
             return BAD_TOKEN;
         for (int64_t index = 0; index < model_.num_layers; index++) {
             const DecoderLayer& layer = model_.layers[index];
-            multiply(*layer.qkv, residual_, T, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
+            multiply(*layer.qkv, residual_, rows, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
             adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
-            if (int status = attention(index, layer)) return status;
-            if (index == model_.num_layers - 1) {  // behind the last attention, nobody asks for rows without logits
+            if (int status = attention(layer, rows)) return status;
+            if (index == model_.last_owner && step_.num_logits < T) {  // all KV is there: nobody asks for rows without logits
                 rows = step_.num_logits;
+                is_narrowed = true;
+                if (!rows) return OK;
                 keep_rows(mixed_, width);
                 keep_rows(residual_, hidden);
                 if (step_.adapters)
                     find_runs(rows, model_.adapters, model_.num_adapters,
                               [&](int64_t r) { return step_.adapters[step_.logit_rows[r]]; }, runs_);
+                if (index < model_.num_layers - 1) narrow();
             }
             multiply(*layer.output, mixed_, rows, nullptr, {Then::ADD, residual_, hidden});
             adapt(index, &LayerAdapter::output, mixed_, nullptr, residual_, hidden);
             mlp(index, layer, rows);
         }
-        multiply(*model_.head, residual_, rows, model_.final_norm, {Then::STORE, logits, model_.vocab});
+        if (!is_narrowed) keep_rows(residual_, hidden);
+        multiply(*model_.head, residual_, step_.num_logits, model_.final_norm, {Then::STORE, logits, model_.vocab});
         return OK;
     }
 
@@ -150,17 +157,65 @@ private:
         return layer.kind == BF16S && unit_of(BF16S) == ROW_UNIT && layer.padded() == layer.inputs;
     }
 
-    int attention(int64_t index, const DecoderLayer& layer) {
-        const CacheLayer cache = cache_layer(index);
-        if (before_ && before_(int(index))) return STOPPED_BY_HOOK;
+    int attention(const DecoderLayer& layer, int64_t rows) {
+        const CacheLayer cache = cache_layer(layer.kv_layer);
+        CacheLayer written = cache;
+        if (!layer.owns_kv) written.num_kv_heads = 0;
+        if (layer.owns_kv && before_ && before_(layer.kv_layer)) return STOPPED_BY_HOOK;
         with_pages(cache_.kind, [&](auto page) {
-            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), step_.positions, cache, step_.slots,
-                                          step_.num_tokens, model_.num_heads, threads_);
+            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, written, slots_, rows,
+                                          model_.num_heads, threads_);
         });
-        if (after_ && after_(int(index))) return STOPPED_BY_HOOK;
-        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan_, cache, threads_); });
+        if (layer.owns_kv && after_ && after_(layer.kv_layer)) return STOPPED_BY_HOOK;
+        call_.window = layer.window;
+        const AttentionPlan& plan = plan_of(layer.window);
+        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, cache, threads_); });
         return OK;
     }
+
+    // Of `call_`, which is the same in all layers with this window.
+    const AttentionPlan& plan_of(int32_t window) {
+        for (size_t i = 0; i < num_plans_; i++)
+            if (plans_[i].first == window) return plans_[i].second;
+        if (plans_.size() == num_plans_) plans_.emplace_back();
+        auto& [its_window, plan] = plans_[num_plans_++];
+        its_window = window;
+        Planner(call_, cache_.block_tokens, plan).run();
+        return plan;
+    }
+
+    // From here on the step consists of the rows whose logits are wanted: each run of adjacent ones is a sequence over the
+    // blocks of that which it is from.
+    void narrow() {
+        Narrowed& to = narrowed_;
+        to = {};
+        for (int64_t r = 0; r < step_.num_logits; r++) {
+            const int64_t row = step_.logit_rows[r];
+            const int seq = int(std::upper_bound(step_.query_starts, step_.query_starts + step_.num_sequences + 1, row) - step_.query_starts) - 1;
+            const bool is_first = !r || row != step_.logit_rows[r - 1] + 1 || row == step_.query_starts[seq];
+            if (is_first) {
+                to.query_starts.push_back(int32_t(r));
+                to.context_lens.push_back(0);
+                to.block_tables.insert(to.block_tables.end(), call_.table(seq), call_.table(seq) + call_.table_stride);
+            }
+            to.positions.push_back(step_.positions[row]);
+            to.slots.push_back(step_.slots[row]);
+            to.context_lens.back() = call_.context_lens[seq] - (step_.query_starts[seq + 1] - 1 - int32_t(row));
+        }
+        to.query_starts.push_back(int32_t(step_.num_logits));
+        positions_ = to.positions.data();
+        slots_ = to.slots.data();
+        call_.block_tables = to.block_tables.data();
+        call_.query_starts = to.query_starts.data();
+        call_.context_lens = to.context_lens.data();
+        call_.num_sequences = int(to.context_lens.size());
+        num_plans_ = 0;
+    }
+
+    struct Narrowed {
+        std::vector<int64_t> positions, slots;
+        std::vector<int32_t> query_starts, context_lens, block_tables;
+    };
 
     void keep_rows(float* rows, int64_t width) const {
         static thread_local Scratch kept;
@@ -176,13 +231,17 @@ private:
     const LayerCall before_, after_;
     const int threads_;
     float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
+    const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed
     AttentionCall call_{};
-    static thread_local AttentionPlan plan_;
+    size_t num_plans_ = 0;
+    static thread_local std::vector<std::pair<int32_t, AttentionPlan>> plans_;  // by window, the first `num_plans_` of them
+    static thread_local Narrowed narrowed_;
     static thread_local Scratch turned_, narrow_;
     static thread_local std::vector<AdaptedRun> runs_;
 };
 
-inline thread_local AttentionPlan ForwardPass::plan_;
+inline thread_local std::vector<std::pair<int32_t, AttentionPlan>> ForwardPass::plans_;
+inline thread_local ForwardPass::Narrowed ForwardPass::narrowed_;
 inline thread_local Scratch ForwardPass::turned_, ForwardPass::narrow_;
 inline thread_local std::vector<AdaptedRun> ForwardPass::runs_;
 
