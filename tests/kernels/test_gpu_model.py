@@ -47,6 +47,8 @@ SHAPE: dict[str, Any] = {
 LLAMA = {"tie_embeddings": False, "qkv_bias": False, "qk_norm": False, "sliding_window": None}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
+    "llama sharing": LLAMA
+    | {"num_layers": 4, "qk_norm": True, "layer_windows": (24, 0, 24, 0), "kv_sources": (0, 1, 0, 1)},
     "qwen3": LLAMA | {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "sliding_window": 24},
     "gemma3_text": LLAMA
     | {"tie_embeddings": True, "qk_norm": True, "activation": "gelu_tanh"}
@@ -66,7 +68,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | None = None) -> dict[str, list[int]]:
     kv_heads = model.config.num_kv_heads
-    layout = KVLayout(num_layers=2, num_kv_heads=kv_heads, head_dim=16, block_tokens=BLOCK_TOKENS, dtype="float32")
+    layout = KVLayout(
+        num_layers=len(model.config.kv_owners),
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        block_tokens=BLOCK_TOKENS,
+        dtype="float32",
+    )
     config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
     engine = Engine(model, KVCache(layout, 40), config)
     sampling = sampling or SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
