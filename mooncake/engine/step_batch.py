@@ -22,29 +22,28 @@ class _Decodes:
     """The batch of so many decodes, over memory that is written anew for each step. (Filling ctypes' arrays takes half
     as long as filling numpy's.)"""
 
-    def __init__(self, count: int, groups: PageGroups) -> None:
-        self.numbers = (ctypes.c_int64 * ((2 + groups.num_groups) * count))()  # tokens, positions, slots a group
+    def __init__(self, count: int, num_groups: int, places: torch.Tensor | None) -> None:
+        self.numbers = (ctypes.c_int64 * ((2 + num_groups) * count))()  # tokens, positions, slots a group
         self.lengths = (ctypes.c_int32 * count)()
-        self._groups = groups
+        self._places = places
         self._columns = torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, count)
         self._starts, self._rows = torch.arange(count + 1, dtype=torch.int32), torch.arange(count)
         self.tables: tuple[int, list[int]] = (-1, [])  # how often tables had changed when these rows of it were taken
         self.batch: ForwardBatch
 
-    def take(self, block_tables: list[npt.NDArray[np.int32]], adapters: torch.Tensor | None) -> None:
-        """Another set of sequences, or other blocks; of each group."""
-        tokens, positions, *slots = self._columns.unbind()
-        tables = [torch.from_numpy(ids) for ids in block_tables]
+    def take(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
+        """Another set of sequences, or other blocks: [G, B, M]."""
+        slots = self._columns[2:]
         self.batch = ForwardBatch(
-            tokens=tokens,
-            positions=positions,
+            tokens=self._columns[0],
+            positions=self._columns[1],
             query_starts=self._starts,
             context_lens=torch.frombuffer(self.lengths, dtype=torch.int32),
-            block_tables=tables[0],
+            block_tables=block_tables[0],
             slots=slots[0],
             logit_rows=self._rows,
             adapters=adapters,
-            pages=_pages(self._groups, tables, slots),
+            pages=None if self._places is None else Pages(self._places, block_tables, slots),
         )
 
 
@@ -54,7 +53,8 @@ class BatchBuilder:
     def __init__(self, tables: BlockTables, block_tokens: int, max_tokens: int, groups: PageGroups = UNIFORM) -> None:
         """``max_tokens`` is the usual size of a step, not a limit."""
         self._tables = tables
-        self._groups = groups
+        self._num_groups = groups.num_groups
+        self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.places else None
         self._block_tokens = block_tokens
         self._tokens = np.empty(max_tokens, np.int64)
         self._positions = np.empty(max_tokens, np.int64)
@@ -89,12 +89,12 @@ class BatchBuilder:
             rows.append(sequence.row)
         decodes = self._decodes_of.get(len(rows))
         if decodes is None:
-            decodes = self._decodes_of[len(rows)] = _Decodes(len(rows), self._groups)
+            decodes = self._decodes_of[len(rows)] = _Decodes(len(rows), self._num_groups, self._places)
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
             longest = max(len(entry.sequence.block_table) for entry in entries)
-            decodes.take([ids[rows, :longest] for ids in self._tables.of_groups], _adapters(entries))
-        for group in range(1, self._groups.num_groups):
+            decodes.take(self._tables_of(rows, longest), _adapters(entries))
+        for group in range(1, self._num_groups):
             slots += [
                 entry.sequence.tables[group][place // size] * size + place % size
                 for entry, place in zip(entries, places, strict=True)
@@ -117,10 +117,10 @@ class BatchBuilder:
         np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
         indices, offsets = np.divmod(positions, self._block_tokens)
         of_tokens = np.repeat(rows, counts)
-        slots = [
-            torch.from_numpy(ids[of_tokens, indices].astype(np.int64) * self._block_tokens + offsets)
-            for ids in self._tables.of_groups
-        ]
+        slots = torch.from_numpy(
+            np.stack([ids[of_tokens, indices] for ids in self._tables.of_groups]).astype(np.int64) * self._block_tokens
+            + offsets
+        )
         longest = -(-int(ends.max()) // self._block_tokens)
         complete = np.flatnonzero(ends >= totals)
         logit_rows = _logit_rows(starts, complete, (ends - totals)[complete])
@@ -130,7 +130,7 @@ class BatchBuilder:
                 for entry, start in zip(entries, starts.tolist(), strict=False)
             ]
             logit_rows = np.concatenate([logit_rows, *scored])
-        tables = [torch.from_numpy(ids[rows, :longest]) for ids in self._tables.of_groups]
+        tables = self._tables_of(rows, longest)
         batch = ForwardBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
@@ -141,18 +141,19 @@ class BatchBuilder:
             logit_rows=torch.from_numpy(logit_rows),
             adapters=_adapters(entries),
             reuse=reuse_of(entries),
-            pages=_pages(self._groups, tables, slots),
+            pages=None if self._places is None else Pages(self._places, tables, slots),
         )
         return batch, [entries[index] for index in complete]
+
+    def _tables_of(self, rows: list[int] | npt.NDArray[np.int64], num_columns: int) -> torch.Tensor:
+        """[G, B, M]."""
+        tables = [ids[rows, :num_columns] for ids in self._tables.of_groups]
+        return torch.from_numpy(np.stack(tables) if len(tables) > 1 else tables[0][None])
 
     def _buffers(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         if count > len(self._tokens):
             self._tokens, self._positions = np.empty(count, np.int64), np.empty(count, np.int64)
         return self._tokens[:count], self._positions[:count]
-
-
-def _pages(groups: PageGroups, tables: list[torch.Tensor], slots: list[torch.Tensor]) -> Pages | None:
-    return Pages(groups.places, tuple(tables), tuple(slots)) if groups.places else None
 
 
 def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:

@@ -32,11 +32,14 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Where a step's KV lies when layers are parted into several groups (``page_groups``)."""
+    """Where a step's KV lies when layers are parted into several groups (``page_groups``), ``G`` of them."""
 
-    places: tuple[tuple[int, int], ...]  # (group, row of its pages) of each layer of the cache
-    block_tables: tuple[torch.Tensor, ...]  # as ``ForwardBatch`` has them, a group
-    slots: tuple[torch.Tensor, ...]
+    places: torch.Tensor  # int32 [layers of the cache, 2]: each one's group, and row of the group's pages
+    block_tables: torch.Tensor  # int32 [G, B, M], contiguous
+    slots: torch.Tensor  # int64 [G, T], contiguous
+
+    def of(self, sequences: torch.Tensor, rows: torch.Tensor) -> Pages:
+        return Pages(self.places, self.block_tables[:, sequences].contiguous(), self.slots[:, rows].contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class ForwardBatch:
         """Of the cache's ``layer``: its row of a page, block tables and slots."""
         if self.pages is None:
             return layer, self.block_tables, self.slots
-        group, row = self.pages.places[layer]
+        group, row = self.pages.places[layer].tolist()
         return row, self.pages.block_tables[group], self.pages.slots[group]
 
     @property
@@ -103,6 +106,7 @@ class ForwardBatch:
             logit_rows=places[self.logit_rows],
             adapters=None if self.adapters is None else self.adapters[sequences],
             reuse=None if self.reuse is None else self.reuse.of(rows),
+            pages=None if self.pages is None else self.pages.of(sequences, rows),
         )
 
 

@@ -62,8 +62,8 @@ class _LayerAdapter(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
-        *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters", "places")),
+        *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits", "num_groups")),
     ]
 
 
@@ -186,19 +186,23 @@ class CpuDecoder:
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``."""
         adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
+        pages = batch.pages
+        tables, slots = (batch.block_tables, batch.slots) if pages is None else (pages.block_tables, pages.slots)
         step = _Step(
             batch.tokens.data_ptr(),
             batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
+            slots.data_ptr(),
             batch.logit_rows.data_ptr(),
             batch.query_starts.data_ptr(),
             batch.context_lens.data_ptr(),
-            batch.block_tables.data_ptr(),
+            tables.data_ptr(),
             None if adapters is None else adapters.data_ptr(),
-            batch.block_tables.stride(0),
+            None if pages is None else pages.places.data_ptr(),
+            tables.stride(-2),
             batch.tokens.shape[0],
             batch.num_sequences,
             batch.logit_rows.shape[0],
+            1 if pages is None else slots.shape[0],
         )
         size = cache.element_size()
         block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())

@@ -90,13 +90,15 @@ class CausalLM:
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
         for index, layer in enumerate(self._layers):
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
-            cache_layer = cache_layers[self._kv_layers[index]]
-            query = self._write(index, layer, qkv, batch, cache_layer, hook, blending)
+            row, block_tables, slots = batch.pages_of(self._kv_layers[index])
+            cache_layer = cache_layers[row]
+            query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook, blending)
             if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
+                block_tables = batch.block_tables  # whoever blends has one group of layers
                 adapters = None if adapters is None else adapters[kept]
                 rows = [] if adapters is None else rows_by_adapter(adapters)
-            mixed = self._attend(index, query, batch, cache_layer)
+            mixed = self._attend(index, query, batch, cache_layer, block_tables)
             if index == self._last_owner and len(wanted := batch.logit_rows) < len(mixed):
                 # All KV is there: from here on nobody asks for rows without logits.
                 if not len(wanted):
@@ -117,8 +119,9 @@ class CausalLM:
         index: int,
         layer: DecoderLayer,
         qkv: torch.Tensor,
-        batch: ForwardBatch,
+        positions: torch.Tensor,
         cache_layer: torch.Tensor,
+        slots: torch.Tensor,
         hook: LayerHook,
         blending: Blending | None,
     ) -> torch.Tensor:
@@ -135,9 +138,9 @@ class CausalLM:
             qkv,
             self._cos,
             self._sin,
-            batch.positions,
+            positions,
             cache_layer,
-            batch.slots,
+            slots,
             layer.query_norm,
             layer.key_norm,
             self.config.rms_eps,
@@ -146,12 +149,19 @@ class CausalLM:
             hook.after_layer(kv_layer)
         return query
 
-    def _attend(self, index: int, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        batch: ForwardBatch,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> torch.Tensor:
         """Attention's output before its projection, ``[T, Hq * D]``."""
         mixed = self._kernels.paged_attention(
             query,
             cache_layer,
-            batch.block_tables,
+            block_tables,
             batch.query_starts,
             batch.context_lens,
             self.config.head_dim**-0.5,
