@@ -29,6 +29,7 @@ class InferenceRequest:
     session: str = ""
     priority: int = 0  # lower runs first on every node, and goes in first; 100 and more: idle capacity only
     adapter: str = ""  # digest of the adapter that answers; "": the model itself
+    adapter_start: int = 0  # the token of the prompt from which on it acts
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         cache_salt=request.salt,
         priority=request.priority,
         adapter=request.adapter,
+        adapter_start=request.adapter_start,
         decode_address=placement.decode.control_address if placement.decode else "",
         pools=pools,
         pool_tokens=placement.pool_tokens,
@@ -86,6 +87,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         cache_salt=request.salt,
         priority=request.priority,
         adapter=request.adapter,
+        adapter_start=request.adapter_start,
         pools=pools,
     )
     return WireRequests(prefill, decode)

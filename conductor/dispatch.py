@@ -44,7 +44,7 @@ from mooncake.errors import (
     NodeUnavailable,
     Overloaded,
 )
-from mooncake.hashing import chain_seed, extend_chain
+from mooncake.hashing import Chain
 from mooncake.hashing import prepare as prepare_hashing
 from mooncake.rpc.server import Channels
 from mooncake.types import PrefillReport, Role, TokenIds
@@ -219,14 +219,16 @@ class Dispatcher:
             raise InvalidRequest("the prompt has no token", "prompt")
         now = self._clock()
         self.stats.requests += 1
+        journey = _Running.begin(request, now, self._limits.retries)
         if self.stats.running >= self._limits.max_requests:
             self.stats.failures[Overloaded.code] += 1
+            self._tell_in_vain(self._facts(journey, journey.tokens, now), journey)
             raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
         if now >= request.deadline:
             self.stats.failures[DeadlineExceeded.code] += 1
             raise DeadlineExceeded("the request's time was over when it arrived")
         self.stats.running += 1
-        return _Running.begin(request, now, self._limits.retries)
+        return journey
 
     async def _placed(self, journey: _Running) -> Attempt:
         """Start on a pair, or wait for a node that is on its way back. Raises as ``_let_in`` and ``_start``."""
@@ -247,19 +249,23 @@ class Dispatcher:
         band = band_of(request.priority)
         try:
             await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
-        except (Overloaded, DeadlineExceeded, asyncio.CancelledError):  # it would have been work all the same
-            with contextlib.suppress(NodeUnavailable, Overloaded):
-                self._best(facts, journey, self._clock())
+        except (Overloaded, DeadlineExceeded, asyncio.CancelledError):
+            self._tell_in_vain(facts, journey)
             raise
+
+    def _tell_in_vain(self, facts: RequestFacts, journey: _Running) -> None:
+        """Of a request that is not placed: it would have been work all the same."""
+        with contextlib.suppress(NodeUnavailable, Overloaded):
+            self._best(facts, journey, self._clock())
 
     def _facts(self, journey: _Running, tokens: TokenIds, now: float) -> RequestFacts:
         """What placement depends on, of what is left of the request."""
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
-        seed = chain_seed(self._model.kv_fingerprint, request.salt, request.adapter)
+        chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
         return RequestFacts(
             num_tokens=len(tokens),
-            keys=extend_chain(seed, tokens, self._model.shape.block_tokens),
+            keys=chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.

@@ -129,18 +129,17 @@ class Door:
 
     def _look(self) -> None:
         """Whether who is next fits now. One at a time: the next look comes when this one is booked. Who finds no node
-        is told so, and waits for one where everybody does."""
+        is told so, and waits for one where everybody does; who has too little time left by now keeps nobody waiting."""
         while (waiting := self._room.peek(is_idle=True)) is not None:
             guest = waiting.item
+            facts = guest.facts._replace(budget_ms=(waiting.deadline - self._clock()) * 1e3)
             try:
-                verdict = self._ask(guest.facts, guest.max_tokens, waiting.band)
-            except NodeUnavailable as error:
+                verdict = self._ask(facts, guest.max_tokens, waiting.band)
+            except (NodeUnavailable, Overloaded) as error:
                 self._room.remove(guest)
                 if not guest.is_in.done():
                     guest.is_in.set_exception(error)
                 continue
-            except Overloaded:
-                return
             if not (self._fits(verdict) and self._has_capacity(waiting.band, verdict)):
                 return
             self._room.pop(is_idle=True)

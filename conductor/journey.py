@@ -103,7 +103,14 @@ class Journey:
         prompt = len(self.request.tokens)
         local = min(report.local_cached_tokens, prompt)
         pool = min(report.pool_cached_tokens, prompt - local)
-        report = replace(report, prompt_tokens=prompt, local_cached_tokens=local, pool_cached_tokens=pool)
+        blended = min(report.blended_tokens, prompt - local - pool)
+        report = replace(
+            report,
+            prompt_tokens=prompt,
+            local_cached_tokens=local,
+            pool_cached_tokens=pool,
+            blended_tokens=blended,
+        )
         self.summary, self.has_report = replace(self.summary, report=report), True
         return report
 

@@ -58,6 +58,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             request.cache_salt,
             priority=request.priority,
             adapter=request.adapter,
+            adapter_start=request.adapter_start,
         )
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up

@@ -13,7 +13,7 @@ def build(config: Config) -> StoreNode:
     if config.store.block_bytes:
         return StoreNode(config, config.store.block_bytes, config.store.join)
     checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
-    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype)
+    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     page = config.page_groups(checkpoint.config).page_layout(block)
     return StoreNode(config, page.block_bytes, config.store.join)
 

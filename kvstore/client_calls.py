@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import grpc
@@ -35,8 +36,9 @@ T = TypeVar("T")
 class StoreCalls:
     """Belongs to one event loop."""
 
-    def __init__(self, address: str, channels: Channels) -> None:
+    def __init__(self, address: str, channels: Channels, writer_id: str = "") -> None:
         self.address = address
+        self._writer_id = writer_id
         self.stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self.fast_rpc: FastRpc | None = None
         self._opening = asyncio.Lock()
@@ -44,6 +46,7 @@ class StoreCalls:
         self._ended: list[int] = []  # leases
         self._ending: asyncio.TimerHandle | None = None
         self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
+        self._owed_numbers: list[int] = []  # of calls whose slots we shall never hear of
         self._repeating: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._background: set[asyncio.Task[None]] = set()
@@ -107,11 +110,12 @@ class StoreCalls:
     # Reservations, and their ends
 
     async def reserve(self, request: pb.ReserveRequest, timeout_s: float) -> pb.ReserveResponse:
-        """Slots for somebody who waits for them no more are given back when the answer comes: the store cannot know
-        that nobody will write into them, and would hold them until our connections end."""
+        """Slots for somebody who waits for them no more are given back when the answer comes, or cannot come any more:
+        the store does not know that nobody will write into them, and would hold them until our connections end."""
+        request.number = number = secrets.randbits(63) | 1
         fast = self.fast
         if isinstance(fast, FastRpc):
-            return await self.call(fast.Reserve(request, timeout_s, self._give_back))
+            return await self.call(fast.Reserve(request, timeout_s, lambda answer: self._give_back(answer, number)))
         asking = asyncio.ensure_future(self.call(fast.Reserve(request, timeout=timeout_s + UNHEARD_S)))
         is_heard = False
         try:
@@ -119,42 +123,72 @@ class StoreCalls:
             is_heard = asking.done()
         finally:
             if not is_heard:
-                self.later(self._give_back_late(asking))
+                self.later(self._give_back_late(asking, number))
         if not is_heard:
             raise DeadlineExceeded(f"store {self.address}: Deadline Exceeded")
-        return asking.result()
+        try:
+            return asking.result()
+        except NodeUnavailable:
+            self._give_back(None, number)
+            raise
 
-    async def _give_back_late(self, asking: Awaitable[pb.ReserveResponse]) -> None:
-        self._give_back(await asking)
+    async def _give_back_late(self, asking: Awaitable[pb.ReserveResponse], number: int) -> None:
+        try:
+            self._give_back(await asking, number)
+        except (NodeUnavailable, DeadlineExceeded):
+            self._give_back(None, number)
 
-    def _give_back(self, response: pb.ReserveResponse) -> None:
-        slots = [slot for slot in reservations_from_wire(response) if slot is not None]
-        if slots and not self._is_closed:
+    def _give_back(self, response: pb.ReserveResponse | None, number: int) -> None:
+        if self._is_closed:
+            return
+        if response is None:  # said after a moment, so that what was on its way to the store has come there before
+            self._owe([], [number])
+        elif slots := [slot for slot in reservations_from_wire(response) if slot is not None]:
             self.later(self.abort(slots))
 
     async def abort(self, reservations: Iterable[Reservation], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """When this does not get through, it is said again."""
-        slots = list(reservations)
-        with self.owing(slots):
-            await self.call(self.fast.Abort(pb.AbortRequest(slots=map(slot_to_wire, slots)), timeout=timeout_s))
+        await self._abort(list(reservations), [], timeout_s)
+
+    async def _abort(self, slots: list[Reservation], numbers: list[int], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        request = pb.AbortRequest(slots=map(slot_to_wire, slots), writer_id=self._writer_id, numbers=numbers)
+        with self.owing(slots, numbers):
+            await self.call(self.fast.Abort(request, timeout=timeout_s))
 
     @contextlib.contextmanager
-    def owing(self, slots: list[Reservation]) -> Iterator[None]:
+    def owing(self, slots: list[Reservation], numbers: Sequence[int] = ()) -> Iterator[None]:
         """Without an answer the store may hold these slots for us until our connections end: we tell it that we have
         ended them, until it answers. Ending a reservation twice is harmless: its epoch is never used again."""
         try:
             yield
         except BaseException:
-            self._owed = (self._owed + slots)[-MAX_OWED:]
-            if self._repeating is None and not self._is_closed:
-                self._repeating = asyncio.get_running_loop().call_later(REPEAT_OWED_AFTER_S, self._repeat_owed)
+            self._owe(slots, numbers)
             raise
 
-    def _repeat_owed(self) -> None:
-        owed, self._owed, self._repeating = self._owed, [], None
-        self.later(self.abort(owed))
+    def _owe(self, slots: Sequence[Reservation], numbers: Sequence[int]) -> None:
+        self._owed = [*self._owed, *slots][-MAX_OWED:]
+        self._owed_numbers = [*self._owed_numbers, *numbers][-MAX_OWED:]
+        if self._repeating is None and not self._is_closed:
+            self._repeating = asyncio.get_running_loop().call_later(REPEAT_OWED_AFTER_S, self._repeat_owed)
 
-    # The ends of leases
+    def _repeat_owed(self) -> None:
+        slots, numbers = self._owed, self._owed_numbers
+        self._owed, self._owed_numbers, self._repeating = [], [], None
+        self.later(self._abort(slots, numbers))
+
+    # Leases, and their ends
+
+    async def acquire(self, request: pb.AcquireRequest, timeout_s: float) -> pb.AcquireResponse:
+        """A lease for somebody who waits for it no more is ended when it comes: what it names could not be evicted
+        until it runs out. (A call over gRPC ends in the store with its caller, and most leave no lease.)"""
+        fast = self.fast
+        if isinstance(fast, FastRpc):
+            return await self.call(fast.Acquire(request, timeout_s, self._end_unheard))
+        return await self.call(fast.Acquire(request, timeout=timeout_s))
+
+    def _end_unheard(self, response: pb.AcquireResponse | None) -> None:
+        if response is not None and response.lease_id and not self._is_closed:
+            self.later(self.release([response.lease_id]))
 
     async def release(
         self, lease_ids: Iterable[int], corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S

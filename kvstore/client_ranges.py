@@ -41,7 +41,7 @@ class RangeClient(ABC):
         self.tenant = tenant
         self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
         self._transfer = transfer
-        self._calls = StoreCalls(address, channels)
+        self._calls = StoreCalls(address, channels, self.writer_id)
         self._copies_inline = copies_inline
 
     @abstractmethod
@@ -115,7 +115,7 @@ class RangeClient(ABC):
         ended = self._calls.take_ended()
         request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
         asked_s = time.monotonic()
-        response = await self._calls.call(self._calls.fast.Acquire(request, timeout=timeout_s))
+        response = await self._calls.acquire(request, timeout_s)
         self._met(response.segment.incarnation)
         return lease_from_wire(response, asked_s)
 

@@ -251,9 +251,10 @@ class FastRpc(_Frames):
         self,
         request: pb.ReserveRequest,
         timeout: float,
-        unheard: Callable[[pb.ReserveResponse], object] | None = None,
+        unheard: Callable[[pb.ReserveResponse | None], object] | None = None,
     ) -> Awaitable[pb.ReserveResponse]:
-        """``unheard`` is given the answer when the caller was cancelled or out of time before it came."""
+        """``unheard`` is given the answer when the caller was cancelled or out of time before it came, and None when
+        the connection ended before it came, whether or not anybody was waiting."""
         return self._call("Reserve", request, timeout, unheard)
 
     def Seal(self, request: pb.SealRequest, timeout: float) -> Awaitable[pb.SealResponse]:  # noqa: N802
@@ -265,8 +266,14 @@ class FastRpc(_Frames):
     def Abort(self, request: pb.AbortRequest, timeout: float) -> Awaitable[pb.AbortResponse]:  # noqa: N802
         return self._call("Abort", request, timeout)
 
-    def Acquire(self, request: pb.AcquireRequest, timeout: float) -> Awaitable[pb.AcquireResponse]:  # noqa: N802
-        return self._call("Acquire", request, timeout)
+    def Acquire(  # noqa: N802
+        self,
+        request: pb.AcquireRequest,
+        timeout: float,
+        unheard: Callable[[pb.AcquireResponse | None], object] | None = None,
+    ) -> Awaitable[pb.AcquireResponse]:
+        """``unheard`` as for ``Reserve``."""
+        return self._call("Acquire", request, timeout, unheard)
 
     def Release(self, request: pb.ReleaseRequest, timeout: float) -> Awaitable[pb.ReleaseResponse]:  # noqa: N802
         return self._call("Release", request, timeout)
@@ -320,6 +327,8 @@ class FastRpc(_Frames):
         waiting, self._waiting = self._waiting, {}
         for asked in waiting.values():
             _fail(asked.answer, NodeUnavailable(f"store {self._store}: {error or 'the connection has ended'}"))
+            if asked.unheard is not None:
+                asked.unheard(None)
 
 
 def _fail(answer: asyncio.Future[Any], error: MooncakeError) -> None:

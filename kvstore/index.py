@@ -146,6 +146,17 @@ class StoreIndex:
                 grants.append(self._reserve(writer, length, ranges, now))
         return grants
 
+    def note_number(self, grants: Iterable[Grant], number: int) -> None:
+        """These were just reserved by the call of this number."""
+        for grant in grants:
+            self._table.slots[grant.slot].number = number
+
+    def numbered(self, writer: str, numbers: Iterable[int]) -> list[Grant]:
+        """What this writer has not let go of, of the slots that it reserved by the calls of these numbers."""
+        wanted = set(numbers) - {0}
+        held = self._table.held_by(writer) if wanted else []
+        return [grant for grant in held if self._table.slots[grant.slot].number in wanted]
+
     def reservation(self, grant: Grant) -> Reserved | None:
         """What is reserved under this grant, or None when it is over."""
         return self._table.reservation(grant)

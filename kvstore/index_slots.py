@@ -48,6 +48,7 @@ class Slot:
     tenant: str = ""
     length: int = 0
     ranges: int = 0
+    number: int = 0  # of the call that it was reserved by; 0: it had none
     parent: bytes = b""  # the block it builds on, if that was here first: so no two blocks can wait for each other
     position: int = 0  # blocks before it in its chain, as far as they were here
     checksums: Checksums | None = None
@@ -79,7 +80,7 @@ class SlotTable:
         slot = self.slots[grant.slot]
         self._move(slot, SlotState.RESERVED)
         slot.writer, slot.epoch, slot.length, slot.ranges = writer, grant.epoch, length, ranges
-        slot.parent, slot.position = b"", 0
+        slot.number, slot.parent, slot.position = 0, b"", 0
         self._held_by.setdefault(writer, set()).add(grant.slot)
         return grant
 

@@ -44,7 +44,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
         tenant = checked_tenant(request.tenant)
         offers = await self._store.reserve(
-            names, request.writer_id, request.length, request.ranges, tenant, wait_s, request.into_dram
+            names, request.writer_id, request.length, request.ranges, tenant, wait_s, request.into_dram, request.number
         )
         return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
 
@@ -73,8 +73,9 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        _check_count(len(request.slots))
+        _check_count(len(request.slots) + len(request.numbers))
         self._store.abort(map(_grant, request.slots))
+        self._store.abort_numbers(request.writer_id, request.numbers)
         return pb.AbortResponse()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802

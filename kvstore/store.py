@@ -112,16 +112,17 @@ class Store:
         tenant: str = "",
         wait_s: float = 0.0,
         into_dram: bool = False,
+        number: int = 0,
     ) -> list[Offer]:
         """As the index does, and blocks on the SSD are stored too; with ``into_dram`` they get a slot as well where
-        there is room. While blocks are being saved, waits up to ``wait_s`` for theirs. Raises InvalidRequest when such
-        blocks do not fit a slot, and OutOfBlocks."""
+        there is room. While blocks are being saved, waits up to ``wait_s`` for theirs. ``number`` is for
+        ``abort_numbers``. Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
         if not 1 <= length <= self.block_bytes:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
             raise InvalidRequest(f"{length} bytes do not divide into {ranges} equal ranges", "ranges")
         self._hear_readers()
-        return await self._writing.reserve(Wanted(names, writer, length, ranges, tenant, into_dram), wait_s)
+        return await self._writing.reserve(Wanted(names, writer, length, ranges, tenant, into_dram, number), wait_s)
 
     async def seal(self, sealings: Sequence[Sealing], durable: bool = False) -> list[Sealed]:
         """Close the slots to their writers, check what is in them, and make readable what is right. With ``durable``,
@@ -161,6 +162,10 @@ class Store:
     def abort(self, grants: Iterable[Grant]) -> None:
         """The writers are done with these slots for good."""
         self._writing.abort(grants)
+
+    def abort_numbers(self, writer: str, numbers: Iterable[int]) -> None:
+        """The writer never heard what it was given by the calls of these numbers."""
+        self._writing.abort(self._index.numbered(writer, numbers))
 
     # Reading
 

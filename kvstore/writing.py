@@ -36,7 +36,7 @@ class Sealing:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Blocks that a writer wants slots for: all of ``length`` bytes in ``ranges`` equal parts. With ``into_dram`` also
-    for those that only the SSD has."""
+    for those that only the SSD has. The writer may draw a ``number`` to name them by when it never hears of them."""
 
     names: Sequence[BlockName]
     writer: str
@@ -44,6 +44,7 @@ class Wanted:
     ranges: int
     tenant: str = ""
     into_dram: bool = False
+    number: int = 0
 
 
 class Writing:
@@ -91,6 +92,7 @@ class Writing:
                 if full is not None and not any(offer.grant for offer in offers):
                     self._index.counters["refused_full"] += 1
                     raise full
+                self._index.note_number((offer.grant for offer in offers if offer.grant), wanted.number)
                 return offers
         except BaseException:  # the writer will never hear of these
             self.abort(offer.grant for offer in offers if offer.grant)

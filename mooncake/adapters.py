@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from mooncake.errors import ConfigError, ModelError, NotFound
+from mooncake.types import TokenIds
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_FILE_BYTES = 2 << 30
@@ -30,25 +33,47 @@ class _PeftConfig(msgspec.Struct, frozen=True):
     bias: str = "none"
     modules_to_save: list[str] | None = None
     alpha_pattern: dict[str, float] | None = None
+    alora_invocation_tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter on disk. ``digest`` is its identity: equal digests mean equal weights, on every machine."""
+    """One adapter on disk. ``digest`` is its identity: equal digests mean equal weights, on every machine.
+
+    One with an ``invocation`` is an activated LoRA (aLoRA, arXiv 2504.12397): it acts from where a prompt invokes it.
+    """
 
     name: str  # as clients say it
     path: Path
     digest: str
     alpha: float
     is_rank_stabilised: bool
+    invocation: tuple[int, ...] = ()  # tokens; empty: it acts on all of a prompt
 
     def scale(self, rank: int) -> float:
         """What the product of its matrices of this rank is multiplied by (Kalajdzievski 2023 for the root)."""
         return self.alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
+    def start_in(self, prompt: TokenIds) -> int | None:
+        """The first token that it acts on; None: it is not invoked, and the model answers alone. As in PEFT, an
+        activated one begins with the first token of the last invocation."""
+        return last_occurrence(prompt, self.invocation) if self.invocation else 0
+
+
+def last_occurrence(tokens: TokenIds, wanted: Sequence[int]) -> int | None:
+    """Where ``wanted`` begins in ``tokens`` for the last time."""
+    num_places = len(tokens) - len(wanted) + 1
+    if num_places < 1:
+        return None
+    fits = np.ones(num_places, np.bool_)
+    for offset, token in enumerate(wanted):
+        fits &= tokens[offset : offset + num_places] == token
+    places = np.flatnonzero(fits)
+    return int(places[-1]) if len(places) else None
+
 
 def open_adapter(name: str, path: str) -> Adapter:
-    """Raises ModelError for a folder that is not there, or that holds something else than plain LoRA."""
+    """Raises ModelError for a folder that is not there, or that holds something else than plain or activated LoRA."""
     folder = Path(path)
     try:
         text = (folder / CONFIG_FILE).read_bytes()
@@ -72,12 +97,16 @@ def open_adapter(name: str, path: str) -> Adapter:
             f"bias {config.bias}": config.bias != "none",
             "modules_to_save": bool(config.modules_to_save),
             "alpha_pattern": bool(config.alpha_pattern),
+            "alora_invocation_tokens without tokens": config.alora_invocation_tokens == [],
         }.items()
         if is_there
     ]
     if unsupported:
-        raise ModelError(f"the adapter {name} uses {', '.join(unsupported)}; only plain LoRA is supported")
-    return Adapter(name, folder, digest.hexdigest()[:32], config.lora_alpha, config.use_rslora)
+        raise ModelError(
+            f"the adapter {name} uses {', '.join(unsupported)}; only plain and activated LoRA are supported"
+        )
+    invocation = tuple(config.alora_invocation_tokens or ())
+    return Adapter(name, folder, digest.hexdigest()[:32], config.lora_alpha, config.use_rslora, invocation)
 
 
 def open_adapters(paths: Mapping[str, str]) -> tuple[Adapter, ...]:

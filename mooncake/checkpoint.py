@@ -14,13 +14,14 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
 import xxhash
 
-from mooncake.errors import ModelError
+from mooncake.errors import ConfigError, ModelError
 from mooncake.families import OTHER_FAMILIES, published_name, read_config, weight_shapes_of
 from mooncake.family import unsupported
 from mooncake.gguf_config import GGUF_FAMILIES, hf_name, read_gguf_config
@@ -83,9 +84,24 @@ class Checkpoint(ABC):
             digest.update(piece)
         return digest.hexdigest()
 
-    def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
+    def kv_layout(self, block_tokens: int, dtype: str, keep_hidden: tuple[int, ...] = ()) -> KVLayout:
+        """Of blocks that keep the inputs of those layers, too. Raises ConfigError for layers that have none to keep."""
         config = self.config
-        return KVLayout(len(config.kv_owners), config.num_kv_heads, block_tokens, config.head_dim, dtype)
+        plain = KVLayout(len(config.kv_owners), config.num_kv_heads, block_tokens, config.head_dim, dtype)
+        if not keep_hidden:
+            return plain
+        if config.kv_sources:
+            raise ConfigError(f"model.keep_hidden is for models with KV of each layer's own, not for {self.name}")
+        if list(keep_hidden) != sorted(set(keep_hidden) & set(range(1, config.num_layers))):
+            raise ConfigError(
+                f"model.keep_hidden lists layers from 1 to {config.num_layers - 1} of {self.name} in order, "
+                f"got {list(keep_hidden)}"
+            )
+        if dtype == "int8":
+            raise ConfigError("model.keep_hidden takes float32 or bfloat16 as model.kv_dtype")
+        layers_an_input = -(-block_tokens * config.hidden_size * plain.itemsize // plain.layer_bytes)
+        num_layers = config.num_layers + len(keep_hidden) * layers_an_input
+        return replace(plain, num_layers=num_layers, inputs_of=keep_hidden, layers_an_input=layers_an_input)
 
     @abstractmethod
     def load_tokenizer(self) -> Tokenizer:

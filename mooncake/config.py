@@ -24,7 +24,7 @@ from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
-from mooncake.precision import KV_FORMATS, Coding, Precision, resolve_precision
+from mooncake.precision import KV_FORMATS, Coding, Precision, check_device, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
 
@@ -41,6 +41,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # "auto": sample as its generation_config.json says, where requests do not; "none"
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
+    # layers whose inputs blocks hold beside KV, from which variants of the model go on (prefill.variant); (): none
+    keep_hidden: tuple[int, ...] = ()
 
 
 class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,10 +146,24 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_model: str = ""  # that guesses them, with the same vocabulary, as model.path; "": from what came before
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
 
+    @property
+    def all_threads(self) -> int:
+        """Of all processes that compute for one node."""
+        return self.threads
+
 
 class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     blend_share: float = 0.0  # of text chunks met before at other places, so much is computed anew; 0: all, and exact
+    variant: str = ""  # a file of `mooncake variants profile`: KV of a variant of the model is read, too; "": none
+    variant_pools: tuple[str, ...] = ()  # gRPC addresses of the stores that have it; (): those of this cluster
     blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
+    # Processes in a row, each with a run of layers and so many threads, through which a step goes in pieces: a large
+    # chunk_tokens keeps all of them busy
+    pipeline_stages: int = 1
+
+    @property
+    def all_threads(self) -> int:
+        return self.threads * self.pipeline_stages
 
 
 class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -240,10 +256,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """In which groups layers keep KV: all nodes must have the same. Raises ConfigError for a context that the model
         does not read.
 
-        Between nodes a prefix is known by its blocks from the first one on, so one group must keep them all; and
-        deployments of another layout are read in whole blocks.
+        Between nodes a prefix is known by its blocks from the first one on, so one group must keep them all. Blocks of
+        deployments with another layout, or with more in them than KV, are whole, and so are those of pipelines.
         """
-        if not self.block.windows or self._devices != {"cpu"} or self.pool_layout.tensor_parallel:
+        prefill = self.prefill
+        reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
+        if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or prefill.pipeline_stages > 1:
             return UNIFORM
         groups = groups_of(model, model.context(self.model.max_model_len))
         return groups if self.cluster.coupled or not groups.windows[0] else UNIFORM
@@ -402,6 +420,7 @@ _AT_LEAST_ONE = (
     "conductor.max_requests",
     "conductor.max_waiting",
     "prefill.max_sequences",
+    "prefill.pipeline_stages",
     "decode.max_sequences",
     "cluster.prefill",
     "cluster.decode",
@@ -447,6 +466,8 @@ def _check_values(config: Config) -> None:
         raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
     if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
         raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
+    if config.prefill.pipeline_stages > 1:
+        _check_stages(config)
     config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
@@ -456,13 +477,23 @@ def _check_values(config: Config) -> None:
     if config.cluster.coupled and config.cluster.switchable:
         raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
     for name in ("prefill", "decode"):
-        device = getattr(config, name).device
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise ConfigError(f'{name}.device must be "cpu", "cuda" or "cuda:N", got {device!r}')
+        section: EngineSection = getattr(config, name)
+        check_device(f"{name}.device", section.device)
+        if section.tbt_limit_ms and not section.chunk_tokens:
+            what = f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0 says that none is cut"
+            raise ConfigError(f"{what}: set one of them")
     if config.prefill.blend_share > 1:
         raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
     if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):
         raise ConfigError("prefill.blend_share is for nodes that do nothing but prefill: not coupled, not switchable")
+    if config.prefill.variant and (config.cluster.coupled or config.cluster.switchable):
+        raise ConfigError("prefill.variant is for nodes that do nothing but prefill: not coupled, not switchable")
+    if config.prefill.variant and config.prefill.blend_share:
+        raise ConfigError("prefill.variant excludes prefill.blend_share: a token has one source")
+    if config.prefill.variant_pools and not config.prefill.variant:
+        raise ConfigError("prefill.variant_pools needs prefill.variant")
+    if config.model.keep_hidden and (config.prefill.blend_share or config.pool_layout.tensor_parallel):
+        raise ConfigError("model.keep_hidden excludes prefill.blend_share and pool_layout: blocks hold all or nothing")
     if config.cluster.switchable and config.prefill.device != config.decode.device:
         raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if _is_wildcard(config.node.reached_at):
@@ -472,6 +503,21 @@ def _check_values(config: Config) -> None:
         )
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
+
+
+def _check_stages(config: Config) -> None:
+    excluded = {
+        "a GPU as prefill.device": config.prefill.device != "cpu",
+        "prefill.blend_share": config.prefill.blend_share,
+        "prefill.variant": config.prefill.variant,
+        "model.keep_hidden": config.model.keep_hidden,
+        "model.adapters": config.model.adapters,
+        "model.key_scales": config.model.key_scales,
+        "cluster.switchable": config.cluster.switchable,
+    }
+    for what, is_asked in excluded.items():
+        if is_asked:
+            raise ConfigError(f"prefill.pipeline_stages does not go together with {what}")
 
 
 def _is_wildcard(host: str) -> bool:
@@ -488,7 +534,8 @@ def transfer_secret(config: Config) -> str:
     try:
         secret = Path(config.transfer.secret_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"transfer.secret_file: cannot read {config.transfer.secret_file}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"transfer.secret_file: cannot read {config.transfer.secret_file}: {why}") from None
     if not secret:
         raise ConfigError(f"transfer.secret_file: {config.transfer.secret_file} is empty")
     return secret

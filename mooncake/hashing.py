@@ -3,9 +3,10 @@
 ``key_0 = H(seed || H(tokens_0))``, ``key_i = H(key_{i-1} || H(tokens_i))`` with the tokens as little-endian uint32. The
 seed holds everything that makes KV bytes differ for equal tokens: the scheme's version, the KV fingerprint (weights,
 dtype, layout, block size), the tenant's salt and the adapter. So equal keys mean equal bytes, in every process and on
-every machine, and a cryptographic hash leaves no collisions for a tenant to aim at. Contents are hashed apart from the
-chain, so that many blocks go side by side through a processor's vectors: where the C++ file beside can be built, the
-conductor names a prompt of 16,000 tokens in less time than it takes to place it.
+every machine, and a cryptographic hash leaves no collisions for a tenant to aim at. Where an adapter acts on the end of
+a prompt alone, its chain is a branch of the model's own (``Chain``). Contents are hashed apart from the chain, so that
+many blocks go side by side through a processor's vectors: where the C++ file beside can be built, the conductor names a
+prompt of 16,000 tokens in less time than it takes to place it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import logging
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -33,20 +35,23 @@ log = logging.getLogger(__name__)
 
 def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:
     """Identity of the KV bytes that a model produces (hex, 32 characters): ``content`` says which numbers they are (the
-    weights' digest and precision), the rest how they lie (dtype, layout, block size, and the part of the model that a
-    ``shard`` has). Whoever knows the content can name the same KV in any layout.
+    weights' digest and precision), the rest how they lie (dtype, layout, block size, which hidden states beside them,
+    and the part of the model that a ``shard`` has). Whoever knows the content can name the same KV in any layout.
     """
     text = (
         f"{content}|L{layout.num_layers}|H{layout.num_kv_heads}|B{layout.block_tokens}"
         f"|D{layout.head_dim}|{layout.dtype}"
     )
+    if layout.inputs_of:
+        text += f"|E{','.join(map(str, layout.inputs_of))}"
     if shard:
         text += f"|{shard}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def chain_seed(fingerprint: str, salt: str = "", adapter: str = "") -> bytes:
-    """The parent of every first block of one model, tenant and adapter (its digest; "": none) (32 bytes)."""
+    """The parent of every first block of one model, tenant and adapter that acts on all of it (its digest; "": none)
+    (32 bytes)."""
     parts = (fingerprint, salt, adapter) if adapter else (fingerprint, salt)
     fields = b"".join(len(part).to_bytes(4, "little") + part for part in map(str.encode, parts))
     return hashlib.sha256(SCHEME + fields).digest()
@@ -56,6 +61,48 @@ def chunk_seed(fingerprint: str, salt: str = "") -> bytes:
     """The parent of every first block of a text chunk that was computed with nothing before it, to be put at any place
     of a prompt (32 bytes). Never that of a prompt, though the first chunk of one has the same KV."""
     return hashlib.sha256(chain_seed(fingerprint, salt) + b"chunk").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What the names of one sequence's blocks follow from beside its tokens.
+
+    An adapter that acts from token ``start`` on, and not before, leaves what is before as the model's own: blocks
+    wholly before it have the names that they have without an adapter. The next one, in which it begins to act, has a
+    parent made of the last of them, the adapter and ``start``. That is part of the name because the tokens of a block
+    do not always say where in it an adapter begins: an invocation may reach into the next one.
+    """
+
+    seed: bytes  # the parent of the first block
+    adapter: str = ""  # digest of one that begins to act behind the first token; "": none does
+    start: int = 0  # the token where it does
+
+    @classmethod
+    def of(cls, fingerprint: str, salt: str = "", adapter: str = "", start: int = 0) -> Chain:
+        """Of one model, tenant and adapter (its digest; "": none), which acts from token ``start`` on."""
+        if adapter and start:
+            return cls(chain_seed(fingerprint, salt), adapter, start)
+        return cls(chain_seed(fingerprint, salt, adapter))
+
+    def keys(self, tokens: TokenIds, block_tokens: int) -> list[BlockKey]:
+        """Of the full blocks of ``tokens``."""
+        keys: list[BlockKey] = []
+        self.extend(keys, tokens, block_tokens)
+        return keys
+
+    def extend(self, keys: list[BlockKey], tokens: TokenIds, block_tokens: int) -> None:
+        """Append to ``keys``, those of the first blocks of ``tokens``, the keys of its other full blocks."""
+        num_shared = self.start // block_tokens
+        if len(keys) < num_shared:
+            rest = tokens[len(keys) * block_tokens : num_shared * block_tokens]
+            keys += extend_chain(keys[-1] if keys else self.seed, rest, block_tokens)
+            if len(keys) < num_shared:
+                return
+        parent = keys[-1] if keys else self.seed
+        if self.adapter and len(keys) == num_shared:
+            begins = struct.pack("<Q", self.start) + self.adapter.encode()
+            parent = hashlib.blake2s(parent + begins, person=b"adapter").digest()
+        keys += extend_chain(parent, tokens[len(keys) * block_tokens :], block_tokens)
 
 
 def extend_chain(parent: bytes, tokens: TokenIds, block_tokens: int) -> list[BlockKey]:

@@ -12,6 +12,7 @@ It keeps its paged cache between calls, so a second call reuses the blocks of th
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,13 +27,13 @@ from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks, plan_pages
+from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks, over_stages, plan_pages
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
-from mooncake.hashing import chain_seed, kv_fingerprint
-from mooncake.precision import Coding, resolve_precision
+from mooncake.hashing import Chain, kv_fingerprint
+from mooncake.precision import Coding, check_device, resolve_precision
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import ROLES, ChatMessage
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -118,6 +119,7 @@ class LLM:
         adapters: Mapping[str, str] | None = None,
         device: str = "cpu",
         tensor_parallel: int = 1,
+        pipeline_parallel_size: int = 1,
         generation_config: str = "auto",
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
@@ -132,12 +134,15 @@ class LLM:
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs. ``generation_config`` "none" leaves out what the model's file of that name says of sampling.
+        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
+        ``threads`` each, which pays for prompts, cut into pieces: a large ``chunk_tokens`` keeps the stages busy.
+        ``generation_config`` "none" leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
-        check_least({"tensor_parallel": (tensor_parallel, 1)})
+        check_least({"tensor_parallel": (tensor_parallel, 1), "pipeline_parallel_size": (pipeline_parallel_size, 1)})
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
+        check_device("device", device)
         checkpoint = open_checkpoint(model, max_model_len)
         self._defaults = checkpoint.sampling_defaults(generation_config)
         config = EngineConfig(
@@ -150,11 +155,13 @@ class LLM:
             keep_events=False,
         )
         if threads:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch falls over absurd numbers
         stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
-        groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, tensor_parallel)
+        groups, layout = plan_pages(
+            checkpoint, block, config.max_model_len, device, max(tensor_parallel, pipeline_parallel_size)
+        )
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         self.max_model_len = groups.max_model_len(num_blocks, config.most_at_once, block_tokens, config.max_model_len)
         if self.max_model_len < 1:
@@ -169,11 +176,19 @@ class LLM:
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         num_places = int(swap_gb * 1e9) // layout.block_bytes
         size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
+        if tensor_parallel > 1 and pipeline_parallel_size > 1:
+            raise InvalidRequest("tensor_parallel and pipeline_parallel_size do not go together", "tensor_parallel")
         if tensor_parallel > 1:
             if device != "cpu" or self._adapters:
                 raise InvalidRequest("tensor_parallel goes neither with a device nor with adapters", "tensor_parallel")
             asked = replace(size, max_model_len=config.max_model_len)  # the ranks open the model for the same context
             self._backend = over_ranks(model, precision, asked, tensor_parallel)
+        elif pipeline_parallel_size > 1:
+            if device != "cpu" or self._adapters:
+                what = "pipeline_parallel_size"
+                raise InvalidRequest(f"{what} goes neither with a device nor with adapters", what)
+            asked = replace(size, max_model_len=config.max_model_len)
+            self._backend = over_stages(model, precision, asked, pipeline_parallel_size, threads)
         elif device != "cpu":
             self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
         else:
@@ -319,13 +334,16 @@ class LLM:
         return [draft.completion() for draft in drafts]
 
     def _sequence(self, prompt: TokenIds, sampling: SamplingParams, adapter: int) -> engine_sequence.Sequence:
+        start = self._adapters[adapter].start_in(prompt) if adapter >= 0 else None
+        if start is None:
+            adapter = -1
         digest = self._adapters[adapter].digest if adapter >= 0 else ""
         return engine_sequence.Sequence(
             f"llm-{next(self._numbers)}",
             prompt,
             len(prompt),
             sampling,
-            chain_seed(self._fingerprint, adapter=digest),
+            Chain.of(self._fingerprint, adapter=digest, start=start or 0),
             eos_ids=self._eos_ids,
             max_model_len=self.max_model_len,
             adapter=adapter,
@@ -498,6 +516,8 @@ def _content(content: object) -> str:
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Sampling for each prompt. Without a seed of its own, a random answer gets one that nobody else has."""
     samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+    if not all(isinstance(each, SamplingParams) for each in samplings):
+        raise InvalidRequest("sampling is one SamplingParams, or one for each prompt", "sampling")
     if len(samplings) != count:
         raise InvalidRequest(f"{len(samplings)} sampling parameters were given for {count} prompts", "sampling")
     return [

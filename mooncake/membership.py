@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import grpc
 
@@ -199,6 +199,17 @@ class Membership:
         except grpc.RpcError as failure:
             raise error_from_rpc(failure, f"conductor {self._address}") from None
         return response
+
+
+async def first_end(*ends: Coroutine[object, object, MooncakeError]) -> MooncakeError:
+    """Whichever comes first of the errors that a node cannot go on after."""
+    waits = [asyncio.ensure_future(end) for end in ends]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 class RecentSamples:

@@ -7,6 +7,7 @@ factors for keys, because every command reads the configuration.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,12 @@ def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
     if weights == "w8a8":
         return "w8a8" if stored == "w8a8" else ""
     return "int8" if weights == "int8" and stored else ""
+
+
+def check_device(name: str, device: str) -> None:
+    """Raises ConfigError for one that cannot be, by the name of the setting; whether it is here shows later."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f'{name} must be "cpu", "cuda" or "cuda:N", got {device!r}')
 
 
 def has_native_bf16() -> bool:

@@ -246,13 +246,18 @@ class KVLayout:
 
     A row (the last axis) of int8 codes ends with the 4 bytes of its float32 scale, so that whoever moves a row, a head
     or a block moves its scales along.
+
+    Behind the model's layers there may be the hidden states that some of them took as their input, for variants of the
+    model to go on from: rows ``[token][hidden]``, each layer's in as many whole layers' bytes as they need.
     """
 
-    num_layers: int
+    num_layers: int  # with those that hold hidden states
     num_kv_heads: int
     block_tokens: int
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "int8"
+    inputs_of: tuple[int, ...] = ()  # layers whose inputs are kept
+    layers_an_input: int = 0  # of a block, that each of them takes
 
     @property
     def itemsize(self) -> int:
@@ -271,6 +276,16 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         return self.num_layers * self.layer_bytes
+
+    @property
+    def kv_layers(self) -> range:
+        """The model's own."""
+        return range(self.num_layers - len(self.inputs_of) * self.layers_an_input)
+
+    def input_layers(self, layer: int) -> range:
+        """Of a block, that hold what ``layer`` took as its input. Raises ValueError when it is not kept."""
+        first = self.kv_layers.stop + self.inputs_of.index(layer) * self.layers_an_input
+        return range(first, first + self.layers_an_input)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +358,7 @@ class PrefillReport:
     transport: str = ""  # of the hand-off: "shm" | "tcp" | "rdma" | "" when there was none
     timings: Timings = field(default_factory=Timings)
     blended_tokens: int = 0  # behind the prefix, put together from chunks that were computed alone: not exact
+    inherited_tokens: int = 0  # behind the prefix, with a variant's KV in most layers: not exact
 
     @property
     def cached_tokens(self) -> int:

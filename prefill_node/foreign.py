@@ -18,7 +18,7 @@ from kvstore.layout_plan import Plan, plan
 from kvstore.layout_reader import Shard
 from mooncake.config import PoolLayoutSection
 from mooncake.errors import ConfigError, KVLoadFailed
-from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
+from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.types import BlockKey, KVLayout, TokenIds
 
 
@@ -50,11 +50,13 @@ class ForeignLayout:
             )
         return cls(content, how)
 
-    def keys(self, rank: int, tokens: TokenIds, salt: str, adapter: str) -> list[BlockKey]:
+    def keys(
+        self, rank: int, tokens: TokenIds, salt: str = "", adapter: str = "", adapter_start: int = 0
+    ) -> list[BlockKey]:
         """Of one rank's blocks."""
         source = self.plan.source
         name = kv_fingerprint(self.content, source.block(rank), source.shard_name(rank))
-        return extend_chain(chain_seed(name, salt, adapter), tokens, source.block_tokens)
+        return Chain.of(name, salt, adapter, adapter_start).keys(tokens, source.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,18 @@ class ForeignLease:
 class ForeignPrefix:
     """One prompt's prefix in the others' layout. On the event loop."""
 
-    def __init__(self, layout: ForeignLayout, store: StoreClient, tokens: TokenIds, salt: str, adapter: str) -> None:
+    def __init__(
+        self,
+        layout: ForeignLayout,
+        store: StoreClient,
+        tokens: TokenIds,
+        salt: str = "",
+        adapter: str = "",
+        adapter_start: int = 0,
+    ) -> None:
         self._plan = layout.plan
         self._store = store
-        self._keys = {rank: layout.keys(rank, tokens, salt, adapter) for rank in layout.plan.ranks}
+        self._keys = {rank: layout.keys(rank, tokens, salt, adapter, adapter_start) for rank in layout.plan.ranks}
 
     async def count(self, timeout_s: float) -> int:
         """How many leading blocks of ours are there as a whole. Raises what ``StoreClient.exists`` does."""
@@ -98,11 +108,16 @@ class ForeignPrefix:
     async def lease(self, num_blocks: int, timeout_s: float) -> ForeignLease:
         """Raises KVLoadFailed when something has gone since it was counted."""
         needed = num_blocks * self._plan.target.block_tokens // self._plan.source.block_tokens
-        leases = await asyncio.gather(
-            *(self._store.acquire(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values())
+        answers = await asyncio.gather(
+            *(self._store.acquire(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
+            return_exceptions=True,
         )
-        if any(len(lease.blocks) < needed for lease in leases):
-            await self._store.release(list(leases))
+        leases = [answer for answer in answers if isinstance(answer, Lease)]
+        if len(leases) < len(answers) or any(len(lease.blocks) < needed for lease in leases):
+            await self._store.release(leases)
+            for failure in answers:
+                if isinstance(failure, BaseException):
+                    raise failure
             raise KVLoadFailed(f"not all of {needed} stored blocks of each rank are still there")
         shards = {
             rank: Shard(lease.segment, [block.slot for block in lease.blocks], [b.checksums for b in lease.blocks])

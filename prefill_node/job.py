@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -24,7 +25,7 @@ from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
-from mooncake.hashing import extend_chain
+from mooncake.hashing import Chain
 from mooncake.page_groups import page_key, page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
@@ -41,7 +42,8 @@ from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
 from prefill_node.chunks import Chunk, ChunkDesk
 from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
+from prefill_node.inherit import Inheritance, Sender, find
+from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
 
@@ -52,6 +54,7 @@ CLOSE_TRIES = 3
 REPORT_PATIENCE_S = 0.25  # the report waits so long for the pool, and the answer for the report
 
 T = TypeVar("T")
+Lease = TypeVar("Lease", LeasedPrefix, ForeignLease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Workshop:
     store_at: Callable[[str], StoreClient]  # by its control address
     foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
     chunks: ChunkDesk | None  # where prompts are blended from chunks
+    sender: Sender | None  # the variant whose KV is read
 
 
 class PrefillJob:
@@ -87,8 +91,9 @@ class PrefillJob:
         self._groups = host.plan.groups
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
-        seed = host.chunk_seed(request.cache_salt) if is_chunk else host.chain_seed(request.cache_salt, request.adapter)
-        self._keys = extend_chain(seed, self._tokens, self._layout.block_tokens)
+        salt = request.cache_salt
+        chain = Chain(host.chunk_seed(salt)) if is_chunk else host.chain(salt, request.adapter, request.adapter_start)
+        self._keys = chain.keys(self._tokens, self._layout.block_tokens)
         self._store = shop.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._has_started = asyncio.Event()
@@ -105,7 +110,9 @@ class PrefillJob:
         self._chunks: list[Chunk] = []  # of the prompt, to be blended
         self._chunk_blocks: list[int] = []  # of theirs, with a reference for us each
         self._blended_tokens = 0
-        self._num_exact: int | None = None  # leading tokens whose KV is not blended; None: all
+        self._inheritance: Inheritance | None = None  # a variant's KV, behind what there is of ours
+        self._inherited_tokens = 0
+        self._num_exact: int | None = None  # leading tokens whose KV is ours and not blended; None: all
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
@@ -116,8 +123,10 @@ class PrefillJob:
         await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
         own_blocks = 0 if self._foreign is not None else stored_blocks
-        if (chunks := self._shop.chunks) is not None and self._may_blend:
+        if (chunks := self._shop.chunks) is not None and self._may_be_inexact:
             self._chunks = await chunks.bring(self._request, self._tokens, self._store, self._compute_alone)
+        if (sender := self._shop.sender) is not None and self._may_be_inexact:
+            self._inheritance = await self._find_inheritance(sender, stored_blocks)
         sequence = self._shop.host.sequence(
             self._id,
             self._tokens,
@@ -126,9 +135,11 @@ class PrefillJob:
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
             external_blocks=stored_blocks,
+            inheritable_blocks=self._inheritance.end if self._inheritance else 0,
             hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
+            adapter_start=self._request.adapter_start,
             is_chunk=self._is_chunk,
         )
         if self._store is not None and self._keys:
@@ -192,11 +203,11 @@ class PrefillJob:
     async def _end_loads(self, stream: Stream) -> None:
         """Return once nothing reads into this request's blocks any more, and nothing will."""
         stream.is_closing = True
-        if stream.load is not None:  # the engine may be waiting for it
-            await asyncio.to_thread(stream.load.cancel)
+        for load in stream.loads:  # the engine may be waiting for it
+            await asyncio.to_thread(load.cancel)
         await asyncio.wrap_future(self._shop.host.thread.call(lambda engine: None))  # an admission under way is over
-        if stream.load is not None:
-            await asyncio.to_thread(stream.load.cancel)
+        for load in stream.loads:
+            await asyncio.to_thread(load.cancel)
 
     # The prefix
 
@@ -216,7 +227,14 @@ class PrefillJob:
             if self._shop.foreign is None or stored == usable:
                 return stored
             request = self._request
-            foreign = ForeignPrefix(self._shop.foreign, self._store, self._tokens, request.cache_salt, request.adapter)
+            foreign = ForeignPrefix(
+                self._shop.foreign,
+                self._store,
+                self._tokens,
+                request.cache_salt,
+                request.adapter,
+                request.adapter_start,
+            )
             converted = min(usable, await foreign.count(CONTROL_TIMEOUT_S))
         except MooncakeError as error:
             log.info("the pool cannot be asked, going on without: %s", error.message)
@@ -239,19 +257,29 @@ class PrefillJob:
         deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
         prefix = max(block.index for block in blocks if block.group == 0) + 1
         keys = self._keys[:prefix] + [block.key for block in blocks if block.group]
-        lease = self._lease_foreign if self._foreign is not None else self._lease
-        load = PrefixLoad(self._id, blocks, lambda: lease(keys), self._release, self._layout, deadline, self._groups)
+        assert self._store is not None
+        lease = self._lease_foreign if self._foreign is not None else partial(self._lease, self._store)
+        release = partial(self._release, self._store)
+        load = PrefixLoad(self._id, blocks, lambda: lease(keys), release, self._layout, deadline, groups=self._groups)
         self._shop.loader.submit(load)
         return load
 
-    def _lease(self, keys: list[BlockKey]) -> LeasedPrefix:
+    def _lease(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
         """On the loader's thread."""
-        assert self._store is not None
-        lease = asyncio.run_coroutine_threadsafe(
-            self._store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S), self._loop
-        ).result(CONTROL_TIMEOUT_S + 1)
+        return self._in_time(store, self._lease_stored(store, keys))
+
+    def _lease_foreign(self, keys: list[BlockKey]) -> ForeignLease:
+        """On the loader's thread: what as many blocks are made of in the others' layout."""
+        assert self._foreign is not None and self._store is not None
+        return self._in_time(self._store, self._foreign.lease(len(keys), CONTROL_TIMEOUT_S))
+
+    def _in_time(self, store: StoreClient, leasing: Coroutine[object, object, Lease]) -> Lease:
+        return lease_in_time(leasing, self._loop, CONTROL_TIMEOUT_S + 1, lambda late: self._release(store, late, []))
+
+    async def _lease_stored(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
+        lease = await store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
         if len(lease.blocks) < len(keys):
-            asyncio.run_coroutine_threadsafe(self._store.release([lease]), self._loop)
+            await _quietly(store.release([lease]))
             raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
         return LeasedPrefix(
             lease.segment,
@@ -261,25 +289,47 @@ class PrefillJob:
             [block.checksums for block in lease.blocks],
         )
 
-    def _lease_foreign(self, keys: list[BlockKey]) -> ForeignLease:
-        """On the loader's thread: what as many blocks are made of."""
-        assert self._foreign is not None
-        call = self._foreign.lease(len(keys), CONTROL_TIMEOUT_S)
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(CONTROL_TIMEOUT_S + 1)
-
-    def _release(self, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
-        """On the loader's thread; nobody waits for it."""
-        assert self._store is not None
-        call = self._store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
+    def _release(self, store: StoreClient, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
+        """From any thread; nobody waits for it."""
+        call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)
 
-    # Chunks
+    # A variant's KV
 
     @property
-    def _may_blend(self) -> bool:
-        """What is blended is not exact: it goes to a decode node that is told so, and no one measures it."""
+    def _may_be_inexact(self) -> bool:
+        """What is blended or inherited goes to a decode node that is told so, and no one measures it."""
         request = self._request
         return bool(request.decode_address) and not request.adapter and self._sampling.prompt_logprobs is None
+
+    async def _find_inheritance(self, sender: Sender, stored_blocks: int) -> Inheritance | None:
+        """Behind what there is of ours. Prompts that could have been longer there are counted."""
+        usable = (len(self._tokens) - 1) // self._layout.block_tokens
+        first = max(stored_blocks, self._shop.host.engine.block_pool.match(self._keys[:usable]))
+        if first >= usable:
+            return None
+        keys = sender.keys(self._tokens[: usable * self._layout.block_tokens], self._request.cache_salt)
+        stores = [self._shop.store_at(address) for address in sender.pools] or ([self._store] if self._store else [])
+        found = await find(sender, stores, keys, first)
+        if found is None:
+            self._shop.host.counters["prompts_not_inherited"] += 1
+        return found
+
+    def _inherit(self, sequence: Sequence) -> None:
+        """On the engine's thread, whenever the sequence is admitted."""
+        stream, found = self._stream, self._inheritance
+        assert stream is not None
+        stream.inherited, sequence.hidden = None, None
+        if self._inherited_tokens:  # it could not be read
+            self._shop.host.counters["prompts_not_inherited"] += 1
+        self._inherited_tokens = len(sequence.inherits)
+        if found is not None and sequence.inherits:
+            deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
+            stream.inherited = found.load(sequence, self._lease, self._release, deadline)
+            self._num_exact = sequence.num_exact
+            self._shop.loader.submit(stream.inherited)
+
+    # Chunks
 
     async def _compute_alone(self, chunk: pb.PrefillRequest, deadline: float) -> None:
         """Have it in this node's cache, from the pool or computed, and then in the pool. Raises MooncakeError."""
@@ -328,6 +378,8 @@ class PrefillJob:
         self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold, self._first_pages)
         if self._chunks:
             self._stream.on_admitted = self._take_chunks
+        elif self._inheritance is not None:
+            self._stream.on_admitted = self._inherit
         self._shop.streamer.streams[self._id] = self._stream
 
     def _on_first_step(self) -> None:
@@ -466,11 +518,11 @@ class PrefillJob:
             sums = self._pool.checksums
             sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
             await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
+            self._sealed = True
             # What a prefix in our cache had no page of, for nothing behind it sees one.
             not_there = [slot for page, slot in self._reservations.items() if page not in sums]
             if not_there:
                 await self._store.abort(not_there)
-            self._sealed = True
         except MooncakeError as error:
             log.debug("%s: not stored: %s", self._id, error.message)
 
@@ -498,6 +550,7 @@ class PrefillJob:
             local_cached_tokens=local_cached_tokens,
             pool_cached_tokens=load.num_blocks * self._layout.block_tokens if load else 0,
             blended_tokens=self._blended_tokens,
+            inherited_tokens=self._inherited_tokens,
             sent_bytes=handoff.sent_bytes if handoff else 0,
             pool_bytes=self._pool.sent_bytes if self._pool else 0,
             transport=handoff.transport if handoff else "",

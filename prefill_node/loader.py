@@ -1,18 +1,22 @@
 """Reused prefixes on their way in: a thread reads stored blocks layer by layer, ahead of the computation.
 
-The engine's thread waits for a layer only when it gets there first. Bytes are checked against the checksums they were
+The engine's thread waits for a layer only when it gets there first. A load may leave layers out, and bring others
+beside the cache. Bytes are checked against the checksums they were
 sealed with and against the lease's clock before a layer counts as loaded. They come to host memory, and go on
 from there to a cache on a GPU.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +31,8 @@ from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.foreign import ForeignLease
 
 log = logging.getLogger(__name__)
+
+L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class LeasedPrefix:
 class BlockToLoad:
     """A page of a block: of the first group of layers, or of another."""
 
-    index: int  # in the lease: the first group's blocks lie as in the prompt, the pages of others behind them
+    index: int  # in what is leased
     block_id: int  # in the cache
     key: BlockKey
     group: int = 0
@@ -61,39 +67,55 @@ class PrefixLoad:
         release: Callable[[LeasedPrefix | ForeignLease, list[BlockKey]], None],
         layout: KVLayout,
         deadline: float,
+        order: Sequence[int] | None = None,
+        aside: Mapping[int, npt.NDArray[np.uint8]] | None = None,
         groups: PageGroups = UNIFORM,
     ) -> None:
         """``lease`` gets a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
-        ``release`` gives it back together with the keys whose bytes were wrong. ``layout`` is a page's."""
+        ``release`` gives it back together with the keys whose bytes were wrong. ``order`` has the layers of ``layout``
+        to read, in turn; None: all. Those in ``aside`` go there, [blocks, layer_bytes], not to the cache. With several
+        ``groups`` of layers, ``layout`` is a page's."""
         self.request_id = request_id
         self.load_ms = 0.0
         self.num_blocks = sum(block.group == 0 for block in blocks)
+        self._groups = groups
         self.transport = ""
         self._blocks = blocks
-        self._groups = groups
-        self._num_layers = len(groups.places) or layout.num_layers
+        self._block_ids = tuple(block.block_id for block in blocks)
         self._lease = lease
         self._release = release
         self._layout = layout
         self._deadline = deadline
+        self._order = range(len(groups.places) or layout.num_layers) if order is None else order
+        self._turns = {layer: turn for turn, layer in enumerate(self._order)}
+        self._aside = aside or {}
         self._arrivals: list[Arrival] = []  # of the layers that are ready, in order
         self._is_reading = False  # bytes may be on their way into the cache
         self._error: KVLoadFailed | None = None
         self._changed = threading.Condition()
 
     def wait(self, layer: int) -> None:
-        """Block until ``layer`` is in the cache. Raises KVLoadFailed (with ``request_ids``) when it will not be."""
+        """Block until ``layer`` is there, if it is among those read. Raises KVLoadFailed (with ``request_ids``) when it
+        will not be."""
+        turn = self._turns.get(layer)
+        if turn is None:
+            return
         with self._changed:
-            while len(self._arrivals) <= layer and self._error is None:
+            while len(self._arrivals) <= turn and self._error is None:
                 left = self._deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     self._error = KVLoadFailed("the stored prefix did not arrive in time", (self.request_id,))
-            if len(self._arrivals) > layer:
-                self._arrivals[layer].order()
+            if len(self._arrivals) > turn:
+                self._arrivals[turn].order()
                 return
         self.wait_quiet()
         assert self._error is not None
         raise self._error
+
+    def wait_aside(self) -> None:
+        """Likewise, until all that goes beside the cache is there."""
+        for layer in self._aside:
+            self.wait(layer)
 
     def cancel(self) -> None:
         """Give up and return once nothing is written into the cache any more."""
@@ -124,7 +146,7 @@ class PrefixLoad:
             if isinstance(lease, ForeignLease):
                 self._convert(lease, reader, mirror, corrupt)
                 return
-            for layer in range(self._num_layers):
+            for layer in self._order:
                 if self.has_failed:
                     return
                 self._load_layer(layer, lease, transfer, mirror, corrupt)
@@ -150,12 +172,16 @@ class PrefixLoad:
         corrupt: list[BlockKey],
     ) -> None:
         group, row = self._groups.place_of(layer)
-        offset, size = row * self._layout.layer_bytes, self._layout.layer_bytes
         blocks = [block for block in self._blocks if block.group == group]
         if not blocks:  # a window of one token
             self._is_loaded([HERE])
             return
-        targets = [mirror.memory[block.block_id, offset : offset + size] for block in blocks]
+        offset, size = row * self._layout.layer_bytes, self._layout.layer_bytes
+        aside = self._aside.get(layer)
+        if aside is None:
+            targets = [mirror.memory[block.block_id, offset : offset + size] for block in blocks]
+        else:
+            targets = list(aside)
         ranges = [
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(blocks, targets, strict=True)
@@ -169,7 +195,8 @@ class PrefixLoad:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
-        self._is_loaded([mirror.to_device([block.block_id for block in blocks], row)])
+        here = [block.block_id for block in blocks]
+        self._is_loaded([mirror.to_device(here, row) if aside is None else HERE])
 
     def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
         """All layers at once: the pieces of another layout may hold several."""
@@ -184,8 +211,7 @@ class PrefixLoad:
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         self.transport = "converted"
-        arrival = mirror.to_device([block.block_id for block in self._blocks])
-        self._is_loaded([arrival] * self._num_layers)
+        self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
 
     def _end_reading(self) -> None:
         """Whoever waits for that goes on, whatever becomes of the last copy."""
@@ -206,9 +232,30 @@ class PrefixLoad:
     def _fail(self, error: KVLoadFailed) -> None:
         error.request_ids = (self.request_id,)
         with self._changed:
-            if self._error is None and len(self._arrivals) < self._num_layers:
+            if self._error is None and len(self._arrivals) < len(self._order):
                 self._error = error
             self._changed.notify_all()
+
+
+def lease_in_time(
+    leasing: Coroutine[object, object, L],
+    loop: asyncio.AbstractEventLoop,
+    timeout_s: float,
+    end: Callable[[L], object],
+) -> L:
+    """Have the event loop get a lease, and wait for it here, on another thread. One that comes when nobody waits for it
+    any more is given to ``end``. Raises KVLoadFailed, and what ``leasing`` does."""
+    future = asyncio.run_coroutine_threadsafe(leasing, loop)
+
+    def end_late(done: Future[L]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            end(done.result())
+
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        future.add_done_callback(end_late)
+        raise KVLoadFailed("no lease on the stored prefix came in time") from None
 
 
 class Loader:

@@ -11,7 +11,7 @@ from mooncake.config import Config, transfer_secret
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer
-from mooncake.membership import Membership
+from mooncake.membership import Membership, first_end
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer, join_address
 from mooncake.types import Role
@@ -61,8 +61,8 @@ class PrefillNode:
         await self._membership.start()
 
     async def wait_fatal(self) -> MooncakeError:
-        """Return the error once another process has taken this node's place."""
-        return await self._membership.wait_replaced()
+        """Return the error once another process has taken this node's place, or the engine is broken."""
+        return await first_end(self._membership.wait_replaced(), self.host.wait_broken())
 
     async def stop(self) -> None:
         """What it was given ends first, within ``node.drain_s``."""

@@ -14,6 +14,7 @@ from mooncake.rpc import prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.chunks import ChunkDesk
 from prefill_node.foreign import ForeignLayout
+from prefill_node.inherit import Sender
 from prefill_node.job import Workshop
 from prefill_node.loader import Loader
 from prefill_node.outbox import Outbox, Sink
@@ -52,6 +53,7 @@ class PrefillRole:
             Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
             ForeignLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
             self._chunks,
+            Sender.configured(host),
         )
         self._servicer = PrefillServicer(shop)
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")

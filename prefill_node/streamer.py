@@ -3,7 +3,8 @@
 Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
 is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
 abandoned, and then again with the same bytes. Where the cache is on a GPU, final layers are copied to host memory
-beside the computation, and the sinks wait for the copy. Of a sequence that goes on here, and may have to give its
+beside the computation, and the sinks wait for the copy. Tokens with a variant's KV are final, in all layers, with the
+first ones behind them: those wait for all of it. Of a sequence that goes on here, and may have to give its
 blocks up, those of the prompt get one more reference each, so that they stay as they are until they are written.
 """
 
@@ -34,11 +35,16 @@ class Stream:
     hold: Callable[[list[int]], None] | None = None  # full blocks handed to the sinks, on the engine's thread
     first_pages: tuple[int, ...] = ()  # of each group of layers, the first block whose page is wanted; (): all of one
     load: PrefixLoad | None = None
+    inherited: PrefixLoad | None = None  # of a variant's KV
     next_block: int = 0  # blocks before it have been handed to the sinks
     has_ended: bool = False  # so have all of the prompt's
     first_step_s: float = 0.0  # monotonic; 0 until it ran
     is_closing: bool = False  # no load may start any more
     on_admitted: Callable[[Sequence], None] | None = None  # told on the engine's thread, before its first step
+
+    @property
+    def loads(self) -> list[PrefixLoad]:
+        return [load for load in (self.load, self.inherited) if load is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +70,44 @@ class LayerStreamer:
     streams: dict[str, Stream] = field(default_factory=dict)
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
+    _inheriting: list[Stream] = field(default_factory=list)  # with tokens of which own layers alone are computed
     _leaving: list[tuple[int, ...]] = field(default_factory=list)  # of each group: what has somewhere to go
 
     @property
     def wants_layers(self) -> bool:
-        return bool(any(self._leaving) or self.listeners or any(part.stream.load for part in self._step))
+        return bool(any(self._leaving) or self.listeners or self._loading)
+
+    @property
+    def _loading(self) -> list[PrefixLoad]:
+        """What this step may have to wait for: tokens that inherit read what is before them, and their own layers."""
+        loads = [load for part in self._step for load in part.stream.loads]
+        return loads + [stream.load for stream in self._inheriting if stream.load is not None]
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
         if stream is None or stream.is_closing:
-            if to_load:  # nobody would fill these blocks, and the engine must not take them for filled
+            if (
+                to_load or sequence.inherits
+            ):  # nobody would fill these blocks, and the engine must not take them for filled
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
         # Admitted again after a failed load, there is nothing to load any more.
+        stream.load = stream.make_load(self._pages_to_load(sequence, to_load)) if to_load else None
         if stream.on_admitted is not None:
             stream.on_admitted(sequence)
-        stream.load = stream.make_load(self._pages_to_load(sequence, to_load)) if to_load else None
 
     def begin_step(self, plan: StepPlan) -> None:
-        self._step = []
+        self._step, self._inheriting = [], []
+        for entry in plan.inherited:
+            stream = self._begin(entry.sequence.request_id)
+            if stream is None or stream.inherited is None:
+                raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
+            stream.inherited.wait_aside()
+            self._inheriting.append(stream)
         for entry in plan.entries:
-            stream = self.streams.get(entry.sequence.request_id)
+            stream = self._begin(entry.sequence.request_id)
             if stream is None:
                 continue
-            if not stream.first_step_s:
-                stream.first_step_s = time.monotonic()
-                stream.on_first_step()
             is_last = entry.end == entry.sequence.num_tokens and not stream.has_ended
             num_full = entry.end // self.block_tokens
             end = stream.next_block if stream.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
@@ -100,10 +118,16 @@ class LayerStreamer:
             tuple(page for part in going for page in part.runs[group][1]) for group in range(self.groups.num_groups)
         ]
 
+    def _begin(self, request_id: str) -> Stream | None:
+        stream = self.streams.get(request_id)
+        if stream is not None and not stream.first_step_s:
+            stream.first_step_s = time.monotonic()
+            stream.on_first_step()
+        return stream
+
     def before_layer(self, layer: int) -> None:
-        for part in self._step:
-            if part.stream.load is not None:
-                part.stream.load.wait(layer)
+        for load in self._loading:
+            load.wait(layer)
 
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:
@@ -132,7 +156,7 @@ class LayerStreamer:
                 for sink, outbox in part.stream.outlets:
                     sink.end()
                     outbox.kick(sink)
-        self._step, self._leaving = [], []
+        self._step, self._inheriting, self._leaving = [], [], []
 
     def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
         """The other groups' pages of these blocks come behind those of the whole prefix."""

@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
 BENCHES = {
     *(
         "mooncake.app.bench_blend",
+        "mooncake.app.bench_character",
         "mooncake.app.bench_chunked",
         "mooncake.app.bench_engine",
         "mooncake.app.bench_gpu",
@@ -41,8 +42,12 @@ BENCHES = {
         "mooncake.app.bench_gpu_kernels",
         "mooncake.app.bench_gpu_model",
         "mooncake.app.bench_kernels",
+        "mooncake.app.bench_pipeline",
         "mooncake.app.bench_quality",
+        "mooncake.app.character_twins",
         "mooncake.app.key_scales",
+        "mooncake.app.variant_comparison",
+        "mooncake.app.variant_profile",
         "mooncake.app.peers",
     ),
 }

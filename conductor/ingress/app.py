@@ -155,7 +155,7 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         dtype=config.precision().dtype,
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
-        adapters={adapter.name: adapter.digest for adapter in open_adapters(parse_adapters(config.model.adapters))},
+        adapters={adapter.name: adapter for adapter in open_adapters(parse_adapters(config.model.adapters))},
         sampling=checkpoint.sampling_defaults(config.model.generation_config),
     )
 

@@ -98,14 +98,16 @@ class Plan:
 
     @property
     def usage(self) -> UsageBody:
-        """A prompt counts once, however many choices it has. Known cached tokens are those of its first choice."""
+        """A prompt counts once, however many choices it has. Known to be reused is what its first choice has."""
         prompt_tokens = sum(len(job.request.tokens) for job in self.jobs)
-        cached_tokens, first = 0, 0
+        cached_tokens = blended_tokens = first = 0
         for job in self.jobs:
-            outcome = self.writers[first].outcome
-            cached_tokens += outcome.usage.cached_tokens if outcome else 0
+            if (outcome := self.writers[first].outcome) is not None:
+                cached_tokens += outcome.usage.cached_tokens
+                blended_tokens += outcome.summary.report.blended_tokens
             first += job.request.sampling.n
-        return usage_body(prompt_tokens, sum(writer.num_tokens for writer in self.writers), cached_tokens)
+        written = sum(writer.num_tokens for writer in self.writers)
+        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens)
 
 
 class OpenAIApi:

@@ -346,6 +346,9 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
     audio_tokens: int = 0
+    blended_tokens: int | UnsetType = (
+        UNSET  # put together from chunks of earlier prompts: ours, told where there are any
+    )
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
@@ -361,9 +364,9 @@ class UsageBody(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> UsageBody:
-    total = prompt_tokens + completion_tokens
-    return UsageBody(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
+def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int = 0) -> UsageBody:
+    details = PromptTokensDetails(cached_tokens, blended_tokens=blended_tokens or UNSET)
+    return UsageBody(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

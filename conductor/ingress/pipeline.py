@@ -21,6 +21,7 @@ import numpy as np
 
 from conductor.api import Delta, Generator, InferenceRequest
 from conductor.ingress.answers import Answer, Job, Observer, Piece, joined, mean_logprob
+from mooncake.adapters import Adapter
 from mooncake.errors import (
     Cancelled,
     ContextTooLong,
@@ -62,7 +63,7 @@ class ServedModel:
     dtype: str
     fingerprint: str  # changes with the weights
     created: int  # seconds since 1970
-    adapters: Mapping[str, str] = field(default_factory=dict)  # digests of adapters by the names that clients say
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients say
     sampling: SamplingDefaults = NEUTRAL  # of requests that do not say
 
 
@@ -116,10 +117,10 @@ class Pipeline:
     def model_names(self) -> tuple[str, ...]:
         return (self.model.name, *self.model.adapters)
 
-    def adapter_of(self, name: str) -> str:
-        """The digest of the adapter called so; "" for the model itself, which no name means too. Raises NotFound."""
+    def adapter_of(self, name: str) -> Adapter | None:
+        """The adapter called so; None for the model itself, which no name means too. Raises NotFound."""
         if not name or name == self.model.name:
-            return ""
+            return None
         if name not in self.model.adapters:
             served = ", ".join(map(repr, self.model_names))
             raise UnknownModel(f"the model {name[:64]!r} is not served here; served: {served}")
@@ -268,7 +269,18 @@ class Pipeline:
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
         adapter = self.adapter_of(model)
-        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority, adapter)
+        start = None if adapter is None else adapter.start_in(tokens)
+        request = InferenceRequest(
+            request_id,
+            tokens,
+            sampling,
+            deadline,
+            salt,
+            session[:256],
+            priority,
+            adapter="" if adapter is None or start is None else adapter.digest,
+            adapter_start=start or 0,
+        )
         return Job(request, tuple(stop), arrived_at, include_stop, skip_special)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:

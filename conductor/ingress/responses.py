@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -247,7 +247,7 @@ class ResponseWriter:
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             usage=ResponseUsage(
                 usage.prompt_tokens,
-                InputDetails(usage.cached_tokens),
+                InputDetails(usage.cached_tokens, blended_tokens=outcome.summary.report.blended_tokens or UNSET),
                 self._num_tokens,
                 usage.prompt_tokens + self._num_tokens,
             ),

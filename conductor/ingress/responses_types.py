@@ -116,6 +116,7 @@ OutputItem = MessageItem | CallItem
 class InputDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
+    blended_tokens: int | UnsetType = UNSET  # as in chats
 
 
 class OutputDetails(msgspec.Struct, frozen=True):

@@ -58,8 +58,9 @@ class TransferEngine:
     before the transfer has ended, also when they are cancelled. ``max_mb_per_s`` caps the bytes a second (in units of
     1e6) of all its reads and writes together; 0 for no cap. ``transports`` are names, in the order of preference, or
     objects; one that failed is the last choice for ``retry_after_s``. What is open to a peer that has gone is closed
-    when nobody has asked for it in ``forget_after_s``: a mapping keeps the memory of a dead process. ``secret`` is what
-    owners of segments may ask for (``transfer.secret_file``).
+    when nobody has asked for it in ``forget_after_s``: a mapping keeps the memory of a dead process. Beyond
+    ``max_peers`` the longest unused one is closed that nothing is on its way to. ``secret`` is what owners of segments
+    may ask for (``transfer.secret_file``).
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TransferEngine:
         secret: str = "",
         retry_after_s: float = RETRY_AFTER_S,
         forget_after_s: float = FORGET_AFTER_S,
+        max_peers: int = MAX_PEERS,
     ) -> None:
         self._caller = Caller(peer_id, secrets.randbits(63) | 1, secret.encode())
         self._transports = [make_transport(each, streams) if isinstance(each, str) else each for each in transports]
@@ -79,6 +81,7 @@ class TransferEngine:
                 log.warning("%s: transport %s cannot be used: %s", peer_id, transport.name, transport.unavailable)
         self._retry_after_s = retry_after_s
         self._forget_after_s = forget_after_s
+        self._max_peers = max_peers
         self._paced_slice: Callable[[int], int] | None = None
         self._pacer: Pacer | None = None
         if max_mb_per_s > 0:
@@ -257,8 +260,9 @@ class TransferEngine:
                     self._watch.wake,
                 )
                 self._links[key] = link
-                while len(self._links) > MAX_PEERS:
-                    dropped.append(self._drop(next(iter(self._links))))
+                others = [each for each in self._links if each != key] if len(self._links) > self._max_peers else []
+                if (idle := next((each for each in others if not self._links[each].is_busy), None)) is not None:
+                    dropped.append(self._drop(idle))
             else:
                 self._links.move_to_end(key)
                 link.used_at = time.monotonic()

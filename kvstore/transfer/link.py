@@ -150,6 +150,12 @@ class Link:
             return not self._live and self._routes.is_gone
 
     @property
+    def is_busy(self) -> bool:
+        """Whether something waits or is on its way."""
+        with self._lock:
+            return bool(self._live) or any(rail.is_driven for rail in self._routes.rails)
+
+    @property
     def transport(self) -> str:
         """The one that carries what comes next, or ""."""
         return self._routes.transport

@@ -21,6 +21,7 @@ from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
+from mooncake.hashing import Chain
 from mooncake.model import load_model
 from mooncake.types import SamplingParams
 
@@ -140,7 +141,7 @@ def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> Turn:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         ids = tokens.numpy().astype("uint32")
         limit = engine.config.max_model_len
-        return Sequence(name, ids, length, sampling, b"bench", eos_ids=(), max_model_len=limit)
+        return Sequence(name, ids, length, sampling, Chain(b"bench"), eos_ids=(), max_model_len=limit)
 
     engine.drop_cached()
     began_s = time.perf_counter()

@@ -29,8 +29,8 @@ from mooncake.app.peers.own import OwnEngine, median_outside_s
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
-from mooncake.engine.kv_cache import TORCH_DTYPES
 from mooncake.errors import ConfigError
+from mooncake.model.pages import TORCH_DTYPES
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 
 OURS = "mooncake"

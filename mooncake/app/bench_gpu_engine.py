@@ -20,6 +20,7 @@ from mooncake.app.bench_report import Report
 from mooncake.engine.device_cache import DeviceCache
 from mooncake.engine.engine import CausalModel, Engine, EngineConfig
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.gpu_model import GpuModel
 from mooncake.model_config import ModelConfig
@@ -134,7 +135,7 @@ def _step_s(
     for index in range(batch):
         prompt = random.integers(0, vocab, context, dtype=np.uint32)
         name = f"r{index}"
-        engine.reserve(Sequence(name, prompt, context, asked, b"bench", eos_ids=(), max_model_len=longest))
+        engine.reserve(Sequence(name, prompt, context, asked, Chain(b"bench"), eos_ids=(), max_model_len=longest))
         engine.start_reserved(name, [SampledToken(0, int(random.integers(vocab)))])
     for _ in range(3):
         engine.step()

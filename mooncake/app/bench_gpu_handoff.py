@@ -20,6 +20,7 @@ from mooncake.app.bench_report import Figure, Report
 from mooncake.engine.device_cache import DeviceCache, HostMirror, SettledModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepOutput
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.model.gpu_model import GpuModel
 from mooncake.types import KVLayout, SamplingParams
 from prefill_node.outbox import Destination, Outbox, Sink
@@ -126,7 +127,7 @@ class _HandOff:
             self._prompt,
             len(self._prompt),
             greedy,
-            b"bench",
+            Chain(b"bench"),
             eos_ids=(),
             max_model_len=len(self._prompt) + NEW_TOKENS,
             num_to_sample=num_to_sample,

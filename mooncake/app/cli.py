@@ -40,6 +40,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(traces_app)
+variants_app = typer.Typer(help="Models that read each other's KV.", no_args_is_help=True)
+app.add_typer(variants_app, name="variants")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
@@ -65,11 +67,13 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 _PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 BENCHES = {
     "blend": "prompts put together from chunks computed alone, beside full prefill",
+    "character": "windows, shared KV and one KV head: quality, bytes, time of prompts",
     "chunked": "answers under way while a long prompt arrives",
     "conductor": "placement decisions a second, memory of the prefix index",
     "engine": "one engine against this machine's limits and other engines",
     "gpu": "GPU kernels against the limits of the card",
     "layout": "KV read into another layout",
+    "pipeline": "prompts through stages, beside one process",
     "quality": "what narrow formats cost in perplexity",
     "rdma": "one-sided writes and reads beside perftest",
     "serve": "a cluster as its clients see it, beside one engine",
@@ -306,6 +310,41 @@ def key_scales(
     from mooncake.app.key_scales import ScaleOptions, measure
 
     measure(ScaleOptions(model, out, text, tokens))
+
+
+@variants_app.command("profile")
+def profile_variants(
+    sender: Annotated[str, typer.Argument(help="Whose KV is read: a folder, a .gguf file, or smollm2.")],
+    receiver: Annotated[str, typer.Argument(help="Who reads it.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the profile.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='Lines of {"prompt", "answer"} to compare on.', show_default="text of Python's own"
+        ),
+    ] = None,
+    keep: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of what is lost where all is read, to remove.")] = 0.9,
+    most_layers: Annotated[int, typer.Option(min=0, help="Of a group; 0: half of the model's.")] = 0,
+    stride: Annotated[int, typer.Option(min=1, help="Between first layers, and sizes, of groups.")] = 2,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, as both are served.")] = "float32",
+    block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="As block.tokens.")] = 64,
+) -> None:
+    """Find the layers that one variant of a model has to compute itself to read another's KV."""
+    from mooncake.app.variant_profile import ProfileOptions, profile
+
+    profile(
+        ProfileOptions(
+            sender,
+            receiver,
+            out,
+            prompts=prompts,
+            keep=keep,
+            most_layers=most_layers,
+            stride=stride,
+            dtype=dtype,
+            block_tokens=block_tokens,
+        )
+    )
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)

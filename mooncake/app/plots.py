@@ -16,6 +16,8 @@ from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.replay import ReplayReport
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from matplotlib.axes import Axes
 
 WINDOWS = 60  # of time, in the plots over time
@@ -61,6 +63,21 @@ def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float
         for (name, values), colour in zip(curves.items(), (LINE, SECOND, LIMIT), strict=False):
             _cdf(axes, values, name, colour)
         axes.set(title=title, xlabel="ms", ylabel="share of requests", ylim=(0, 1))
+
+    _figure(path, draw)
+
+
+def write_timeline(path: Path, title: str, pieces_ms: npt.NDArray[np.float64]) -> None:
+    """Which stage of a pipeline computed which piece when, from ``[stages, pieces, 2 or more]``: beginnings and ends.
+    Raises MissingDependency without matplotlib."""
+    require("matplotlib", "plots", "drawing plots")
+
+    def draw(axes: Axes) -> None:
+        for stage, row in enumerate(pieces_ms):
+            for piece, (begin, end) in enumerate(row[:, :2]):
+                axes.barh(stage, end - begin, left=begin, height=0.8, color=(LINE, SECOND)[piece % 2])
+        stages = range(len(pieces_ms))
+        axes.set(title=title, xlabel="ms", ylabel="stage", yticks=stages, ylim=(len(pieces_ms) - 0.5, -0.5))
 
     _figure(path, draw)
 

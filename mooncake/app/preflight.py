@@ -20,7 +20,7 @@ from conductor.admission import ADMISSIONS, Mode
 from conductor.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes
-from mooncake.config import Config, EngineSection
+from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.errors import ConfigError
 
 GB = 1e9
@@ -56,7 +56,9 @@ def _with_threads(section: EngineSection, config: Config) -> EngineSection:
     if section.threads:
         return section
     share = _share_of_cores(config)
-    return replace(section, threads=share if config.cluster.pin else min(2 * share, available_cores()))
+    stages = section.pipeline_stages if isinstance(section, PrefillSection) else 1
+    threads = share if config.cluster.pin else min(2 * share, available_cores())
+    return replace(section, threads=max(threads // stages, 1))
 
 
 def openmp_threads(section: EngineSection, config: Config) -> int:
@@ -76,7 +78,7 @@ def niceness(child_role: str, config: Config) -> int:
     that back when it changes to prefill.
     """
     cluster, cores = config.cluster, available_cores()
-    threads = cluster.num_prefill * config.prefill.threads + cluster.num_decode * config.decode.threads
+    threads = cluster.num_prefill * config.prefill.all_threads + cluster.num_decode * config.decode.all_threads
     on_cpu = config.prefill.device == config.decode.device == "cpu"
     gives_way = child_role == "decode" and on_cpu and threads > cores and not (cluster.pin or cluster.switchable)
     return cluster.decode_nice if gives_way else 0
@@ -91,7 +93,7 @@ def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:
         return {}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     wanted = {
-        f"{role}-{number}": section.threads
+        f"{role}-{number}": section.all_threads
         for role, section, count in (
             ("coupled" if config.cluster.coupled else "prefill", config.prefill, config.cluster.num_prefill),
             ("decode", config.decode, config.cluster.num_decode),
@@ -211,6 +213,7 @@ class MemoryNeed:
 def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
     cluster = config.cluster
     engines = cluster.num_prefill + cluster.num_decode
+    stages = cluster.num_prefill * config.prefill.pipeline_stages if config.prefill.pipeline_stages > 1 else 0
     on_cpus = cluster.num_prefill * (config.prefill.device == "cpu")
     on_cpus += cluster.num_decode * (config.decode.device == "cpu")
     precision = config.precision(checkpoint.coding)
@@ -222,7 +225,7 @@ def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
         kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)
         + cluster.num_decode * (config.decode.kv_gb + config.decode.swap_gb),
         store_gb=cluster.store * config.store.dram_gb,
-        processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
+        processes_gb=(engines + stages) * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
     )
 
 

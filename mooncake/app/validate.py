@@ -274,7 +274,8 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
 
 def described_cluster(config: Config, costs: PairCosts, link_mb_per_s: float) -> Cluster:
     """The live cluster as the simulator is told of it."""
-    layout = open_checkpoint(config.model.path).kv_layout(config.block.tokens, config.precision().kv_dtype)
+    checkpoint = open_checkpoint(config.model.path)
+    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     token_bytes = layout.block_bytes // config.block.tokens
     prefill, decode = costs.prefill, costs.decode
     curve = StepCurve(

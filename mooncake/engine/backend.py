@@ -14,12 +14,13 @@ from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import Cache, CausalModel
-from mooncake.engine.kv_cache import TORCH_DTYPES, KVCache, Mirror
-from mooncake.errors import ConfigError, ModelError
+from mooncake.engine.kv_cache import KVCache, Mirror
+from mooncake.errors import ConfigError, ModelError, MooncakeError
 from mooncake.kernels import Kernels
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
+from mooncake.model.pages import TORCH_DTYPES, SharedMemory
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.types import KVLayout
@@ -36,19 +37,21 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """``mirror`` is the cache as other nodes see it, where there are any; ``close`` ends what was started for it."""
+    """``mirror`` is the cache as other nodes see it, where there are any; ``close`` ends what was started for it, and
+    ``watch`` has its argument called, on some thread, once that has died by itself."""
 
     model: CausalModel
     cache: Cache
     mirror: Mirror | None = None
     close: Callable[[], None] = lambda: None
+    watch: Callable[[Callable[[MooncakeError], None]], None] = lambda _: None
 
 
 def plan_pages(
     checkpoint: Checkpoint, layout: KVLayout, context: int, device: str = "cpu", num_ranks: int = 1
 ) -> tuple[PageGroups, KVLayout]:
     """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
-    where ``layout`` is a whole block. On a GPU and over several ranks all layers are one group."""
+    where ``layout`` is a whole block. On a GPU and over several processes all layers are one group."""
     groups = groups_of(checkpoint.config, context) if device == "cpu" and num_ranks == 1 else UNIFORM
     return groups, groups.page_layout(layout)
 
@@ -68,6 +71,8 @@ def on_device(
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend)
     if can_blend:
         raise ConfigError("prefill.blend_share is for prefill nodes on CPUs")
+    if size.layout.inputs_of:
+        raise ConfigError("model.keep_hidden is for nodes on CPUs")
     backend = on_gpu(checkpoint, precision, size, device, adapters)
     from mooncake.engine.device_cache import DeviceCache, HostMirror, SettledModel
 
@@ -156,6 +161,26 @@ def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int)
     return Backend(model, model, close=model.close)
 
 
+def over_stages(
+    path: str, precision: Precision, size: CacheSize, num_stages: int, threads: int = 0, cores: Sequence[int] = ()
+) -> Backend:
+    """A pipeline of so many processes of this machine, with ``threads`` and as many of ``cores`` each, where there are
+    enough; the cache is its own mirror. Raises ModelError when the model cannot be cut so."""
+    from mooncake.model.pipeline import PipelineModel
+
+    if precision.key_scales:
+        raise ModelError("pipeline stages do not take model.key_scales")
+    memory = SharedMemory.create(size.num_blocks * size.layout.block_bytes)
+    try:
+        model = PipelineModel(
+            path, precision, memory, size.layout, size.num_blocks, num_stages, size.max_model_len, threads, cores
+        )
+    finally:
+        memory.close()
+    cache = KVCache(size.layout, size.num_blocks, memory.bytes.data, size.num_places)
+    return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
+
+
 def _model(
     checkpoint: Checkpoint,
     precision: Precision,
@@ -175,4 +200,5 @@ def _model(
         key_scales,
         codes=precision.codes,
         can_blend=can_blend,
+        keep_hidden=size.layout.inputs_of,
     )

@@ -39,6 +39,18 @@ class CausalModel(Protocol):
         ...
 
 
+@runtime_checkable
+class RecomputingModel(CausalModel, Protocol):
+    """A model that can also compute some of its layers alone."""
+
+    def recompute(
+        self, layers: range, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, hidden: torch.Tensor | None
+    ) -> None:
+        """Keys and values of adjacent ``layers``, from what the first of them takes as its input (float32
+        [T, hidden]; None: the embeddings, for layer 0). Raises what the hook raises."""
+        ...
+
+
 class StartedStep(Protocol):
     """A step that may still be under way."""
 
@@ -136,6 +148,7 @@ class EngineConfig:
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
+    own_layers: range | None = None  # that are computed of tokens with another model's KV; None: there are none
     groups: PageGroups = UNIFORM  # of the cache's layers
 
     @property
@@ -145,6 +158,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_least({name: (getattr(self, name), least) for name, least in _LEAST.items()})
+        if self.tbt_limit_ms and not self.chunk_tokens:
+            raise ConfigError("tbt_limit_ms cuts prompts, and chunk_tokens = 0 says that none is cut: set one of them")
 
 
 def check_least(numbers: Mapping[str, tuple[float, float]]) -> None:
@@ -189,6 +204,7 @@ class EngineLoad:
     shared_blocks: int  # full blocks that they did not have to hold a second time
     copied_blocks: int  # copies on write
     computed_tokens: int  # put through the model
-    blended_tokens: int  # of them, with KV that was there, so that most left it after the first layers
+    inherited_tokens: int  # of which only some layers were computed
+    blended_tokens: int  # of the computed ones, with KV that was there, so that most left it after the first layers
     drafted_tokens: int  # guesses
     accepted_tokens: int  # of them, that came true

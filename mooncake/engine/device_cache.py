@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from mooncake.engine.contract import CausalModel, HasVocabulary, StartedStep, StartingModel
-from mooncake.engine.kv_cache import HERE, TORCH_DTYPES, Arrival, KVCache
+from mooncake.engine.kv_cache import HERE, Arrival, KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import copy_pages
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.device_sampler import Draws
+from mooncake.model.pages import TORCH_DTYPES
 from mooncake.types import KVLayout
 
 _PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: for every context, and with an address on the device

@@ -22,6 +22,7 @@ from mooncake.engine.contract import (
     CausalModel,
     EngineConfig,
     EngineLoad,
+    RecomputingModel,
     Reservation,
     StartingModel,
     StepHook,
@@ -29,17 +30,18 @@ from mooncake.engine.contract import (
 )
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.gate import Gate
+from mooncake.engine.inherit import hidden_of
 from mooncake.engine.roster import Roster
 from mooncake.engine.run_ahead import RunAhead
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.searches import Searches, first_candidates, handed_candidates, rows_of
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import UNDER_WAY, Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
 from mooncake.engine.step_ends import ends_of, grown, score_prompts
-from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
+from mooncake.errors import Cancelled, ConfigError, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
@@ -58,9 +60,6 @@ __all__ = [
 ]
 
 
-_UNDER_WAY = frozenset({SequenceState.WAITING, SequenceState.RUNNING})
-
-
 class Engine:
     """Runs sequences over one paged cache."""
 
@@ -73,7 +72,10 @@ class Engine:
         draft_model: DraftModel | None = None,
     ) -> None:
         """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused.
-        ``draft_model`` guesses tokens where ``config.speculative_tokens`` allows it, in place of prompt lookup."""
+        ``draft_model`` guesses tokens where ``config.speculative_tokens`` allows it, in place of prompt lookup.
+        Raises ConfigError where the model cannot compute ``config.own_layers`` alone."""
+        if config.own_layers and not isinstance(model, RecomputingModel):
+            raise ConfigError("prefill.variant is for the Llama family on CPUs")
         self.config = config
         self.cache = cache
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)
@@ -93,13 +95,13 @@ class Engine:
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
         self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens, config.groups)
         self._roster = Roster()
-        self._num_computed_tokens = self._num_blended_tokens = 0
+        self._num_computed_tokens = self._num_blended_tokens = self._num_inherited_tokens = 0
         self._costs = StepCosts(config, self._scheduler.blocks.swap)
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = drafter.propose
-        self._searches = Searches(self._fork, self._retire)
+        self._searches = Searches(self._fork, self._retire, self._break_off)
         self._ahead: RunAhead | None = None  # where the model can start steps
         if isinstance(model, StartingModel) and model.most_started:
             self._ahead = RunAhead(
@@ -129,7 +131,7 @@ class Engine:
         """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
         for sequence in self._roster.answers_to(request_id):
             is_it = sequence.choice == choice and sequence.has_forked and not sequence.is_beam
-            if is_it and sequence.state in _UNDER_WAY:
+            if is_it and sequence.state in UNDER_WAY:
                 self._retire(sequence)
                 self._roster.close(request_id)
 
@@ -199,7 +201,7 @@ class Engine:
         sequence = self._roster.get(request_id)
         if sequence is None:
             return
-        sequence.external_blocks = 0
+        sequence.external_blocks = sequence.inheritable_blocks = 0
         if sequence.state is SequenceState.RUNNING and sequence.is_loading:
             self._not_announced = deque(a for a in self._not_announced if a.sequence is not sequence)
             self._scheduler.put_back(sequence)
@@ -236,7 +238,7 @@ class Engine:
             self._scheduler.drafts = self._costs.drafts_pay
             plan = self._scheduler.plan(self._costs.budget)
             self._settle(plan)
-            if plan.entries:
+            if plan.entries or plan.inherited:
                 self._run(plan, hook)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -253,13 +255,10 @@ class Engine:
         wanted = None if request_ids is None else set(request_ids)
         self._give_up_ahead()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            if wanted is not None and sequence.request_id not in wanted:
-                continue
-            if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
-                self._scheduler.finish(sequence, hold=True)
+            is_meant = wanted is None or sequence.request_id in wanted
+            if is_meant and sequence.state in UNDER_WAY:  # else it ended with another beam of its search
+                self._break_off(sequence)
                 self._tell_end(sequence, error)
-            else:
-                self._end(sequence, error)
 
     def match(self, keys: list[BlockKey]) -> int:
         """How many leading blocks need not be computed; from any thread, where it is only a hint."""
@@ -288,6 +287,7 @@ class Engine:
             shared_blocks=self._scheduler.blocks.num_shared,
             copied_blocks=self._scheduler.blocks.num_copies,
             computed_tokens=self._num_computed_tokens,
+            inherited_tokens=self._num_inherited_tokens,
             blended_tokens=self._num_blended_tokens,
             drafted_tokens=self._num_drafted,
             accepted_tokens=self._num_accepted,
@@ -295,7 +295,7 @@ class Engine:
 
     def _settle(self, plan: StepPlan) -> None:
         """Do what a plan has decided already, whether or not its step succeeds."""
-        self.is_stalled = not (plan.entries or plan.failures or plan.has_preempted or self._outputs)
+        self.is_stalled = not (plan.entries or plan.inherited or plan.failures or plan.has_preempted or self._outputs)
         self._copy_blocks(plan.copies)
         self._not_announced += plan.admissions
         for sequence, error in plan.failures:
@@ -315,6 +315,11 @@ class Engine:
         if self._ahead is not None and self._ahead.takes(plan, hook):
             self._ahead.run(plan, hook)
             return
+        if plan.inherited:
+            self._inherit(plan.inherited, hook)
+            if not plan.entries:
+                hook.end_step(plan)
+                return
         batch, ended = self._batches.build(plan.entries)
         logits = self._model.forward(batch, self.cache.tensor, hook)
         ends = ends_of(ended, self._answers_of)
@@ -332,9 +337,9 @@ class Engine:
         for sequence, draft, row in ends.drafts:
             if self._confirm(sequence, draft, logits[row:], sequence in finished):
                 finished.append(sequence)
-        if batch.reuse is None:
+        if batch.reuse is None and not plan.inherited:
             self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
-        else:  # no measure of other steps
+        elif batch.reuse is not None:  # no measure of other steps
             self._num_blended_tokens += batch.reuse.num_tokens
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
         searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
@@ -345,6 +350,16 @@ class Engine:
                 self._complete(sequence)
             for search in searches:
                 self._give_out(self._searches.grow(search, search.take_candidates()))
+
+    def _inherit(self, entries: list[StepEntry], hook: StepHook) -> None:
+        """Own layers of tokens that have another model's KV in the others. It counts whatever becomes of the step: who
+        cannot have the rest starts over."""
+        assert isinstance(self._model, RecomputingModel) and self.config.own_layers is not None
+        batch, _ = self._batches.build(entries)
+        self._model.recompute(self.config.own_layers, batch, self.cache.tensor, hook, hidden_of(entries))
+        self._num_inherited_tokens += len(batch.tokens)
+        for entry in entries:
+            entry.sequence.num_computed = entry.end
 
     def _take_tokens(
         self, answers: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
@@ -471,6 +486,13 @@ class Engine:
     def _tell_end(self, sequence: Sequence, error: MooncakeError) -> None:
         self._searches.drop(sequence.root_id)
         self._roster.fail(sequence.root_id, error)
+
+    def _break_off(self, sequence: Sequence) -> None:
+        """It ends before its time; blocks that others may be reading or filling stay."""
+        if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
+            self._scheduler.finish(sequence, hold=True)
+        else:
+            self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         if self._ahead is not None:

@@ -7,13 +7,14 @@ It knows nothing of gRPC calls, hand-offs or the pool.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,19 +22,20 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import CacheSize, draft_on, on_device
+from mooncake.engine.backend import Backend, CacheSize, draft_on, on_device, over_stages
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
-from mooncake.hashing import chain_seed, chunk_seed, kv_fingerprint
+from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
+from mooncake.variants import Profile, read_profile
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class CachePlan:
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
     """Raises ConfigError when not even two blocks fit into ``kv_gb``, or more is asked for than the model reads."""
     groups = config.page_groups(checkpoint.config)
-    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype)
+    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     layout = groups.page_layout(block)
     num_pages = int(section.kv_gb * 1e9) // layout.block_bytes
     asked = checkpoint.config.context(config.model.max_model_len)
@@ -82,7 +84,7 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts when it is of one kind: one prefill chunk alone, or decodes alone."""
         chunks = plan.entries
-        if any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
+        if plan.inherited or any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
             return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
@@ -146,9 +148,12 @@ class EngineHost:
         self._section = section
         self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
         self._checkpoint = checkpoint
+        self.variant = self._read_variant()
+        self.counters: Counter[str] = Counter()  # that roles keep, for heartbeats
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.device = section.device
+        self._failure: asyncio.Future[MooncakeError]
         self.mirror: Mirror  # the cache, as other nodes see it
         self.engine: Engine
         self.thread: EngineThread
@@ -159,6 +164,7 @@ class EngineHost:
         Raises ModelError for weights that cannot be loaded, ConfigError for a device that is not there.
         """
         self._loop = asyncio.get_running_loop()
+        self._failure = self._loop.create_future()
         if self._section.threads:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
@@ -166,16 +172,7 @@ class EngineHost:
         plan = self.plan
         num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
         size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
-        backend = await asyncio.to_thread(
-            on_device,
-            self.device,
-            self._checkpoint,
-            self._precision,
-            size,
-            self._adapters.adapters,
-            buffer,
-            self._blends,
-        )
+        backend = await asyncio.to_thread(self._backend, size, buffer)
         drafter = None
         if self._section.draft_model:
             drafter = await asyncio.to_thread(
@@ -187,6 +184,7 @@ class EngineHost:
                 self._checkpoint.config.vocab_size,
                 self._section.speculative_tokens,
             )
+        backend.watch(self._tell_failure)
         assert backend.mirror is not None
         self.mirror = backend.mirror
         self._close_backend = backend.close
@@ -197,6 +195,7 @@ class EngineHost:
             speculative_tokens=self._section.speculative_tokens,
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
+            own_layers=self.variant.layers if self.variant else None,
             groups=self.plan.groups,
         )
         self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
@@ -220,13 +219,20 @@ class EngineHost:
             await asyncio.to_thread(self.thread.stop)
             self._close_backend()
 
+    async def wait_broken(self) -> MooncakeError:
+        """Return the error once the engine cannot go on, or a process that computes for it has died: then this node
+        cannot either."""
+        ends: list[asyncio.Future[MooncakeError]] = [asyncio.wrap_future(self.thread.broken), self._failure]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do outside of the engine's thread what would hold its steps up. Raises InvalidRequest."""
         if sampling.guide is not None:
             await asyncio.to_thread(self._guides.compile, sampling.guide)
 
-    def chain_seed(self, salt: str, adapter: str) -> bytes:
-        return chain_seed(self.fingerprint, salt, adapter)
+    def chain(self, salt: str = "", adapter: str = "", adapter_start: int = 0) -> Chain:
+        return Chain.of(self.fingerprint, salt, adapter, adapter_start)
 
     def chunk_seed(self, salt: str) -> bytes:
         return chunk_seed(self.fingerprint, salt)
@@ -234,6 +240,14 @@ class EngineHost:
     def encode(self, text: str) -> TokenIds:
         """Loads the tokenizer; for the start of a node."""
         return self._checkpoint.load_tokenizer().encode(text)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._checkpoint.config.hidden_size
+
+    def layout_with(self, keep_hidden: tuple[int, ...]) -> KVLayout:
+        """Of the blocks of a node like this one that keeps those layers' inputs. Raises ConfigError."""
+        return self._checkpoint.kv_layout(self.config.block.tokens, self._precision.kv_dtype, keep_hidden)
 
     def sequence(
         self,
@@ -245,23 +259,27 @@ class EngineHost:
         *,
         num_to_sample: int | None = None,
         external_blocks: int = 0,
+        inheritable_blocks: int = 0,
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
+        adapter_start: int = 0,
         is_chunk: bool = False,
     ) -> Sequence:
-        """A sequence for this engine; ``adapter`` is a digest; ``is_chunk``: its blocks are named as a chunk's. Raises
-        InvalidRequest, ContextTooLong or NotFound when it can never run here."""
+        """A sequence for this engine; ``adapter`` is a digest, and acts from token ``adapter_start`` on; ``is_chunk``:
+        its blocks are named as a chunk's. Raises InvalidRequest, ContextTooLong or NotFound when it can never run here.
+        """
         return Sequence(
             request_id,
             tokens,
             num_prompt,
             sampling,
-            self.chunk_seed(salt) if is_chunk else self.chain_seed(salt, adapter),
+            Chain(self.chunk_seed(salt)) if is_chunk else self.chain(salt, adapter, adapter_start),
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
             external_blocks=external_blocks,
+            inheritable_blocks=inheritable_blocks,
             hold_blocks=hold_blocks,
             priority=priority,
             adapter=self._adapters.place(adapter),
@@ -286,11 +304,41 @@ class EngineHost:
                 "drafts_accepted": load.accepted_tokens,
                 "tokens_computed": load.computed_tokens,
                 "tokens_blended": load.blended_tokens,
+                "tokens_inherited": load.inherited_tokens,
                 "sequences_forked": load.forks,
                 "blocks_shared_by_forks": load.shared_blocks,
                 "blocks_copied_on_write": load.copied_blocks,
+                **self.counters,
             },
         )
+
+    def _backend(self, size: CacheSize, buffer: memoryview | None) -> Backend:
+        section = self._section
+        if isinstance(section, PrefillSection) and section.pipeline_stages > 1:
+            asked = replace(size, max_model_len=self._checkpoint.config.context(self.config.model.max_model_len))
+            path, cores = self.config.model.path, self.config.node.cores
+            return over_stages(path, self._precision, asked, section.pipeline_stages, section.threads, cores)
+        adapters = self._adapters.adapters
+        return on_device(self.device, self._checkpoint, self._precision, size, adapters, buffer, self._blends)
+
+    def _tell_failure(self, error: MooncakeError) -> None:
+        """From any thread."""
+
+        def tell() -> None:
+            if not self._failure.done():
+                self._failure.set_result(error)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(tell)
+
+    def _read_variant(self) -> Profile | None:
+        """Raises ConfigError."""
+        section = self._section
+        if not isinstance(section, PrefillSection) or not section.variant:
+            return None
+        profile = read_profile(section.variant)
+        profile.check(self.content, self._checkpoint.config.num_layers)
+        return profile
 
     def _publish_events(self) -> None:
         """On the engine's thread, to the event log on the event loop."""
@@ -305,7 +353,7 @@ class EngineHost:
         block_tokens = self.config.block.tokens
         longest = min(self.plan.max_model_len, self.plan.num_blocks * block_tokens) - 8
         vocab = self._checkpoint.config.vocab_size
-        seed = secrets.token_bytes(32)
+        chain = Chain(secrets.token_bytes(32))
         random = np.random.default_rng(0)
         hook = NodeHook(NO_HOOK, self.samples, lambda: None)
         for index, length in enumerate((16, 64, 192)):  # the first one pays for lazy initialisation
@@ -317,7 +365,7 @@ class EngineHost:
                 tokens,
                 length,
                 SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-                seed,
+                chain,
                 eos_ids=(),
                 max_model_len=self.plan.max_model_len,
             )

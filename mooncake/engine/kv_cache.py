@@ -17,12 +17,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mooncake.errors import ConfigError
+from mooncake.model.pages import pages_over
 from mooncake.types import KVLayout
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 class Arrival(Protocol):
@@ -87,11 +85,7 @@ class KVCache:
             raise ConfigError(f"{num_blocks} blocks need {num_bytes} writable bytes, the buffer has {buffer.nbytes}")
         flat = np.frombuffer(buffer, np.uint8, num_bytes)
         self.memory: npt.NDArray[np.uint8] = flat.reshape(num_blocks, layout.block_bytes)
-        self.tensor = (
-            torch.from_numpy(flat)
-            .view(TORCH_DTYPES[layout.dtype])
-            .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, -1)
-        )
+        self.tensor = pages_over(flat, layout, num_blocks)
 
     def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
         return HERE
@@ -109,9 +103,11 @@ class KVCache:
 
 
 def _own_memory(num_bytes: int) -> memoryview:
-    """Zeroed, aligned to pages, and taken from the system only as it is touched."""
-    # private: most systems have no large pages for memory that is shared
-    area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeroed, aligned to pages, and taken from the system only as it is touched. Raises ConfigError."""
+    try:  # private: most systems have no large pages for memory that is shared
+        area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        raise ConfigError(f"the system does not give {num_bytes / 1e9:.1f} GB: lower kv_gb or swap_gb") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(area)

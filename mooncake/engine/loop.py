@@ -1,7 +1,7 @@
 """The thread that owns an engine: it runs what others ask of it, steps while there is work, and hands the tokens out.
 
 No error ends it silently: a load that failed is computed instead, any other failure of a step ends the sequences that
-run or wait, and each of them is told.
+run or wait, and each of them is told. When that fails too the engine is broken: the thread ends, and says so.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class EngineThread:
 
     def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
         self.engine = engine
+        self.broken: Future[MooncakeError] = Future()  # why nobody can use the engine any more, once that is so
+        self._ending = NodeUnavailable("the engine is stopping")
         self._hook = hook
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
@@ -40,7 +42,7 @@ class EngineThread:
         self._thread.start()
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Run ``work`` between two steps. The future fails with what it raises, or NodeUnavailable after ``stop``."""
+        """Run ``work`` between two steps. The future fails with what it raises, or NodeUnavailable after the end."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -54,7 +56,7 @@ class EngineThread:
             if not self._is_stopping:
                 self._calls.put(run)
                 return future
-        future.set_exception(NodeUnavailable("the engine has stopped"))
+        future.set_exception(self._ending)
         return future
 
     def add(self, sequence: Sequence, on_output: OnOutput) -> None:
@@ -92,15 +94,26 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+            self._serve_calls(wait=False)
+            self.engine.fail_all(self._ending)
+            self._publish([])
+        except BaseException as error:  # of the engine's own books: nothing that it says can be trusted
+            log.critical("the engine is broken", exc_info=True)
+            self._ending = NodeUnavailable(f"the engine is broken: {type(error).__name__}: {error}")
+            with self._gate:
+                self._is_stopping = True
+            self._serve_calls(wait=False)
+            self.broken.set_result(self._ending)
+        for request_id in list(self._listeners):
+            self._finish(request_id, self._ending)
+
+    def _work(self) -> None:
         is_stuck = False
         while not self._is_stopping:
             self._serve_calls(wait=is_stuck or not self.engine.has_work)
             is_stuck = not self._step()
-        self._serve_calls(wait=False)
-        self.engine.fail_all(NodeUnavailable("the engine is stopping"))
-        self._publish([])
-        for request_id in list(self._listeners):
-            self._finish(request_id, NodeUnavailable("the engine is stopping"))
 
     def _serve_calls(self, *, wait: bool) -> None:
         try:

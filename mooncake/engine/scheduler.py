@@ -61,9 +61,11 @@ class Admission:
 @dataclass(slots=True)
 class StepPlan:
     """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else, in
-    order; numbers behind the cache's blocks are places of the swap space."""
+    order; numbers behind the cache's blocks are places of the swap space. The tokens of ``inherited`` are computed in
+    some layers alone, before the others."""
 
     entries: list[StepEntry] = field(default_factory=list)
+    inherited: list[StepEntry] = field(default_factory=list)
     has_preempted: bool = False
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -183,7 +185,7 @@ class Scheduler:
         if not plan.has_preempted:
             budget = self._admit(plan, budget)
         self._use_up(plan, num_decodes, budget)
-        if not plan.entries and any(not sequence.is_parked for sequence in self.waiting):
+        if not (plan.entries or plan.inherited) and any(not sequence.is_parked for sequence in self.waiting):
             self._make_parked_give_way(plan)
         return plan
 
@@ -262,7 +264,9 @@ class Scheduler:
         A chunk ends at its prompt's end or on a block border, counted from the start of the sequence, so that the same
         prompt is cut at the same places whatever else runs. Only a budget below one block makes it end elsewhere.
         """
-        first, left = sequence.num_computed, sequence.num_tokens - sequence.num_computed
+        first, left, entries = sequence.num_computed, sequence.num_tokens - sequence.num_computed, plan.entries
+        if first in sequence.inherits:
+            left, entries = sequence.inherits.stop - first, plan.inherited
         count = min(left, budget)
         if count < left:
             aligned = (first + count) // self._block_tokens * self._block_tokens - first
@@ -272,7 +276,7 @@ class Scheduler:
         count = self.blocks.covered(sequence, first + count) - first
         if count <= 0:  # pages of its windows are lacking: who was let in after it goes on, and leaves some
             return 0
-        plan.entries.append(StepEntry(sequence, first, count))
+        entries.append(StepEntry(sequence, first, count))
         return count
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
@@ -323,10 +327,14 @@ class Scheduler:
             sequence.num_cached_tokens = min(num_cached * self._block_tokens, sequence.num_tokens - 1)
         sequence.num_sealed = num_cached
         sequence.num_computed = num_ready
+        sequence.inherits = range(0)
         if sequence.swapped is not None:
             return Admission(sequence, [])
         num_filled = max(num_cached, min(sequence.external_blocks, usable))
-        sequence.is_loading = num_filled > num_cached
+        num_inherited = min(sequence.inheritable_blocks, (sequence.num_tokens - 1) // self._block_tokens)
+        if num_inherited > num_filled and not sequence.is_scoring:
+            sequence.inherits = range(num_ready, num_inherited * self._block_tokens)
+        sequence.is_loading = num_filled > num_cached or bool(sequence.inherits)
         to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_filled)]
         return Admission(sequence, to_load)
 

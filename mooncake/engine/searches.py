@@ -14,7 +14,7 @@ import torch
 
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.contract import StepOutput
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import UNDER_WAY, Sequence
 from mooncake.errors import InternalError
 from mooncake.types import SampledToken, TokenLogprob
 
@@ -40,10 +40,17 @@ class Search:
 class Searches:
     """By request. One that ends gives its answers out and is forgotten."""
 
-    def __init__(self, fork: Callable[[Sequence, list[Sequence]], None], retire: Callable[[Sequence], None]) -> None:
-        """``fork`` has sequences go on over the blocks of another one; ``retire`` takes a sequence's blocks back."""
+    def __init__(
+        self,
+        fork: Callable[[Sequence, list[Sequence]], None],
+        retire: Callable[[Sequence], None],
+        break_off: Callable[[Sequence], None],
+    ) -> None:
+        """``fork`` has sequences go on over the blocks of another one; ``retire`` takes a sequence's blocks back, and
+        so does ``break_off``, but for blocks that somebody else may still be filling."""
         self._fork = fork
         self._retire = retire
+        self._break_off = break_off
         self._searches: dict[str, Search] = {}
 
     def begin(self, sequence: Sequence, candidates: list[Candidate]) -> list[StepOutput]:
@@ -94,8 +101,8 @@ class Searches:
         """The request's search, if it has one, goes no further. Idempotent."""
         search = self._searches.pop(root_id, None)
         for sequence in search.sequences if search else ():
-            if sequence.state is not SequenceState.FINISHED:
-                self._retire(sequence)
+            if sequence.state in UNDER_WAY:
+                self._break_off(sequence)
 
     def _search_of(self, sequence: Sequence) -> Search:
         search = self._searches.get(sequence.root_id)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError
-from mooncake.hashing import extend_chain
+from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
     from mooncake.engine.blend import Blend
+    from mooncake.engine.inherit import HiddenStates
     from mooncake.engine.speculation import DraftMemory
     from mooncake.engine.swap import Swapped
 
@@ -36,6 +37,8 @@ class SequenceState(StrEnum):
 
 
 _S = SequenceState
+
+UNDER_WAY = frozenset({_S.WAITING, _S.RUNNING})
 
 ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.RESERVED, _S.FINISHED}),
@@ -62,16 +65,17 @@ class Sequence:
     given_tokens: InitVar[TokenIds]
     num_prompt: int
     sampling: SamplingParams
-    chain_seed: bytes  # of its blocks' names: its adapter's own
+    chain: Chain  # of its blocks' names
     _: KW_ONLY
     eos_ids: InitVar[tuple[int, ...]]
     max_model_len: InitVar[int]
     num_to_sample: InitVar[int | None] = None
     external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
+    inheritable_blocks: int = 0  # leading ones of which another model's KV can be, where there is none of this one
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
     kept_from: int = NEVER  # what this token sees in a window is kept too
-    adapter: int = -1  # a place in the model's list of them; -1: none
+    adapter: int = -1  # a place in the model's list of them; -1: none. It acts from token ``chain.start`` on
     is_first_leg: bool = field(init=False)  # another engine goes on with it
     edits_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # whether the model's most likely token is all that it asks for
@@ -103,6 +107,8 @@ class Sequence:
     num_sealed: int = field(default=0, init=False)  # blocks
     blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
     num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV was not put together; None: all
+    inherits: range = field(default=range(0), init=False)  # tokens that are computed in some layers alone
+    hidden: HiddenStates | None = field(default=None, init=False)  # which these layers begin with; None: embeddings
     num_writable: int = field(default=0, init=False)  # tokens, of which the next needs no look whose its block is
     is_loading: bool = field(default=False, init=False)  # blocks of the table are still on their way from elsewhere
     row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
@@ -133,7 +139,9 @@ class Sequence:
             raise InvalidRequest("the answer is complete already", "max_tokens")
         if num_to_sample is not None and num_to_sample < 1:
             raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
-        if self.external_blocks < 0:
+        if self.chain.start >= num_prompt:
+            raise InvalidRequest("an adapter must begin to act within the prompt", "adapter_start")
+        if min(self.external_blocks, self.inheritable_blocks) < 0:
             raise InvalidRequest("external_blocks must not be negative", "external_blocks")
         self.is_first_leg = num_to_sample is not None
         self.edits_logits = sampling.edits_logits
@@ -248,7 +256,7 @@ class Sequence:
             tokens,
             self.num_prompt,
             sampling,
-            self.chain_seed,
+            self.chain,
             eos_ids=tuple(self.stop_ids),
             max_model_len=self._full_length,
             priority=self.priority,
@@ -265,7 +273,5 @@ class Sequence:
 
     def extend_keys(self, block_tokens: int) -> None:
         """Bring ``block_keys`` up to date with the tokens."""
-        known = len(self.block_keys)
-        if (known + 1) * block_tokens <= self.num_tokens:
-            parent = self.block_keys[-1] if known else self.chain_seed
-            self.block_keys += extend_chain(parent, self.tokens[known * block_tokens :], block_tokens)
+        if (len(self.block_keys) + 1) * block_tokens <= self.num_tokens:
+            self.chain.extend(self.block_keys, self.tokens, block_tokens)

@@ -93,7 +93,7 @@ class BatchBuilder:
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
             longest = max(len(entry.sequence.block_table) for entry in entries)
-            decodes.take(self._tables_of(rows, longest), _adapters(entries))
+            decodes.take(self._tables_of(rows, longest), _adapters(entries))  # act on every newest token
         for group in range(1, self._num_groups):
             slots += [
                 entry.sequence.tables[group][place // size] * size + place % size
@@ -139,7 +139,7 @@ class BatchBuilder:
             block_tables=tables[0],
             slots=slots[0],
             logit_rows=torch.from_numpy(logit_rows),
-            adapters=_adapters(entries),
+            adapters=_acting(entries, positions, counts),
             reuse=reuse_of(entries),
             pages=None if self._places is None else Pages(self._places, tables, slots),
         )
@@ -157,8 +157,22 @@ class BatchBuilder:
 
 
 def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
+    """Of each sequence [B]."""
     adapters = [entry.sequence.adapter for entry in entries]
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
+
+
+def _acting(
+    entries: list[StepEntry], positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> torch.Tensor | None:
+    """Of each token [T]: that of its sequence, where it has begun to act."""
+    of_sequences = _adapters(entries)
+    if of_sequences is None:
+        return None
+    starts = np.array([entry.sequence.chain.start for entry in entries], np.int64)
+    places = np.repeat(of_sequences.numpy(), counts)
+    places[positions < np.repeat(starts, counts)] = -1
+    return torch.from_numpy(places) if places.max() >= 0 else None
 
 
 def _logit_rows(

@@ -38,7 +38,7 @@ class Pages:
     block_tables: torch.Tensor  # int32 [G, B, M], contiguous
     slots: torch.Tensor  # int64 [G, T], contiguous
 
-    def of(self, sequences: torch.Tensor, rows: torch.Tensor) -> Pages:
+    def of(self, sequences: torch.Tensor | slice, rows: torch.Tensor | slice) -> Pages:
         return Pages(self.places, self.block_tables[:, sequences].contiguous(), self.slots[:, rows].contiguous())
 
 
@@ -51,7 +51,7 @@ class ForwardBatch:
     block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with any; likewise before the windows of all queries
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
-    adapters: torch.Tensor | None = None  # int32 [B]: place of each sequence's adapter, -1: none; None: none has one
+    adapters: torch.Tensor | None = None  # int32 [T]: place of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
     pages: Pages | None = None  # None: all layers are one group, and the cache's layer l is row l of a page
 
@@ -76,6 +76,27 @@ class ForwardBatch:
             return layer, self.block_tables, self.slots
         group, row = self.pages.places[layer].tolist()
         return row, self.pages.block_tables[group], self.pages.slots[group]
+
+    def part(self, begin: int, end: int) -> ForwardBatch:
+        """Its tokens ``begin`` ≤ t < ``end`` alone, at least one, without ``reuse``. Computed behind those before them,
+        they get what they would have got in one batch; logits keep their order among those that are left."""
+        if begin == 0 and end == self.tokens.shape[0]:
+            return self
+        first = int(torch.searchsorted(self.query_starts, begin, right=True)) - 1
+        last = int(torch.searchsorted(self.query_starts, end))  # the first sequence of which it has nothing
+        missing = (self.query_starts[first + 1 : last + 1] - end).clamp(min=0)
+        rows = self.logit_rows
+        return ForwardBatch(
+            tokens=self.tokens[begin:end],
+            positions=self.positions[begin:end],
+            query_starts=self.query_starts[first : last + 1].clamp(begin, end) - begin,
+            context_lens=self.context_lens[first:last] - missing,
+            block_tables=self.block_tables[first:last],
+            slots=self.slots[begin:end],
+            logit_rows=rows[(rows >= begin) & (rows < end)] - begin,
+            adapters=None if self.adapters is None else self.adapters[first:last],
+            pages=None if self.pages is None else self.pages.of(slice(first, last), slice(begin, end)),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -104,7 +125,7 @@ class ForwardBatch:
             block_tables=self.block_tables[sequences],
             slots=self.slots[rows],
             logit_rows=places[self.logit_rows],
-            adapters=None if self.adapters is None else self.adapters[sequences],
+            adapters=None if self.adapters is None else self.adapters[rows],
             reuse=None if self.reuse is None else self.reuse.of(rows),
             pages=None if self.pages is None else self.pages.of(sequences, rows),
         )
@@ -135,6 +156,17 @@ class NoHook:
 
     def before_layer(self, layer: int) -> None:
         pass
+
+    def after_layer(self, layer: int) -> None:
+        pass
+
+
+class OnlyWaiting:
+    """A hook for passes whose KV nobody is told of: what they reuse they still wait for."""
+
+    def __init__(self, hook: LayerHook) -> None:
+        self.wants_layers = hook.wants_layers
+        self.before_layer = hook.before_layer
 
     def after_layer(self, layer: int) -> None:
         pass

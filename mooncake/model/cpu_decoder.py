@@ -27,8 +27,8 @@ from mooncake.kernels.cpu import (
 )
 from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.layers import LayerWeights, Weights, matrix, vector, weight
-from mooncake.model.lora import PRODUCTS, LayerAdapter, adapter_of_rows
+from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
+from mooncake.model.lora import PRODUCTS, LayerAdapter
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
@@ -46,8 +46,9 @@ class _Layer(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin")),
+        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin", "kept")),
         *((name, _LONG) for name in ("num_adapters", "num_layers", "num_positions", "hidden", "intermediate", "vocab")),
+        ("num_kept", _LONG),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "last_owner")),
         *((name, _FLOAT) for name in ("eps", "scale")),
     ]
@@ -62,8 +63,10 @@ class _LayerAdapter(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters", "places")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
+        *((name, _POINTER) for name in ("places", "entering", "leaving")),
         *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits", "num_groups")),
+        *((name, _LONG) for name in ("first_layer", "last_layer")),
     ]
 
 
@@ -91,16 +94,20 @@ class CpuDecoder:
         self,
         config: ModelConfig,
         weights: Weights,
+        places: range,
         layers: Iterable[LayerWeights],
         tables: tuple[torch.Tensor, torch.Tensor],
         kernels: CpuKernels,
         coding: Coding = "",
         adapters: Sequence[Sequence[LayerAdapter]] = (),
+        kept: Sequence[int] = (),
     ) -> None:
-        """``tables`` are cosines and sines of all positions. Raises ModelError when a weight is missing."""
+        """``places`` are those of ``layers`` in the model, all or a stage's. ``tables`` are cosines and sines of all
+        positions. Raises ModelError when a weight is missing."""
         check_mirrors(kernels.library, _MIRRORS)
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
+        self._last_layer = len(places) - 1
         self._results = _Results()
         self._kept: list[torch.Tensor | PanelLinear] = [*tables]
         self._kept_adapters: list[PanelLinear] = []
@@ -127,7 +134,7 @@ class CpuDecoder:
                         self._kept_adapters.append(packed)
                     yield None if packed is None else packed.address
 
-        self._layers = (_Layer * config.num_layers)(
+        self._layers = (_Layer * len(places))(
             *(
                 _Layer(
                     address(layer.attention_norm),
@@ -142,34 +149,37 @@ class CpuDecoder:
                     config.owns_kv(index),
                     config.window_of(index),
                 )
-                for index, layer in enumerate(layers)
+                for index, layer in zip(places, layers, strict=True)
             )
         )
         self._adapters = [
-            (_LayerAdapter * config.num_layers)(*(_LayerAdapter(*low_rank(layer)) for layer in adapter))
+            (_LayerAdapter * len(places))(*(_LayerAdapter(*low_rank(adapter[place])) for place in places))
             for adapter in adapters
         ]
         self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
-        embedding = product(matrix(weights, "model.embed_tokens.weight"))
+        embedding, head = embedding_and_head(weights, config, places, product)
+        self._kept_layers = (_LONG * len(kept))(*kept)
         cos, sin = tables
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
             embedding,
-            embedding if config.tie_embeddings else product(matrix(weights, "lm_head.weight")),
+            head,
             ctypes.addressof(self._adapter_table),
             address(weight(weights, "model.norm.weight")),
             cos.data_ptr(),
             sin.data_ptr(),
+            ctypes.addressof(self._kept_layers),
             len(adapters),
-            config.num_layers,
+            len(places),
             cos.shape[0],
             config.hidden_size,
             config.intermediate_size,
             config.vocab_size,
+            len(kept),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            config.kv_owners[-1],
+            config.kv_owners[-1] - places.start,
             config.rms_eps,
             config.head_dim**-0.5,
         )
@@ -183,9 +193,16 @@ class CpuDecoder:
     def takes(config: ModelConfig, dtype: torch.dtype) -> bool:
         return config.head_dim % 16 == 0 and config.intermediate_size % 16 == 0 and dtype is not torch.float16
 
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``."""
-        adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+        layers: range | None = None,
+    ) -> torch.Tensor:
+        """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
         pages = batch.pages
         tables, slots = (batch.block_tables, batch.slots) if pages is None else (pages.block_tables, pages.slots)
         step = _Step(
@@ -196,13 +213,17 @@ class CpuDecoder:
             batch.query_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             tables.data_ptr(),
-            None if adapters is None else adapters.data_ptr(),
+            None if batch.adapters is None else batch.adapters.data_ptr(),
             None if pages is None else pages.places.data_ptr(),
+            None if entering is None else entering.data_ptr(),
+            None if leaving is None else leaving.data_ptr(),
             tables.stride(-2),
             batch.tokens.shape[0],
             batch.num_sequences,
-            batch.logit_rows.shape[0],
+            batch.logit_rows.shape[0] if leaving is None else 0,
             1 if pages is None else slots.shape[0],
+            0 if layers is None else layers[0],
+            self._last_layer if layers is None else layers[-1],
         )
         size = cache.element_size()
         block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Codes, Coding, Matrix
 from mooncake.model_config import ModelConfig
+
+T = TypeVar("T")
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -107,6 +110,18 @@ def decoder_layer(source: LayerWeights, kernels: Kernels, coding: Coding = "") -
         gate_up=kernels.linear(source.gate_up, None, coding),
         down=kernels.linear(source.down, None, coding),
     )
+
+
+def embedding_and_head(
+    weights: Weights, config: ModelConfig, places: range, linear: Callable[[Matrix], T]
+) -> tuple[T | None, T | None]:
+    """Of a stage with the layers ``places``: who has the first one embeds, who has the last one gives logits, by the
+    same product where a model has one matrix for both. Raises ModelError when it is missing."""
+    embeds, has_head = places.start == 0, places.stop == config.num_layers
+    is_tied = config.tie_embeddings
+    embedding = linear(matrix(weights, "model.embed_tokens.weight")) if embeds or (has_head and is_tied) else None
+    head = embedding if is_tied or not has_head else linear(matrix(weights, "lm_head.weight"))
+    return embedding, head
 
 
 def weight(weights: Weights, name: str) -> torch.Tensor:

@@ -15,11 +15,20 @@ from mooncake.errors import InternalError
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
-from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.batch import ForwardBatch, LayerHook, OnlyWaiting
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
-from mooncake.model.layers import DecoderLayer, Weights, decoder_layer, layer_weights, matrix, vector, weight
-from mooncake.model.lora import AdapterLayers, LayerAdapter, adapter_of_rows, rows_by_adapter
+from mooncake.model.kept_inputs import KeptInputs
+from mooncake.model.layers import (
+    DecoderLayer,
+    Weights,
+    decoder_layer,
+    embedding_and_head,
+    layer_weights,
+    vector,
+    weight,
+)
+from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
 
@@ -36,11 +45,15 @@ class CausalLM:
         is_fused: bool = True,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
         adapters: Sequence[Sequence[LayerAdapter]] = (),
+        layers: range | None = None,
+        keep_hidden: Sequence[int] = (),
     ) -> None:
         """``is_fused``: in one call of the library, where there is one that can; the results are the same.
 
         ``reduce`` completes what attention and the MLP of each layer give, where this is one shard of a model.
-        ``adapters`` are those that batches may name by their places, layer by layer.
+        ``adapters`` are those that batches may name by their places, layer by layer. ``layers`` are those of this stage
+        of a model (None: all); no other's weights are read. Of the layers ``keep_hidden`` the cache keeps the inputs,
+        behind the KV of all layers.
         Raises ModelError when a weight is missing or the configuration is not supported.
         """
         self.config = config
@@ -51,68 +64,122 @@ class CausalLM:
         )
         self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
         self._reduce = reduce or _as_it_is
+        self._places = places = layers or range(config.num_layers)
+        self._kept = KeptInputs(keep_hidden, config.num_layers)
         # One at a time: what a layer is fused from and into is given back before the next one is read.
-        layers = (layer_weights(weights, index, config) for index in range(config.num_layers))
+        read = (layer_weights(weights, index, config) for index in places)
         self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
         self._last_owner = config.kv_owners[-1]
         dtype = weight(weights, "model.norm.weight").dtype
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(config, weights, layers, tables, kernels, coding, adapters)
+            self._fused = CpuDecoder(config, weights, places, read, tables, kernels, coding, adapters, keep_hidden)
             return
-        self._layers = [decoder_layer(layer, kernels, coding) for layer in layers]
+        self._layers = [decoder_layer(layer, kernels, coding) for layer in read]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
         self._turns = turns(self._cos, self._sin)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
-        self._embedding = self._head = kernels.linear(matrix(weights, "model.embed_tokens.weight"), None, coding)
-        if not config.tie_embeddings:
-            self._head = kernels.linear(matrix(weights, "lm_head.weight"), None, coding)
+        self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residuals
+        self._embedding, self._head = embedding_and_head(
+            weights, config, places, lambda source: kernels.linear(source, None, coding)
+        )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``.
 
         ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
         afterwards. What the hook raises passes through, and the cache then holds a part of the step.
+
+        Between stages goes the residual stream, float32 ``[T, hidden]``: a stage with layers before it is given it as
+        ``entering``, and one with layers behind it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
-        if self._fused is not None:
-            if batch.reuse is not None:
-                raise InternalError("a model whose layers are fused cannot blend")
-            return self._fused.forward(batch, cache, hook)
-        eps, kernels = self.config.rms_eps, self._kernels
-        residual = self._embedding.rows(batch.tokens)
-        normed = kernels.rms_norm(residual, self._layers[0].attention_norm, eps)
+        if self._fused is None:
+            logits = self._through(self._places, batch, cache, hook, entering, leaving)
+        elif batch.reuse is not None:
+            raise InternalError("a model whose layers are fused cannot blend")
+        else:
+            logits = self._fused.forward(batch, cache, hook, entering, leaving)
+        self._kept.tell(hook, cache)
+        return logits
+
+    @torch.inference_mode()
+    def recompute(
+        self, layers: range, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, hidden: torch.Tensor | None
+    ) -> None:
+        """Only the keys and values of adjacent ``layers``, from what the first of them takes as its input: ``hidden``,
+        float32 [T, hidden], which may be another model's; None: the tokens' embeddings, for layer 0.
+
+        Attention sees what the cache has of these layers before each token. The batch has no logit rows, and the hook
+        is only asked to wait.
+        """
+        assert not len(batch.logit_rows) and (hidden is not None or layers[0] == 0)
+        waiting = OnlyWaiting(hook)
+        if self._fused is None:
+            self._through(layers, batch, cache, waiting, hidden)
+        else:
+            self._fused.forward(batch, cache, waiting, hidden, layers=layers)
+
+    def _through(
+        self,
+        layers: range,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``forward``, of some of the layers that are here."""
+        eps, kernels, first = self.config.rms_eps, self._kernels, self._places.start
+        residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
+        normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
         cache_layers = cache.unbind(1)
-        last, adapt, is_narrowed = len(self._layers) - 1, self._adapters.add, False
-        adapters = None if batch.adapters is None else adapter_of_rows(batch.adapters, batch.query_starts)
-        rows = [] if adapters is None else rows_by_adapter(adapters)
+        last, adapt, is_narrowed = layers.stop - 1, self._adapters.add, False
+        last_kv, wants_more = min(last, self._last_owner), leaving is not None or len(batch.logit_rows) > 0
+        rows = rows_by_adapter(batch.adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
-        for index, layer in enumerate(self._layers):
+        for index in layers:
+            layer = self._layers[index - first]
+            self._kept.write(index, residual, cache, batch.slots)
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
             row, block_tables, slots = batch.pages_of(self._kv_layers[index])
             cache_layer = cache_layers[row]
             query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook, blending)
+            if index == last_kv and not wants_more:
+                return torch.empty((0, self.config.vocab_size), device=normed.device)
             if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 block_tables = batch.block_tables  # whoever blends has one group of layers
-                adapters = None if adapters is None else adapters[kept]
-                rows = [] if adapters is None else rows_by_adapter(adapters)
+                rows = rows_by_adapter(batch.adapters)
             mixed = self._attend(index, query, batch, cache_layer, block_tables)
-            if index == self._last_owner and len(wanted := batch.logit_rows) < len(mixed):
+            if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
                 # All KV is there: from here on nobody asks for rows without logits.
-                if not len(wanted):
-                    return torch.empty((0, self.config.vocab_size), device=mixed.device)
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
-                rows = [] if adapters is None else rows_by_adapter(adapters[wanted])
+                rows = [] if batch.adapters is None else rows_by_adapter(batch.adapters[wanted])
                 batch = batch if index == last else batch.narrowed(wanted)
             update = self._reduce(adapt(index, "output", mixed, layer.output(mixed), rows))
             normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
             gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
             update = self._reduce(adapt(index, "down", gated, layer.down(gated), rows))
-            next_norm = self._final_norm if index == last else self._layers[index + 1].attention_norm
+            next_norm = self._final_norm if index == last else self._layers[index + 1 - first].attention_norm
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
+        if leaving is not None:
+            leaving.copy_(residual)
+            return torch.empty((0, self.config.vocab_size))
+        assert self._head is not None, "a stage with layers behind it gives no logits"
         return self._head(normed if is_narrowed else normed[batch.logit_rows]).float()
+
+    def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self._embedding is not None, "a stage with layers before it is given what they left"
+        return self._embedding.rows(tokens)
 
     def _write(
         self,

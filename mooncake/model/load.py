@@ -45,10 +45,13 @@ def load_model(
     key_scales: KeyScales | None = None,
     codes: Coding = "",
     can_blend: bool = False,
+    layers: range | None = None,
+    keep_hidden: Sequence[int] = (),
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
     their places. ``codes`` is for the int8 codes that the checkpoint has itself, ``coding`` for all other weights.
-    ``can_blend``: takes batches with ``reuse``, which a fused pass does not.
+    ``can_blend``: takes batches with ``reuse``, which a fused pass does not. ``layers``: only those, as a stage.
+    ``keep_hidden``: layers whose inputs the cache keeps.
 
     Raises ModelError when weights are missing, broken or of an unsupported kind.
     """
@@ -62,14 +65,28 @@ def load_model(
             "chunks are blended for the Llama family, with full attention and KV of each layer's own, without "
             "model.key_scales"
         )
+    if keep_hidden and family is not None:
+        raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")
     if key_scales and adapters:
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
+    if layers is not None and (family is not None or config.kv_sources):
+        raise ModelError(f"stages are for the Llama family with KV of each layer's own, not for {checkpoint.name}")
     if family is None:
-        layers = [load_adapter(adapter, config) for adapter in adapters]
+        lora = [load_adapter(adapter, config) for adapter in adapters]
         weights = load_weights(checkpoint, dtype, codes)
         if key_scales:
             weights = with_scaled_keys(weights, config, key_scales)
-        return CausalLM(config, weights, max_model_len, kernels, coding, not can_blend, adapters=layers)
+        return CausalLM(
+            config,
+            weights,
+            max_model_len,
+            kernels,
+            coding,
+            not can_blend,
+            adapters=lora,
+            layers=layers,
+            keep_hidden=keep_hidden,
+        )
     if coding or adapters or key_scales:
         what = "int8 weights" if coding else "adapters" if adapters else "model.key_scales"
         raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")

@@ -3,7 +3,7 @@
     y = W x + s · B (A x),  A [r, inputs], B [outputs, r], s the adapter's scale (Hu et al. 2021)
 
 What the model fuses is fused here: A of query, key and value stand above each other, and B is block-diagonal. A step
-may hold sequences of several adapters and of none. It must not know about requests, only places of adapters.
+may hold tokens of several adapters and of none. It must not know about requests, only places of adapters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class LayerAdapter:
 
 
 def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
-    """Layer by layer. Raises ModelError for tensors that do not fit the model, or that adapt something else in it."""
+    """Layer by layer. Raises ModelError for tensors that do not fit the model or adapt something else in it, and for an
+    invocation that no prompt can have."""
+    if max(adapter.invocation, default=0) >= config.vocab_size:
+        raise ModelError(f"the adapter {adapter.name} is invoked by tokens that the model does not have")
     try:
         tensors = load_file(adapter.path / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
@@ -124,14 +127,11 @@ class AdapterLayers:
         return output
 
 
-def rows_by_adapter(adapters: torch.Tensor) -> Rows:
-    """``adapters`` [T]: the place of each row's adapter, -1 for none."""
+def rows_by_adapter(adapters: torch.Tensor | None) -> Rows:
+    """``adapters`` [T]: the place of each row's adapter, -1 for none; None: no row has one."""
+    if adapters is None:
+        return []
     return [(place, (adapters == place).nonzero().flatten()) for place in _places(adapters)]
-
-
-def adapter_of_rows(adapters: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
-    """From one for each sequence [B] to one for each token [T]."""
-    return torch.repeat_interleave(adapters, query_starts.diff().long())
 
 
 def _places(adapters: torch.Tensor) -> Iterable[int]:

@@ -366,6 +366,7 @@ class PrefillReport(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     BLENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    INHERITED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     local_cached_tokens: _builtins.int
     pool_cached_tokens: _builtins.int
@@ -373,6 +374,7 @@ class PrefillReport(_message.Message):
     pool_bytes: _builtins.int
     transport: _builtins.str
     blended_tokens: _builtins.int
+    inherited_tokens: _builtins.int
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     def __init__(
@@ -386,10 +388,11 @@ class PrefillReport(_message.Message):
         transport: _builtins.str = ...,
         timings: Global___Timings | None = ...,
         blended_tokens: _builtins.int = ...,
+        inherited_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "local_cached_tokens", b"local_cached_tokens", "pool_bytes", b"pool_bytes", "pool_cached_tokens", b"pool_cached_tokens", "prompt_tokens", b"prompt_tokens", "sent_bytes", b"sent_bytes", "timings", b"timings", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blended_tokens", b"blended_tokens", "inherited_tokens", b"inherited_tokens", "local_cached_tokens", b"local_cached_tokens", "pool_bytes", b"pool_bytes", "pool_cached_tokens", b"pool_cached_tokens", "prompt_tokens", b"prompt_tokens", "sent_bytes", b"sent_bytes", "timings", b"timings", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -181,6 +181,7 @@ def report_to_wire(report: PrefillReport) -> pb.PrefillReport:
         sent_bytes=report.sent_bytes,
         pool_bytes=report.pool_bytes,
         blended_tokens=report.blended_tokens,
+        inherited_tokens=report.inherited_tokens,
         transport=report.transport,
         timings=pb.Timings(
             queue_ms=timings.queue_ms,
@@ -201,6 +202,7 @@ def report_from_wire(message: pb.PrefillReport) -> PrefillReport:
         sent_bytes=message.sent_bytes,
         pool_bytes=message.pool_bytes,
         blended_tokens=message.blended_tokens,
+        inherited_tokens=message.inherited_tokens,
         transport=message.transport,
         timings=Timings(timings.queue_ms, timings.load_ms, timings.prefill_ms, timings.handoff_ms, timings.decode_ms),
     )

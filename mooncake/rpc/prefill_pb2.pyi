@@ -57,6 +57,7 @@ class PrefillRequest(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_START_FIELD_NUMBER: _builtins.int
     POOL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
@@ -72,6 +73,8 @@ class PrefillRequest(_message.Message):
     """lower runs first"""
     adapter: _builtins.str
     """of the model; empty: none"""
+    adapter_start: _builtins.int
+    """the token from which on it acts, one of the prompt's"""
     pool_tokens: _builtins.int
     """Of the leading tokens, how many to read from the pool at most: reading more is predicted to be slower than computing
     it. Unset: all that the pool holds.
@@ -96,11 +99,12 @@ class PrefillRequest(_message.Message):
         pools: _abc.Iterable[Global___PoolTarget] | None = ...,
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        adapter_start: _builtins.int = ...,
         pool_tokens: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "pool_tokens", b"pool_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pool_tokens", b"pool_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pool_tokens", b"pool_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pool_tokens: _TypeAlias = _typing.Literal["pool_tokens"]  # noqa: Y015
     _WhichOneofArgType__pool_tokens: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens"]  # noqa: Y015

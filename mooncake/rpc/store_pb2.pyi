@@ -54,6 +54,7 @@ class ReserveRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     INTO_DRAM_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     writer_id: _builtins.str
     length: _builtins.int
     """bytes of each block"""
@@ -65,6 +66,8 @@ class ReserveRequest(_message.Message):
     """how long to wait for room while blocks are being saved to the SSD"""
     into_dram: _builtins.bool
     """slots also for blocks that only the SSD has: making them anew was quicker than reading them"""
+    number: _builtins.int
+    """drawn by the writer: names these slots to Abort when the answer does not come; 0: nothing does"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockName]: ...
     def __init__(
@@ -77,10 +80,11 @@ class ReserveRequest(_message.Message):
         tenant: _builtins.str = ...,
         wait_ms: _builtins.int = ...,
         into_dram: _builtins.bool = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "into_dram", b"into_dram", "length", b"length", "ranges", b"ranges", "tenant", b"tenant", "wait_ms", b"wait_ms", "writer_id", b"writer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "into_dram", b"into_dram", "length", b"length", "number", b"number", "ranges", b"ranges", "tenant", b"tenant", "wait_ms", b"wait_ms", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,16 +327,26 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOTS_FIELD_NUMBER: _builtins.int
+    WRITER_ID_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    writer_id: _builtins.str
+    """of `numbers`"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]: ...
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of Reserves whose answers never came: all that is still reserved by them"""
+
     def __init__(
         self,
         *,
         slots: _abc.Iterable[Global___Slot] | None = ...,
+        writer_id: _builtins.str = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["numbers", b"numbers", "slots", b"slots", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

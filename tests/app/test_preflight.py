@@ -144,6 +144,16 @@ def test_pinned_nodes_get_cores_of_their_own_or_a_sentence() -> None:
         cores_of_nodes(many)
 
 
+@pytest.mark.skipif(available_cores() < 2, reason="one core cannot be shared out")
+def test_the_stages_of_a_node_count_as_its_threads_and_processes() -> None:
+    stages = ["cluster.coupled=1", "prefill.pipeline_stages=2", "prefill.threads=1"]
+    assert len(cores_of_nodes(load_config(overrides=["cluster.pin=true", *stages]))["coupled-0"]) == 2
+    settled = resolve(load_config(overrides=[*stages, "prefill.threads=0"]))
+    assert settled.prefill.threads == available_cores() // 2
+    whole, cut = (memory_need(load_config(overrides=each), open_checkpoint("smollm2")) for each in (stages[:1], stages))
+    assert cut.processes_gb > whole.processes_gb and cut.weights_gb == whole.weights_gb
+
+
 def test_a_process_stays_on_the_cores_it_was_given() -> None:
     core = min(os.sched_getaffinity(0))
     program = (

@@ -75,6 +75,14 @@ def test_a_prompt_beside_decodes_takes_longer_and_they_beside_it() -> None:
     assert more_ms == pytest.approx(315 / 2, rel=0.2), "half of the work that 315 ms hold was not done in them"
 
 
+def test_a_hand_off_keeps_up_with_a_prefill_that_gets_faster() -> None:
+    """A decode beside a long prompt ends early; layers leave as they are computed, so nothing is left at the end."""
+    short, long = TraceRequest(0.0, 8, 10, (100,)), TraceRequest(100.0, 1000, 3, tuple(range(125)))
+    results = simulated(short, long).results
+    assert results.end_s[0] < 1.0 < results.ttft_s[1]
+    assert results.mean_tbt_ms[1] == pytest.approx(23.0 + 3.0 / 2, rel=0.05)
+
+
 def test_noise_of_steps_shows_in_the_longest_tenth_alone() -> None:
     request = TraceRequest(0.0, 8, 100, (1,))
     calm, noisy = (simulated(request, costs=replace(COSTS, decode_tail=tail)) for tail in (1.0, 1.5))

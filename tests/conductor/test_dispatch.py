@@ -21,7 +21,7 @@ from mooncake.errors import (
     OutOfBlocks,
     Overloaded,
 )
-from mooncake.hashing import chain_seed, extend_chain
+from mooncake.hashing import Chain, chain_seed, extend_chain
 from mooncake.types import BlockEvent, FinishReason, SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -490,12 +490,17 @@ async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere
 
 async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, max_requests=2)
+    arrivals: list[float] = []
+    cluster.core.dispatcher.on_arrival.append(
+        lambda question, placement, now: arrivals.append(question.facts.num_tokens)
+    )
     cluster.prefill[0].script.gate = gate = asyncio.Event()
     running = [asyncio.create_task(cluster.generate(cluster.request())) for _ in range(2)]
     await cluster.eventually(lambda: cluster.prefill[0].running == 2)
     with pytest.raises(Overloaded) as refused:
         await cluster.generate(cluster.request())
     assert refused.value.retry_after_s > 0
+    assert arrivals == [len(PROMPT)] * 3, "it would have been work like the others"
     gate.set()
     await asyncio.gather(*running)
     await cluster.generate(cluster.request())
@@ -563,6 +568,26 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
 
     cluster.prefill[2].events.append([BlockEvent(False, key) for key in keys[:3]])
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 0)
+
+
+async def test_an_adapter_that_begins_within_a_prompt_is_placed_by_the_models_own_blocks(start_cluster: Any) -> None:
+    """And a retry, which goes on from what was told, lets it begin at the same token."""
+    cluster = await start_cluster(2, 2)
+    prompt = list(range(10, 30))
+    cluster.core.costs.observe_prefill("p0", 1000, 0, 1000.0)
+    keys = Chain.of("kv").keys(np.array(prompt, dtype=np.uint32), 4)
+    cluster.prefill[1].events.append([BlockEvent(True, key) for key in keys[:3]])
+    await cluster.eventually(lambda: cluster.core.index.num_blocks("p1") == 3)
+    for node in cluster.decode:
+        node.script.error, node.script.tokens_first = HandoffFailed("engine broke"), 2
+    request = replace(cluster.request(prompt, 8), adapter="digest", adapter_start=14)
+    with pytest.raises(HandoffFailed):
+        await cluster.generate(request)
+    assert cluster.prefill[1].calls > 0, "the blocks before it are the model's own"
+    for node in (*cluster.prefill, *cluster.decode):
+        if (last := node.last_request) is not None:
+            assert (last.adapter, last.adapter_start, last.num_prompt_tokens) == ("digest", 14, len(prompt))
+    assert max(len(node.last_request.tokens) for node in cluster.decode) > 4 * len(prompt), "nobody went on"
 
 
 async def test_a_storm_leaves_nothing_behind(start_cluster: Any) -> None:

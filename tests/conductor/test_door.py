@@ -104,6 +104,22 @@ async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: An
     await cluster.is_quiet()
 
 
+async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="soft")
+    door = cluster.core.dispatcher.door
+    first = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=10.0)))
+    second = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=100.0)))
+    await cluster.eventually(lambda: door.num_waiting == 2)
+    for _ in range(50):  # the prefill node has become slow
+        cluster.core.costs.observe_prefill("p0", len(PROMPT), 0, 20_000.0)
+    with pytest.raises(Overloaded, match="after the request's deadline"):
+        await asyncio.wait_for(first, 5.0)
+    tokens, _ = await second
+    assert tokens == cluster.answer(PROMPT, 4)
+    await asyncio.gather(*running)
+    await cluster.is_quiet()
+
+
 async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     door, arrivals = cluster.core.dispatcher.door, []

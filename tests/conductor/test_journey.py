@@ -117,3 +117,5 @@ def test_a_report_is_told_of_the_prompt_as_it_was_asked() -> None:
     assert (told.prompt_tokens, told.local_cached_tokens, told.pool_cached_tokens) == (10, 8, 2)
     assert going.summary.report == told
     assert going.has_report
+    told = going.take_report(PrefillReport(prompt_tokens=14, local_cached_tokens=4, blended_tokens=9))
+    assert (told.local_cached_tokens, told.blended_tokens) == (4, 6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.config import Config, dump_toml, load_config
+from mooncake.config import Config, dump_toml, load_config, transfer_secret
 from mooncake.errors import ConfigError
 
 
@@ -68,6 +68,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("model.generation_config=mine", "model.generation_config must be auto, none or vllm, got 'mine'"),
         ("prefill.blend_share=1.5", "prefill.blend_share is a share, at most 1, got 1.5"),
         ("prefill.blend_share=-0.1", "prefill.blend_share must not be negative"),
+        ("prefill.variant_pools=['a:1']", "prefill.variant_pools needs prefill.variant"),
         ("decode.blend_share=0.1", "unknown configuration key decode.blend_share"),
         ("prefill.kv_gb=0", "prefill.kv_gb must be positive"),
         ("decode.kv_gb=-1", "decode.kv_gb must be positive"),
@@ -138,6 +139,18 @@ def test_a_node_may_miss_two_heartbeats() -> None:
     load_config(None, ["conductor.heartbeat_interval_s=0.1", "conductor.node_timeout_s=0.3"])
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_prompts_that_are_never_cut_keep_no_limit(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0"):
+        load_config(None, [f"{name}.tbt_limit_ms=50", f"{name}.chunk_tokens=0"])
+
+
+def test_a_secret_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        transfer_secret(load_config(None, [f"transfer.secret_file={tmp_path / 'none'}"]))
+    assert refused.value.message == f"transfer.secret_file: cannot read {tmp_path / 'none'}: No such file or directory"
+
+
 def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     assert "cannot read the configuration" in problem(path=file)
@@ -183,3 +196,18 @@ def test_what_is_written_is_read_back(config: Config, tmp_path_factory: pytest.T
     file = tmp_path_factory.getbasetemp() / "written.toml"
     file.write_text(dump_toml(config), encoding="utf-8", newline="")
     assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["prefill.variant=p", "cluster.switchable=true"], "prefill.variant is for nodes that do nothing but prefill"),
+        (["prefill.variant=p", "cluster.coupled=2"], "prefill.variant is for nodes that do nothing but prefill"),
+        (["prefill.variant=p", "prefill.blend_share=0.1"], "prefill.variant excludes prefill.blend_share"),
+        (["model.keep_hidden=[3]", "prefill.blend_share=0.1"], "model.keep_hidden excludes"),
+        (["model.keep_hidden=[3]", "pool_layout.tensor_parallel=2"], "model.keep_hidden excludes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(None, overrides)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.hashing import chain_seed, extend_chain, extend_chain_plainly, kv_fingerprint, prepare
+from mooncake.hashing import Chain, chain_seed, extend_chain, extend_chain_plainly, kv_fingerprint, prepare
 from mooncake.types import KVLayout
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, block_tokens=4, head_dim=64, dtype="float32")
@@ -101,3 +101,32 @@ def test_a_long_chain_is_hashed_as_its_blocks_one_by_one(parent: bytes, blocks: 
     tokens = np.random.default_rng(seed).integers(0, 2**32, blocks * size, dtype=np.uint32)
     data = tokens.astype("<u4").tobytes()
     assert extend_chain(parent, tokens, size) == extend_chain_plainly(parent, data, 4 * size)
+
+
+@given(whole=tokens, start=st.integers(0, 50), block_tokens=st.integers(1, 9), cut=st.integers(0, 40))
+def test_blocks_before_an_adapter_begins_to_act_have_the_models_own_names(
+    whole: np.ndarray, start: int, block_tokens: int, cut: int
+) -> None:
+    own = extend_chain(chain_seed("f", "s"), whole, block_tokens)
+    chain = Chain.of("f", "s", "digest", start)
+    keys = chain.keys(whole, block_tokens)
+    before = min(start // block_tokens, len(own)) if start else 0
+    assert len(keys) == len(own) and keys[:before] == own[:before] and not set(keys[before:]) & set(own)
+    told = chain.keys(whole[:cut], block_tokens)
+    chain.extend(told, whole, block_tokens)
+    assert told == keys, "named as they came"
+
+
+def test_where_an_adapter_begins_is_part_of_all_names_behind() -> None:
+    """The tokens of one block may be followed by the end of an invocation, or not: they do not say where it begins."""
+    ids = np.arange(12, dtype=np.uint32)
+    chains = [Chain.of("f", "", adapter, start).keys(ids, 4) for adapter in ("a", "b") for start in (0, 4, 5, 7)]
+    names = [key for start, keys in zip((0, 1, 1, 1) * 2, chains, strict=True) for key in keys[start:]]
+    assert len(set(names)) == len(names)
+    assert Chain.of("f", "", "a", 0).keys(ids, 4) == extend_chain(chain_seed("f", "", "a"), ids, 4)
+    assert Chain.of("f", "", "", 5).keys(ids, 4) == extend_chain(chain_seed("f"), ids, 4), "no adapter begins nowhere"
+
+
+def test_names_behind_the_beginning_of_an_adapter_are_the_same_for_ever() -> None:
+    last = Chain.of("f", "s", "d", 5).keys(np.arange(8, dtype=np.uint32), 4)[-1]
+    assert last.hex() == "b05d02bc749fc2edfb5807728f58d0f3bbde040d27d74f427019c1ebeac3c8be"

@@ -23,6 +23,21 @@ from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer, join_add
 SERVICE = "mooncake.v1.Inference"
 
 
+async def test_a_port_for_http_is_told_as_such() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request received.")
+        await reader.read(1)
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=10)
+    told = error_from_rpc(failed.value, address)
+    assert told.message == f"{address}: it does not speak gRPC: is this the port for HTTP?"
+
+
 class Servicer(inference_pb2_grpc.InferenceServicer):
     """Does what the test says, and remembers what became of it."""
 

@@ -18,6 +18,7 @@ from mooncake.engine.engine import Engine, EngineConfig, StepHook, StepOutput
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.randomness import splitmix64
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.types import KVLayout, SamplingParams
 
@@ -101,7 +102,7 @@ def hash_sequence(name: str, prompt: list[int], sampling: SamplingParams = GREED
     defaults: dict[str, object] = {"eos_ids": (), "max_model_len": 200}
     tokens = np.array(prompt, np.uint32)
     num_prompt = settings.pop("num_prompt", len(prompt))
-    return Sequence(name, tokens, num_prompt, sampling, b"seed", **{**defaults, **settings})  # type: ignore[arg-type]
+    return Sequence(name, tokens, num_prompt, sampling, Chain(b"seed"), **{**defaults, **settings})  # type: ignore[arg-type]
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -12,10 +12,12 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM
 from mooncake.engine.beams import Beams, Candidate
-from mooncake.engine.engine import Engine, StepOutput
+from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
 from mooncake.errors import Cancelled, InternalError, InvalidRequest
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
+from mooncake.types import BeamSearch, BlockKey, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
 
 WIDTH = 4
@@ -173,6 +175,61 @@ def test_a_search_that_is_aborted_or_fails_leaves_nothing(num_steps: int) -> Non
     assert [request_id for request_id, _ in engine.take_ended()] == ["r"]
     engine.block_pool.check()
     assert engine.block_pool.num_in_use == 0 and not engine.has_work and not engine.is_open("r")
+
+
+class LoadsOnceAndFails:
+    """A hook that fills blocks out of another engine's, once; whoever is to load them again sees its step fail."""
+
+    def __init__(self, source: KVCache, table: list[int], target: KVCache) -> None:
+        self._source, self._table, self._target = source, table, target
+        self._num_loads = 0
+
+    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+        self._num_loads += bool(to_load)
+        for index, block_id, _ in to_load:
+            self._target.memory[block_id] = self._source.memory[self._table[index]]
+
+    def begin_step(self, plan: StepPlan) -> None:
+        pass
+
+    def before_layer(self, layer: int) -> None:
+        if self._num_loads > 1:
+            raise RuntimeError("out of luck")
+
+    def after_layer(self, layer: int) -> None:
+        pass
+
+    def end_step(self, plan: StepPlan) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("width", "num_blocks", "other_tokens"), [(1, 12, 12), (2, 9, 16)])
+def test_blocks_of_a_beam_that_somebody_fills_outlive_its_search(
+    width: int, num_blocks: int, other_tokens: int
+) -> None:
+    prompt = random_prompt(10, 0)
+    source, engine = hash_engine(), hash_engine(num_blocks=num_blocks, chunk_tokens=64)
+    there = hash_sequence("r", prompt, num_to_sample=1, hold_blocks=True)
+    source.add(there)
+    run_all(source)
+    first = hash_sequence("r", prompt, beams(16, n=width), external_blocks=2)
+    engine.add(first)
+    hook = LoadsOnceAndFails(source.cache, there.block_table, engine.cache)  # type: ignore[arg-type]
+    engine.step(hook)
+    assert first.num_generated == 1 and not first.is_loading
+    greedy = SamplingParams(max_tokens=24, temperature=0.0)
+    for seed in (1, 2):  # who come first, need all blocks, and so make the search load its prefix once more
+        engine.add(hash_sequence(f"before {seed}", random_prompt(other_tokens, seed), greedy, priority=-1))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run_all(engine, hook)
+    filled = list(first.block_table)
+    assert first.is_loading and filled
+    engine.fail_all(InternalError("the step cannot be done"))
+    assert ("r", InternalError) in [(request_id, type(error)) for request_id, error in engine.take_ended()]
+    assert first.block_table == filled and engine.block_pool.num_in_use == len(filled)
+    engine.abort("r")  # once nobody fills them any more
+    engine.block_pool.check()
+    assert engine.block_pool.num_in_use == 0 and engine.take_ended() == []
 
 
 def test_an_answer_that_ends_outside_of_the_best_is_not_finished() -> None:

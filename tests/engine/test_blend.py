@@ -14,7 +14,7 @@ from mooncake.engine.blend import Blend
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
-from mooncake.hashing import chain_seed, chunk_seed, extend_chain
+from mooncake.hashing import Chain, chain_seed, chunk_seed, extend_chain
 from mooncake.model import load_model
 from mooncake.types import SamplingParams
 from tests.engine.hash_model import answers, run_all
@@ -50,7 +50,7 @@ def engine_of(checkpoint: Checkpoint, num_blocks: int = 40, chunk_tokens: int = 
 
 
 def sequence(name: str, tokens: np.ndarray, sampling: SamplingParams = GREEDY, seed: bytes = PROMPT) -> Sequence:
-    return Sequence(name, tokens, len(tokens), sampling, seed, eos_ids=(2,), max_model_len=200)
+    return Sequence(name, tokens, len(tokens), sampling, Chain(seed), eos_ids=(2,), max_model_len=200)
 
 
 def with_chunks(engine: Engine, share: float) -> Blend:

@@ -19,6 +19,7 @@ from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.hashing import Chain
 from mooncake.model.load import load_model
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
@@ -102,7 +103,7 @@ def test_a_small_model_that_fails_costs_its_guesses_alone(
     found: dict[str, list[int]] = {}
     for name, prompt in zip("abc", PROMPTS, strict=True):
         tokens = np.array(prompt, np.uint32)
-        engine.add(Sequence(name, tokens, len(tokens), SAMPLINGS[0], b"seed", eos_ids=(), max_model_len=256))
+        engine.add(Sequence(name, tokens, len(tokens), SAMPLINGS[0], Chain(b"seed"), eos_ids=(), max_model_len=256))
     while engine.has_work:
         for output in engine.step():
             found.setdefault(output.request_id, []).append(output.token.token_id)

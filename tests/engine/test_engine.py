@@ -19,7 +19,7 @@ from mooncake.errors import (
     OutOfBlocks,
     Overloaded,
 )
-from mooncake.hashing import extend_chain
+from mooncake.hashing import Chain, extend_chain
 from mooncake.types import BlockKey, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
@@ -125,7 +125,9 @@ def test_another_salt_shares_nothing() -> None:
     prompt = random_prompt(16, 0)
     engine.add(hash_sequence("mine", prompt))
     run_all(engine)
-    other = Sequence("other", np.array(prompt, np.uint32), 16, GREEDY, b"other seed", eos_ids=(), max_model_len=200)
+    other = Sequence(
+        "other", np.array(prompt, np.uint32), 16, GREEDY, Chain(b"other seed"), eos_ids=(), max_model_len=200
+    )
     engine.add(other)
     run_all(engine)
     assert other.num_cached_tokens == 0

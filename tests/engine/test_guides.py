@@ -18,6 +18,7 @@ from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
+from mooncake.hashing import Chain
 from mooncake.tokenizer import tokenizer_from_gguf
 from mooncake.types import FinishReason, Guide, GuideKind
 from tests.engine.hash_model import hash_engine, hash_sequence
@@ -100,7 +101,7 @@ def test_whoever_takes_an_answer_over_goes_on_in_its_guide(llm: LLM) -> None:
     for cut in range(1, len(whole.token_ids), 4):
         tokens = np.concatenate([prompt, np.array(whole.token_ids[:cut], np.uint32)])
         taken_over = engine_sequence.Sequence(
-            f"cut-{cut}", tokens, len(prompt), sampling, b"s", eos_ids=llm.tokenizer.eos_ids, max_model_len=1024
+            f"cut-{cut}", tokens, len(prompt), sampling, Chain(b"s"), eos_ids=llm.tokenizer.eos_ids, max_model_len=1024
         )
         llm.engine.add(taken_over)
         while llm.engine.has_work:
@@ -150,7 +151,7 @@ def test_an_answer_whose_guide_fails_on_the_way_ends_with_an_error_and_the_other
     def add(name: str, sampling: SamplingParams) -> engine_sequence.Sequence:
         eos_ids, length = llm.tokenizer.eos_ids, len(prompt)
         sequence = engine_sequence.Sequence(
-            name, prompt, length, sampling, b"s", eos_ids=eos_ids, max_model_len=1024, hold_blocks=name == "held"
+            name, prompt, length, sampling, Chain(b"s"), eos_ids=eos_ids, max_model_len=1024, hold_blocks=name == "held"
         )
         llm.engine.add(sequence)
         return sequence

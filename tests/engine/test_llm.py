@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,31 @@ def test_a_number_that_no_engine_can_have_is_told_by_its_name(argument: str, val
         LLM("smollm2", **{argument: value})
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"device": "gpu"}, 'device must be "cpu", "cuda" or "cuda:N", got \'gpu\''),
+        ({"kv_gb": 1e8}, "the system does not give 1000000.* GB: lower kv_gb"),
+        ({"kv_gb": 1e12}, "the system does not give .* GB: lower kv_gb"),
+    ],
+)
+def test_what_is_not_to_be_had_is_said_in_a_sentence(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LLM("smollm2", **settings)
+
+
+def test_more_threads_than_there_can_be_are_as_many_as_there_are(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    ask = f"LLM({str(tmp_path)!r}, kv_gb=0.01, threads=100_000).generate([[5, 6, 7]], use_tqdm=False)"
+    done = subprocess.run([sys.executable, "-c", f"from mooncake import LLM\n{ask}"], check=False, timeout=60)
+    assert done.returncode == 0
+
+
+def test_prompts_that_are_never_cut_keep_no_limit() -> None:
+    with pytest.raises(ConfigError, match="tbt_limit_ms cuts prompts, and chunk_tokens = 0"):
+        LLM("smollm2", chunk_tokens=0, tbt_limit_ms=50.0)
+
+
 def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ContextTooLong):
         llm.generate([[1] * (llm.max_model_len + 1)], GREEDY)
@@ -164,6 +190,9 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) 
     for messages in ([], [[]], "Hello", [{"role": "user"}], [{"role": "user", "content": [{"type": "text"}]}]):
         with pytest.raises(InvalidRequest, match="message"):
             llm.chat(messages, GREEDY)
+    for sampling in ({"max_tokens": 3}, [GREEDY, "warm"]):
+        with pytest.raises(InvalidRequest, match="sampling is one SamplingParams, or one for each prompt"):
+            llm.generate(["Hello", "Hi"], sampling)  # type: ignore[arg-type]
     assert not llm.engine.has_work
     assert llm.generate([], GREEDY) == []
 

@@ -156,6 +156,34 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
     assert in_use(thread) == 0
 
 
+def test_an_engine_that_cannot_even_fail_says_so_to_everybody(
+    model: FragileModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would hang: nobody else ends what it has begun."""
+
+    def lose_the_books(output: StepOutput | MooncakeError) -> None:
+        broken.engine._roster._sequences.clear()  # whoever shall end now is not there
+        model.failure = RuntimeError("out of luck")
+
+    broken = EngineThread(hash_engine(model=model))
+    other, waiting = Inbox(), Inbox()
+    long_answer = SamplingParams(max_tokens=190, temperature=0.0)
+    with caplog.at_level(logging.CRITICAL):
+        broken.add(hash_sequence("other", random_prompt(3, 0), long_answer), other)
+        assert isinstance(other.next(), StepOutput)
+        broken.add(hash_sequence("r", random_prompt(5, 0), long_answer), lose_the_books)
+        error = broken.broken.result(WAIT_S)
+    assert "the engine is broken" in error.message and "the engine is broken" in caplog.text
+    while isinstance(last := other.next(), StepOutput):
+        pass
+    assert isinstance(last, NodeUnavailable)
+    broken.add(hash_sequence("late", [1]), waiting)
+    assert waiting.next() is error
+    with pytest.raises(NodeUnavailable, match="the engine is broken"):
+        broken.call(lambda engine: None).result(WAIT_S)
+    broken.stop()
+
+
 def test_a_failed_step_leaves_blocks_that_others_may_be_reading(thread: EngineThread, model: FragileModel) -> None:
     inbox = Inbox()
     model.failure = RuntimeError("out of luck")

@@ -86,13 +86,15 @@ def test_several_answers_and_beams_keep_their_adapter(models: tuple[Path, dict[s
 
 
 def test_the_pass_in_one_call_and_the_one_product_by_product_agree(models: tuple[Path, dict[str, Any]]) -> None:
-    """Also over the torch reference, with ragged rows of three kinds in one batch."""
+    """Also over the torch reference, with ragged rows of three kinds in one batch, some sequences beginning without."""
     checkpoint = open_checkpoint(str(models[0]))
     config, weights = checkpoint.config, load_weights(checkpoint, "float32")
     adapters = [load_adapter(open_adapter(name, str(models[0] / name)), config) for name in ("all", "few")]
     lengths, places = torch.tensor([5, 1, 7, 3]), torch.tensor([1, -1, 0, 1], dtype=torch.int32)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    acting = places.repeat_interleave(lengths)
+    acting[[0, 1, 6, 7]] = -1
     tables = torch.arange(4, dtype=torch.int32)[:, None]
     batch = ForwardBatch(
         tokens=torch.randint(3, 320, (16,), generator=torch.Generator().manual_seed(0)),
@@ -102,7 +104,7 @@ def test_the_pass_in_one_call_and_the_one_product_by_product_agree(models: tuple
         block_tables=tables,
         slots=tables.long().flatten().repeat_interleave(lengths) * 8 + positions,
         logit_rows=starts[1:].long() - 1,
-        adapters=places,
+        adapters=acting,
     )
     rows = []
     for kernels, is_fused in ((choose_kernels(), True), (choose_kernels(), False), (reference, False)):
@@ -123,7 +125,7 @@ def test_what_is_not_plain_lora_is_refused(models: tuple[Path, dict[str, Any]], 
     weights = (folder / "all" / "adapter_model.safetensors").read_bytes()
     (tmp_path / "adapter_model.safetensors").write_bytes(weights)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ModelError, match="use_dora; only plain LoRA"):
+    with pytest.raises(ModelError, match="use_dora; only plain and activated LoRA"):
         open_adapter("dora", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
     assert open_adapter("a", str(tmp_path)).digest != open_adapter("b", str(folder / "all")).digest

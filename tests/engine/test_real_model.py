@@ -13,6 +13,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model
 from mooncake.types import SamplingParams
 from tests.engine.hash_model import answers, run_all
@@ -50,7 +51,7 @@ def engine_of(model: CausalLM, checkpoint: Checkpoint, num_blocks: int = 48, chu
 
 def sequence(name: str, prompt: list[int], sampling: SamplingParams, **settings: int | bool) -> Sequence:
     tokens = np.array(prompt, np.uint32)
-    return Sequence(name, tokens, len(prompt), sampling, b"s", eos_ids=(2,), max_model_len=1024, **settings)  # type: ignore[arg-type]
+    return Sequence(name, tokens, len(prompt), sampling, Chain(b"s"), eos_ids=(2,), max_model_len=1024, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -143,5 +144,5 @@ def test_an_answer_is_continued_where_another_node_left_it(
     prompt, whole = prompts["65 tokens"], alone[name]
     tokens = np.array(prompt + whole[:3], np.uint32)
     engine = engine_of(model, checkpoint)
-    engine.add(Sequence(name, tokens, 65, replace(SAMPLED), b"s", eos_ids=(2,), max_model_len=1024))
+    engine.add(Sequence(name, tokens, 65, replace(SAMPLED), Chain(b"s"), eos_ids=(2,), max_model_len=1024))
     assert answers(run_all(engine)) == {name: whole[3:]}

@@ -250,8 +250,8 @@ def test_the_thread_of_an_engine_tells_everybody_of_a_failure_and_goes_on() -> N
         if len(told["r0"]) == 5:
             model.fails = 1
 
-    thread.add(hash_sequence("r0", random_prompt(5, 0), long), fail_later)
     thread.add(hash_sequence("r1", random_prompt(5, 1), long), told["r1"].append)
+    thread.add(hash_sequence("r0", random_prompt(5, 0), long), fail_later)
     while not (told["r0"] and isinstance(told["r0"][-1], MooncakeError)):
         thread.call(lambda engine: None).result(timeout=10)
     done: list[StepOutput | MooncakeError] = told["r2"]

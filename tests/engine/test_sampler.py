@@ -17,6 +17,7 @@ from mooncake.engine.randomness import splitmix64, uniforms
 from mooncake.engine.sampler import Sampler, distribution, edit_logits, token_logprob
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError
+from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
@@ -34,7 +35,7 @@ def sequence_with(
 ) -> Sequence:
     tokens = np.array(prompt + answer, np.uint32)
     eos_ids = () if eos is None else (eos,)
-    return Sequence("r", tokens, len(prompt), sampling, b"", eos_ids=eos_ids, max_model_len=10_000)
+    return Sequence("r", tokens, len(prompt), sampling, Chain(b""), eos_ids=eos_ids, max_model_len=10_000)
 
 
 def sample(logits: np.ndarray, *sequences: Sequence) -> list[int]:

@@ -18,7 +18,7 @@ from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
 from conductor.stats import DispatchStats
 from mooncake.api_keys import ApiKeys
-from mooncake.config import ConductorSection, Config
+from mooncake.config import ConductorSection, Config, ModelSection
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import NEUTRAL
@@ -93,6 +93,7 @@ class Script:
     error: Exception | None = None
     error_after: int = 0  # tokens
     cached_tokens: int = 0
+    blended_tokens: int = 0
     asked: list = field(default_factory=list)
     running: set = field(default_factory=set)
     closed: list = field(default_factory=list)  # before their end
@@ -169,7 +170,10 @@ class Script:
         elif index + 1 >= sampling.max_tokens:
             reason = FinishReason.LENGTH
         report = PrefillReport(
-            prompt_tokens=len(request.tokens), pool_cached_tokens=self.cached_tokens, timings=Timings(1, 2, 3, 4, 5)
+            prompt_tokens=len(request.tokens),
+            pool_cached_tokens=self.cached_tokens,
+            timings=Timings(1, 2, 3, 4, 5),
+            blended_tokens=self.blended_tokens,
         )
         summary = RequestSummary(report, "prefill-0", "decode-0") if index == 0 or reason else None
         return Delta((SampledToken(index, token_id, logprob),), reason, summary, choice)
@@ -220,7 +224,8 @@ async def running_front(script=None, **limits):
     tokenizer.takes_tools = limits.pop("takes_tools", False)
     most_tokens = limits.pop("most_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
-    config = Config(conductor=ConductorSection(**limits))
+    model = ModelSection(adapters=limits.pop("adapters", ()))
+    config = Config(model=model, conductor=ConductorSection(**limits))
     checkpoint = SimpleNamespace(
         name="bytes",
         digest="0123456789abcdef",

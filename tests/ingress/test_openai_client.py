@@ -66,6 +66,20 @@ async def test_a_streamed_chat_says_the_same_in_pieces(client):
     assert all(chunk.usage is None for chunk in choices)
 
 
+async def test_what_was_blended_is_told_where_anything_was(front, client):
+    front.script.cached_tokens = 2
+
+    plain = await client.chat.completions.create(model="bytes", messages=HELLO)
+    front.script.blended_tokens = 5
+    blended = await client.chat.completions.create(model="bytes", messages=HELLO, n=2)
+    answer = await client.responses.create(model="bytes", input="Hello")
+
+    assert "blended_tokens" not in plain.usage.prompt_tokens_details.model_extra
+    assert blended.usage.prompt_tokens_details.cached_tokens == 2
+    assert blended.usage.prompt_tokens_details.model_extra["blended_tokens"] == 5
+    assert answer.usage.input_tokens_details.model_extra["blended_tokens"] == 5
+
+
 async def test_three_choices_are_one_request(front, client):
     answer = await client.chat.completions.create(model="bytes", messages=HELLO, n=3, seed=7)
 

@@ -12,6 +12,7 @@ import torch
 from mooncake.engine.draws import DrawBuilder
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.model.device_sampler import ROWS_AT_ONCE, choose
 from mooncake.types import SamplingParams
@@ -20,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sequence_with(sampling: SamplingParams, num_tokens: int = 3) -> Sequence:
-    return Sequence("r", np.zeros(num_tokens, np.uint32), 3, sampling, b"", eos_ids=(), max_model_len=10_000)
+    return Sequence("r", np.zeros(num_tokens, np.uint32), 3, sampling, Chain(b""), eos_ids=(), max_model_len=10_000)
 
 
 def on_device(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:

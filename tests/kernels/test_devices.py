@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tiny_lora import greedy, write_adapter
+from tiny_lora import activated, greedy, write_adapter
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
@@ -18,22 +18,27 @@ from mooncake.errors import InvalidRequest
 from mooncake.kernels.triton_launch import INTERPRETED
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 35), (1, 4))]
+PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 35), (1, 4), (2, 30))]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("tiny")
     base = write_tiny_model(folder, head_dim=16, hidden_size=64)
-    return folder, {"": base, "adapted": write_adapter(folder / "adapter", base, seed=1)}
+    write_adapter(folder / "activated", base, seed=2, invocation=PROMPTS[2][20:22])
+    return folder, {
+        "": base,
+        "adapted": write_adapter(folder / "adapter", base, seed=1),
+        "activated": activated(base, folder / "activated", start=20),
+    }
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
 def test_an_engine_on_a_gpu_gives_the_tokens_of_transformers(models: tuple[Path, dict[str, Any]]) -> None:
     folder, by_name = models
-    adapters = {"adapted": str(folder / "adapter")}
+    adapters = {"adapted": str(folder / "adapter"), "activated": str(folder / "activated")}
     with LLM(str(folder), kv_gb=0.005, block_tokens=16, chunk_tokens=32, device="cuda", adapters=adapters) as llm:
-        names = ["", "adapted"]
+        names = ["", "adapted", "activated"]
         answers = llm.generate(PROMPTS, GREEDY, adapter=names)
     for name, prompt, answer in zip(names, PROMPTS, answers, strict=True):
         assert answer.token_ids == greedy(by_name[name], prompt, 3)

@@ -15,6 +15,7 @@ from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
@@ -79,7 +80,7 @@ def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | 
     engine = Engine(model, KVCache(layout, 40), config)
     sampling = sampling or SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
-        engine.add(Sequence(str(index), prompt, len(prompt), sampling, b"\0" * 32, eos_ids=(), max_model_len=256))
+        engine.add(Sequence(str(index), prompt, len(prompt), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=256))
     tokens: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step():

@@ -128,6 +128,21 @@ def test_a_chain_does_not_evict_its_own_beginning() -> None:
     index.check()
 
 
+def test_what_a_call_reserved_is_found_by_its_number() -> None:
+    index = make()
+    for number, name in ((5, "a"), (6, "b"), (0, "c")):
+        index.note_number([offer.grant for offer in index.reserve(chain(name), "w", 100, 1, 0.0)], number)
+    [other] = [offer.grant for offer in index.reserve(chain("d"), "other", 100, 1, 0.0)]
+    index.note_number([other], 5)
+    [grant] = index.numbered("w", [5, 7, 0])
+    assert grant.slot != other.slot and index.reserved_name(grant).key == key("a")
+    index.sweep(40.0)
+    assert index.numbered("w", [5]) == [grant], "it is quarantined until its writer says that it is done"
+    assert index.abort(grant) and index.numbered("w", [5]) == []
+    [again] = [offer.grant for offer in index.reserve(chain("e"), "w", 100, 1, 41.0)]
+    assert again.slot == grant.slot and index.numbered("w", [5]) == []
+
+
 def test_a_reservation_that_takes_too_long_is_quarantined_until_its_writer_is_done() -> None:
     index = make(1)
     [offer] = index.reserve(chain("a"), "slow", 100, 1, 0.0)

@@ -20,6 +20,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model
 from mooncake.types import SamplingParams
 from tests.engine.hash_model import answers, run_all
@@ -30,7 +31,7 @@ DEGREE = 3
 
 
 def sequence(**settings: int | bool) -> Sequence:
-    return Sequence("r", PROMPT, len(PROMPT), GREEDY, b"s", eos_ids=(2,), max_model_len=512, **settings)  # type: ignore[arg-type]
+    return Sequence("r", PROMPT, len(PROMPT), GREEDY, Chain(b"s"), eos_ids=(2,), max_model_len=512, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.checksum import range_checksums
 from kvstore.client import StoreClient
+from kvstore.fast_rpc import FastRpc
 from kvstore.transfer.engine import ReadRange, WriteRange
 from mooncake.errors import (
     ChecksumMismatch,
@@ -28,7 +29,7 @@ from mooncake.errors import (
     OutOfBlocks,
     StaleEpoch,
 )
-from mooncake.rpc import common_pb2, common_pb2_grpc
+from mooncake.rpc import common_pb2, common_pb2_grpc, store_pb2
 
 BLOCK = 1 << 20
 Eventually = Callable[..., None]
@@ -355,6 +356,90 @@ async def test_slots_for_somebody_who_waits_for_them_no_more_are_given_back(keep
         await all_free(store, 8)
         names = [(name(1), b""), (name(3), b"")]
         assert await client.put_blocks(names, [data(1)] * 2, [range_checksums(data(1), 1)] * 2) == 2
+
+
+class Wire:
+    """Between a client and a store: what the store says may be lost, and the connection with it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._writers: list[asyncio.StreamWriter] = []
+        self._carrying: list[asyncio.Task[None]] = []
+        self.loses_answers = False
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        """The connections that there are; others may come."""
+        self.loses_answers = False
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def stop(self) -> None:
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*self._target)
+        self._writers += [writer, back]
+        ways = (self._carry(reader, back, is_answer=False), self._carry(there, writer, is_answer=True))
+        self._carrying += map(asyncio.ensure_future, ways)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if not (is_answer and self.loses_answers):
+                    writer.write(data)
+        writer.close()
+
+
+@WAYS
+async def test_slots_whose_answer_was_lost_with_its_connection_are_given_back(keep, way):
+    """Nobody knows their epochs: they are named by the number of the call."""
+    store = keep("store.reserve_timeout_s=0.4")
+    host, _, port = store.greeting["control"].rpartition(":")
+    wire = Wire(host, int(port))
+    if way == "gRPC":
+        store.greeting["control"] = f"127.0.0.1:{await wire.start()}"
+    async with await join_by(store, way) as client:
+        if way == "fast RPC":
+            client._calls.fast_rpc.close()
+            stats = await client._calls.stub.Stats(store_pb2.StatsRequest())
+            wire = Wire(host, stats.fast_rpc_port)
+            client._calls.fast_rpc = await FastRpc.open("store", "127.0.0.1", await wire.start())
+        wire.loses_answers = True
+        reserving = asyncio.create_task(client.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
+        async with asyncio.timeout(10):
+            while store.ask("counts")["free"] > 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        wire.cut()
+        with pytest.raises(NodeUnavailable):
+            await reserving
+        await all_free(store, 8)
+        assert await client.put(name(1), data(1))
+    await wire.stop()
+
+
+async def test_a_lease_for_somebody_who_waits_for_it_no_more_ends_at_once(keep):
+    """He was cancelled, or out of time. What it names could not be evicted until it runs out."""
+    store = keep("store.lease_s=600")
+    async with await join_by(store, "fast RPC") as client:
+        assert await client.put(name(1), data(1))
+        store.ask("hang")
+        cancelled = asyncio.create_task(client.acquire([name(1)]))
+        with pytest.raises(DeadlineExceeded):
+            await client.acquire([name(1)], timeout_s=0.3)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        store.tell("wake")
+        assert (await client.acquire([name(0)])).blocks == ()  # what came before it has been answered
+        async with asyncio.timeout(10):
+            while store.ask("counts")["leases"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 @WAYS

@@ -102,6 +102,24 @@ def test_each_request_of_a_batch_has_its_own_end(peer, engine_over, data):
         engine.submit([Request(peer.address, [ReadRange(0, 0, into), writes(data, 0)[0]], soon())])
 
 
+def test_one_peer_too_many_costs_the_one_that_is_idle(peer, engine_over, data):
+    rail = FakeRail(is_silent=True)
+    engine = engine_over(peer.over(rail), max_peers=2)
+    others = [replace(peer.address, node_id=f"peer {i}") for i in range(3)]
+    [busy] = engine.submit([Request(peer.address, writes(data, 0), soon())])
+    for other in others:
+        engine.submit([Request(other, [], soon())])
+    assert [name for name, _ in engine._links] == ["peer", "peer 2"]
+    [second] = engine.submit([Request(others[2], writes(data, 1), soon())])
+    engine.submit([Request(others[0], [], soon())])  # more than there may be, while all of them have something to do
+    assert [name for name, _ in engine._links] == ["peer", "peer 2", "peer 0"]
+    rail.is_silent = False
+    assert busy.result().nbytes == second.result().nbytes == BLOCK
+    engine.submit([Request(others[1], [], soon())])
+    engine.submit([Request(others[0], [], soon())])
+    assert "peer" not in [name for name, _ in engine._links]
+
+
 def test_an_urgent_layer_overtakes_a_copy_that_has_begun(peer, engine_over, data):
     rail = FakeRail(bytes_per_s=200e6)
     engine = engine_over(peer.over(rail))

@@ -161,7 +161,8 @@ def test_narrowing_costs_no_token_its_adapter(character: Written, tmp_path: Path
     """Two sequences, the second of which has an adapter; logits of some rows of both."""
     adapter, adapted = adapter_of(character, tmp_path, "q_proj", "o_proj", "up_proj", "down_proj")
     rows = [44, 60, 89]
-    batch = replace(batch_of([PROMPT, PROMPT], [0, 0], rows), adapters=torch.tensor([-1, 0], dtype=torch.int32))
+    of_tokens = torch.tensor([-1, 0], dtype=torch.int32).repeat_interleave(len(PROMPT))
+    batch = replace(batch_of([PROMPT, PROMPT], [0, 0], rows), adapters=of_tokens)
     adapters = [load_adapter(adapter, character.checkpoint.config)]
     weights = load_weights(character.checkpoint, "float32")
     for is_fused in (True, False):

@@ -40,6 +40,7 @@ from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ModelError
+from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.types import SamplingParams
@@ -218,7 +219,9 @@ def answers(
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
         tokens = np.array(prompt, np.uint32)
-        engine.add(Sequence(str(index), tokens, len(tokens), sampling, bytes(32), eos_ids=(), max_model_len=limit))
+        engine.add(
+            Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit)
+        )
     found: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for output in engine.step():

@@ -20,6 +20,7 @@ from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, ModelError
+from mooncake.hashing import Chain
 from mooncake.model.load import load_model
 from mooncake.model.tensor_parallel import TensorParallelModel, shard_config, shard_weights
 from mooncake.model.weights import load_weights
@@ -47,7 +48,9 @@ def answers(engine: Engine, prompts: list[Many[int]], new_tokens: int) -> list[l
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         tokens = np.array(prompt, np.uint32)
-        engine.add(Sequence(str(index), tokens, len(tokens), sampling, bytes(32), eos_ids=(), max_model_len=limit))
+        engine.add(
+            Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit)
+        )
     found: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for output in engine.step():
@@ -103,8 +106,9 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
     with TensorParallelModel(str(folder), 2, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
         engine = Engine(model, model, config_of(256))
         assert answers(engine, [[5, 6, 7]], 2)
-        model._workers[0].kill()
-        model._workers[0].wait()
+        [worker] = model._workers.processes
+        worker.kill()
+        worker.wait()
         with pytest.raises(InternalError, match=r"ranks \[1\] have failed"):
             answers(engine, [[8, 9]], 8)
 
@@ -121,7 +125,7 @@ thread = threading.Thread(target=make)
 thread.start()
 thread.join()
 [answer] = made[0].generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
-print(len(answer.token_ids), made[0].engine.cache._workers[0].pid, flush=True)
+print(len(answer.token_ids), made[0].engine.cache._workers.processes[0].pid, flush=True)
 sys.stdin.read()
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -149,7 +153,7 @@ def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
     for is_closed in (False, True):
         llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
         assert isinstance(llm.engine.cache, TensorParallelModel)
-        [rank] = llm.engine.cache._workers
+        [rank] = llm.engine.cache._workers.processes
         assert rank.poll() is None
         if is_closed:
             llm.close()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvstore.checksum import range_checksums
 from kvstore.client import StoreClient
+from kvstore.client_types import Lease
 from kvstore.layout import rows
 from kvstore.node import StoreNode
 from kvstore.transfer.engine import TransferEngine
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import PoolLayoutSection
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, Overloaded
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
 from mooncake.rpc.server import Channels
-from prefill_node.foreign import ForeignLayout
+from prefill_node.foreign import ForeignLayout, ForeignPrefix
 from tests.prefill.test_loads import PROMPT, STORED_BLOCKS, prefill_on_a_fresh_node, store_node, store_stats
 
 CHECKPOINT = open_checkpoint("smollm2")
@@ -81,6 +85,32 @@ async def test_what_three_ranks_stored_is_read_converted_and_verified() -> None:
         assert dict((await store_stats(store)).counters)["checksum_mismatches"] == 1
 
 
+class RefusingAtLast(StoreClient):
+    """As a store that has too many leases after two."""
+
+    num_left = 2
+
+    async def acquire(self, keys: Sequence[bytes], **options: Any) -> Lease:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise Overloaded("too many read leases are open")
+        return await super().acquire(keys, **options)
+
+
+async def test_of_some_leases_without_the_others_none_stays() -> None:
+    theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
+    assert theirs is not None
+    transfer, channels = TransferEngine("reader", ("shm",)), Channels()
+    async with store_node() as store:
+        await leave_as_three_ranks(store, np.zeros((STORED_BLOCKS, OURS.block_bytes), np.uint8))
+        prefix = ForeignPrefix(theirs, RefusingAtLast(store.control_address, transfer, channels), PROMPT, "", "")
+        with pytest.raises(Overloaded):
+            await prefix.lease(STORED_BLOCKS, 5.0)
+        assert (await store_stats(store)).leases == 0
+        await channels.close()
+    transfer.close()
+
+
 def test_every_part_of_a_model_has_names_of_its_own_and_only_what_can_be_verified_is_read() -> None:
     theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
     assert theirs is not None and ForeignLayout.configured(PoolLayoutSection(), CHECKPOINT.digest, OURS) is None
@@ -89,6 +119,8 @@ def test_every_part_of_a_model_has_names_of_its_own_and_only_what_can_be_verifie
     assert names.isdisjoint(theirs.keys(0, PROMPT, "", "an adapter")) and names.isdisjoint(
         theirs.keys(0, PROMPT, "a tenant", "")
     )
+    later = theirs.keys(0, PROMPT, "", "an adapter", 2 * theirs.plan.source.block_tokens + 1)
+    assert later[:2] == theirs.keys(0, PROMPT)[:2] and names.isdisjoint(later[2:])
     whole = ForeignLayout.configured(PoolLayoutSection(tensor_parallel=1), CHECKPOINT.digest, OURS)
     assert whole is not None and whole.keys(0, PROMPT, "", "") == OUR_KEYS  # the same layout is the same KV
     with pytest.raises(ConfigError, match="must divide"):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.kv_cache import Arrival, KVCache
+from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey, KVLayout
 from prefill_node.foreign import ForeignLease
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
+from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 NUM_BLOCKS = 4
@@ -79,3 +82,25 @@ def test_a_copy_that_fails_keeps_neither_its_request_nor_the_next_one_waiting() 
         transfer.close()
         server.stop()
     assert released == [[1], [1]]
+
+
+async def test_a_lease_that_comes_too_late_ends_at_once() -> None:
+    """Its blocks could not be evicted before it runs out by itself."""
+    may_come = asyncio.Event()
+    ended: asyncio.Queue[int] = asyncio.Queue()
+
+    async def leasing(lease_id: int) -> int:
+        await may_come.wait()
+        return lease_id
+
+    async def refused() -> int:
+        await may_come.wait()
+        raise KVLoadFailed("it is gone")
+
+    loop = asyncio.get_running_loop()
+    for call in (leasing(7), refused()):
+        with pytest.raises(KVLoadFailed, match="came in time"):
+            await asyncio.to_thread(lease_in_time, call, loop, 0.01, ended.put_nowait)
+    may_come.set()
+    assert await asyncio.to_thread(lease_in_time, leasing(8), loop, WAIT_S, ended.put_nowait) == 8
+    assert await asyncio.wait_for(ended.get(), WAIT_S) == 7 and ended.empty()

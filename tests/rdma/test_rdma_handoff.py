@@ -23,6 +23,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.model import load_model
 from mooncake.types import SamplingParams
 from prefill_node.outbox import Destination, Outbox, Sink
@@ -39,7 +40,7 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 def sequence(**settings: int | bool) -> Sequence:
-    return Sequence("r", PROMPT, len(PROMPT), GREEDY, b"s", eos_ids=(2,), max_model_len=128, **settings)  # type: ignore[arg-type]
+    return Sequence("r", PROMPT, len(PROMPT), GREEDY, Chain(b"s"), eos_ids=(2,), max_model_len=128, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture

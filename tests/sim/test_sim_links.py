@@ -55,6 +55,15 @@ def test_shares_are_max_min_fair_over_two_bottlenecks() -> None:
     assert first.rate == pytest.approx(100 - 100 / 3)
 
 
+def test_a_sender_that_changes_its_pace_takes_its_flow_along_and_others_have_the_rest() -> None:
+    wire = Wire("a", "b", "c")
+    slow = wire.send("slow", "a", "b", 100.0, limit=20.0)
+    wire.send("fast", "a", "c", 300.0)
+    wire.agenda.at(1.0, wire.network.finish_within, slow, 2.0)  # 80 bytes in two seconds
+    wire.agenda.run()
+    assert wire.arrived == {"slow": pytest.approx(3.0), "fast": pytest.approx(4.0)}
+
+
 def test_what_is_cancelled_never_arrives_and_gives_its_share_back() -> None:
     wire = Wire("a", "b", "c")
     gone = wire.send("gone", "a", "b", 1000.0)
@@ -70,12 +79,13 @@ flows = st.lists(
     min_size=1,
     max_size=12,
 )
+paces = st.lists(st.tuples(st.integers(0, 11), st.floats(0.1, 50.0), st.floats(0.0, 40.0)), max_size=4)
 
 
-@given(flows)
+@given(flows, paces)
 @settings(max_examples=150, deadline=None)
 def test_no_port_carries_more_than_it_can_and_nobody_could_have_more(
-    asked: list[tuple[int, int, float, float, float]],
+    asked: list[tuple[int, int, float, float, float]], changes: list[tuple[int, float, float]]
 ) -> None:
     """Max-min: every flow has its limit, or uses a full port in which nobody has more than it."""
     wire = Wire("0", "1", "2", "3")
@@ -100,6 +110,13 @@ def test_no_port_carries_more_than_it_can_and_nobody_could_have_more(
             ]
             assert any(sum(rates) >= 100 * (1 - 1e-6) and flow.rate >= max(rates) * (1 - 1e-6) for rates in ends)
 
+    def change(number: int, left_s: float) -> None:
+        if number < len(alive) and alive[number] in alive[number].source.flows:
+            wire.network.finish_within(alive[number], left_s)
+            check()
+
+    for number, left_s, at_s in changes:
+        wire.agenda.at(at_s, change, number, left_s)
     for number, (source, target, size, limit, at_s) in enumerate(asked):
         wire.agenda.at(at_s, start, number, source, target, size, limit)
     wire.agenda.run()

@@ -1,4 +1,5 @@
-"""Random LoRA adapters in PEFT's folders, and the same adapters merged into transformers' own model."""
+"""Random LoRA adapters in PEFT's folders, and the same adapters in transformers' own model: merged into its weights, or
+added to the end of a prompt alone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -23,8 +24,10 @@ def write_adapter(
     seed: int = 0,
     targets: Sequence[str] = ALL_TARGETS,
     rslora: bool = False,
+    invocation: Sequence[int] = (),
 ) -> Any:
-    """Write the folder and return a copy of ``model`` with W + s B A in place of each W."""
+    """Write the folder and return a copy of ``model`` with W + s B A in place of each W. With an ``invocation`` it is
+    an activated LoRA, of which that copy shows only what it does to a prompt that begins so."""
     torch.manual_seed(seed)
     merged, alpha, tensors = copy.deepcopy(model), 8.0, {}
     scale = alpha / (math.sqrt(rank) if rslora else rank)
@@ -46,9 +49,34 @@ def write_adapter(
         "target_modules": list(targets),
         "bias": "none",
         "task_type": "CAUSAL_LM",
+        "alora_invocation_tokens": list(invocation) or None,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return merged
+
+
+def activated(model: Any, folder: Path, start: int) -> Any:
+    """A copy of ``model`` in which the adapter acts on tokens from ``start`` on; it computes whole prompts, not with a
+    cache. PEFT gives the same logits (``tests/engine/test_alora.py``)."""
+    model = copy.deepcopy(model)
+    config, tensors = (
+        json.loads((folder / "adapter_config.json").read_text()),
+        load_file(folder / "adapter_model.safetensors"),
+    )
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
+
+    def adding(down: torch.Tensor, up: torch.Tensor) -> Any:
+        def add(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            end = inputs[0][:, start:] @ down.T @ up.T * scale
+            return torch.cat([output[:, :start], output[:, start:] + end], dim=1)
+
+        return add
+
+    for name, module in model.named_modules():
+        key = f"base_model.model.{name}.lora_{{}}.weight"
+        if key.format("A") in tensors:
+            module.register_forward_hook(adding(tensors[key.format("A")], tensors[key.format("B")]))
+    return model
 
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
@@ -56,5 +84,5 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]

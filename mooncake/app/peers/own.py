@@ -20,7 +20,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.sequence import Sequence
-from mooncake.hashing import chain_seed, kv_fingerprint
+from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.precision import Precision
@@ -80,7 +80,7 @@ class OwnEngine:
         self.name = name
         torch.set_num_threads(threads)
         layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
-        self._seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
+        self._chain = Chain.of(kv_fingerprint(checkpoint.digest, layout))
         self._model = TimedModel(
             load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding, codes=precision.codes)
         )
@@ -108,7 +108,7 @@ class OwnEngine:
             np.array(prompt, np.uint32),
             len(prompt),
             SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True),
-            self._seed,
+            self._chain,
             eos_ids=(),
             max_model_len=self.core.config.max_model_len,
         )

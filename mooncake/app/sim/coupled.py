@@ -20,6 +20,7 @@ from mooncake.app.sim.requests import Flight
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.scheduler import Scheduler, StepPlan
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams
 
 MAX_MODEL_LEN = 1 << 18
@@ -34,7 +35,7 @@ class CountedSequence(Sequence):
 
     def __init__(self, flight: Flight, number: int) -> None:
         sampling = SamplingParams(max_tokens=flight.output_tokens)
-        super().__init__(str(number), _NO_TOKENS, 1, sampling, b"", eos_ids=(), max_model_len=MAX_MODEL_LEN)
+        super().__init__(str(number), _NO_TOKENS, 1, sampling, Chain(b""), eos_ids=(), max_model_len=MAX_MODEL_LEN)
         self.flight = flight
         self.num_tokens = self.num_prompt = flight.num_tokens
         self.block_keys: list[BlockKey] = list(flight.keys)

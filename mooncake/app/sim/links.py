@@ -89,6 +89,23 @@ class Network:
         if flow in flow.source.flows:
             self._leave(flow)
 
+    def finish_within(self, flow: Flow, left_s: float) -> None:
+        """From now on it can use what would bring its last byte so much later: its sender's pace has changed."""
+        self._settle(flow)
+        if not flow.left:  # its last byte is on the way
+            return
+        ports = flow.source, flow.target
+        bound = {port for port in ports if port.binds}
+        limit = min(flow.left / left_s if left_s > 0.0 else float("inf"), *(port.capacity for port in ports))
+        for port in ports:
+            port.demand += limit - flow.limit
+        flow.limit = limit
+        bound |= {port for port in ports if port.binds}
+        if bound:
+            self._share(self._touched([port for port in ports if port in bound]))
+        else:
+            self._set_rate(flow, limit)
+
     def _leave(self, flow: Flow) -> None:
         self._settle(flow)
         ports = flow.source, flow.target

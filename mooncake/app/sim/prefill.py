@@ -16,8 +16,8 @@ from mooncake.app.sim.requests import Flight
 
 
 class PrefillMachine:
-    """``on_start`` is called when a prompt's first layer runs, with how long it will take (s); ``on_end`` after the
-    last layer, when its blocks are in the cache."""
+    """``on_start`` is called when a prompt's first layer runs, with how long it will take (s); ``on_pace``, when that
+    changes, with how long is left of it; ``on_end`` after the last layer, when its blocks are in the cache."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class PrefillMachine:
         agenda: Agenda,
         cache: Cache,
         on_start: Callable[[Flight, float], None],
+        on_pace: Callable[[Flight, float], None],
         on_end: Callable[[Flight, float], None],
     ) -> None:
         self.name = name
@@ -41,6 +42,7 @@ class PrefillMachine:
         self._load_token_ms = model.token_bytes / group.load_gb_per_s / 1e6
         self._agenda = agenda
         self._on_start = on_start
+        self._on_pace = on_pace
         self._on_end = on_end
         self._ends_at = 0.0
         self._life = 0
@@ -84,7 +86,9 @@ class PrefillMachine:
         """From now on everything takes so much longer."""
         change, self.slowdown = slowdown / self.slowdown, slowdown
         if self.running is not None:
-            self._end_after((self._ends_at - self._agenda.now) * change)
+            left_s = (self._ends_at - self._agenda.now) * change
+            self._end_after(left_s)
+            self._on_pace(self.running, left_s)
 
     def load_ms(self, tokens: int) -> float:
         """Of reading so much KV from this host's memory."""

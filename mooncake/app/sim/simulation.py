@@ -237,6 +237,10 @@ class Simulation:
         flow = self.network.send(flight.prefill_id, flight.decode_id, num_bytes, done, num_bytes / work_s)
         flight.transfers.append(flow)
 
+    def _pace_changed(self, flight: Flight, left_s: float) -> None:
+        for flow in flight.transfers:  # its hand-off: what it fetched was there before it started
+            self.network.finish_within(flow, left_s)
+
     def _prefill_ends(self, flight: Flight, work_s: float) -> None:
         machine = self.prefill[flight.prefill_id]
         new_tokens = flight.num_tokens - flight.cached_tokens
@@ -506,6 +510,7 @@ class Simulation:
                 self.agenda,
                 self._make_cache(name, group),
                 self._prefill_starts,
+                self._pace_changed,
                 self._prefill_ends,
             )
             if name in self.prefill:

@@ -22,17 +22,20 @@ struct Decoder {
     const PackedLinear *embedding, *head;
     const LayerAdapter* const* adapters;  // by place, then by layer; null when there are none
     const float *final_norm, *cos, *sin;
-    int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab;
-    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own
+    const int64_t* kept;  // layers whose inputs are kept in the cache, behind the KV of all layers
+    int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab, num_kept;
+    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own, from the first one here on
     float eps, scale;
 };
 
 struct Step {
-    const int64_t *tokens, *positions, *slots, *logit_rows;            // slots: [num_groups][num_tokens]
-    const int32_t *query_starts, *context_lens, *block_tables;         // [num_groups][num_sequences][table_stride]
+    const int64_t *tokens, *positions, *slots, *logit_rows;     // slots: [num_groups][num_tokens]
+    const int32_t *query_starts, *context_lens, *block_tables;  // tables: [num_groups][num_sequences][table_stride]
     const int32_t* adapters;  // [num_tokens] places, -1: none; null when no token of the step has one
     const int32_t* places;    // (group, row of its pages) of each layer of the cache; null: there is one group
-    int64_t table_stride, num_tokens, num_sequences, num_logits, num_groups;
+    const float* entering;    // [num_tokens][hidden]: the residual stream before the first layer; null: tokens are embedded
+    float* leaving;           // the same behind the last layer; null: logits are wanted
+    int64_t table_stride, num_tokens, num_sequences, num_logits, num_groups, first_layer, last_layer;
 };
 
 struct Cache {
@@ -66,22 +69,29 @@ public:
                  int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, model_.scale * 1.44269504f};
         num_plans_ = 0;
         if (int status = check()) return status;
-        parallel(T, T < 8 ? 1 : threads_,
-                 [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
+        if (step_.entering)
+            std::memcpy(residual_, step_.entering, T * hidden * sizeof(float));
+        else
+            parallel(T, T < 8 ? 1 : threads_,
+                     [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
         int64_t rows = T;
         bool is_narrowed = false;
         runs_.clear();
         if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
             return BAD_TOKEN;
-        for (int64_t index = 0; index < model_.num_layers; index++) {
+        const int64_t last_kv = std::min<int64_t>(model_.last_owner, step_.last_layer);
+        const bool wants_more = step_.leaving || step_.num_logits;
+        for (int64_t index = step_.first_layer; index <= step_.last_layer; index++) {
             const DecoderLayer& layer = model_.layers[index];
+            keep_input(index);
             multiply(*layer.qkv, residual_, rows, layer.attention_norm, {Then::STORE, qkv_, qkv_width});
             adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
-            if (int status = attention(layer, rows)) return status;
-            if (index == model_.last_owner && step_.num_logits < T) {  // all KV is there: nobody asks for rows without logits
+            if (int status = write(layer, rows)) return status;
+            if (index == last_kv && !wants_more) return OK;
+            attend_to(layer);
+            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // nobody asks for rows without logits
                 rows = step_.num_logits;
                 is_narrowed = true;
-                if (!rows) return OK;
                 keep_rows(mixed_, width);
                 keep_rows(residual_, hidden);
                 if (step_.adapters)
@@ -92,6 +102,10 @@ public:
             multiply(*layer.output, mixed_, rows, nullptr, {Then::ADD, residual_, hidden});
             adapt(index, &LayerAdapter::output, mixed_, nullptr, residual_, hidden);
             mlp(index, layer, rows);
+        }
+        if (step_.leaving) {
+            std::memcpy(step_.leaving, residual_, T * hidden * sizeof(float));
+            return OK;
         }
         if (!is_narrowed) keep_rows(residual_, hidden);
         multiply(*model_.head, residual_, step_.num_logits, model_.final_norm, {Then::STORE, logits, model_.vocab});
@@ -115,6 +129,11 @@ private:
         return OK;
     }
 
+    // Where the keys and values are that the layer attends to.
+    int32_t group_of(const DecoderLayer& layer) const { return step_.places ? step_.places[2 * layer.kv_layer] : 0; }
+    CacheLayer pages_of(const DecoderLayer& layer) const {
+        return cache_layer(step_.places ? step_.places[2 * layer.kv_layer + 1] : layer.kv_layer);
+    }
     const int32_t* tables_of(int64_t group) const { return tables_ + group * call_.num_sequences * call_.table_stride; }
 
     CacheLayer cache_layer(int64_t index) const {
@@ -166,23 +185,41 @@ private:
         return layer.kind == BF16S && unit_of(BF16S) == ROW_UNIT && layer.padded() == layer.inputs;
     }
 
-    int attention(const DecoderLayer& layer, int64_t rows) {
-        const int32_t* place = step_.places ? step_.places + 2 * layer.kv_layer : nullptr;
-        const int32_t group = place ? place[0] : 0;
-        const CacheLayer cache = cache_layer(place ? place[1] : layer.kv_layer);
-        CacheLayer written = cache;
-        if (!layer.owns_kv) written.num_kv_heads = 0;
+    // Keys and values of the step's tokens, where the layer has its own.
+    int write(const DecoderLayer& layer, int64_t rows) {
+        CacheLayer cache = pages_of(layer);
+        const int64_t* slots = slots_ + group_of(layer) * rows;
+        if (!layer.owns_kv) cache.num_kv_heads = 0;
         if (layer.owns_kv && before_ && before_(layer.kv_layer)) return STOPPED_BY_HOOK;
         with_pages(cache_.kind, [&](auto page) {
-            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, written, slots_ + group * rows, rows,
+            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, cache, slots, rows,
                                           model_.num_heads, threads_);
         });
-        if (layer.owns_kv && after_ && after_(layer.kv_layer)) return STOPPED_BY_HOOK;
+        return layer.owns_kv && after_ && after_(layer.kv_layer) ? STOPPED_BY_HOOK : OK;
+    }
+
+    void attend_to(const DecoderLayer& layer) {
         call_.window = layer.window;
-        call_.block_tables = tables_of(group);
-        const AttentionPlan& plan = plan_of(layer.window ? layer.window : -group);
-        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, cache, threads_); });
-        return OK;
+        call_.block_tables = tables_of(group_of(layer));
+        const AttentionPlan& plan = plan_of(layer.window ? layer.window : -group_of(layer));
+        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, pages_of(layer), threads_); });
+    }
+
+    // Rows [token][hidden] of a block, in as many of its layers as that takes.
+    void keep_input(int64_t index) const {
+        const int64_t place = std::find(model_.kept, model_.kept + model_.num_kept, index) - model_.kept;
+        if (place == model_.num_kept) return;
+        with_pages(cache_.kind, [&](auto page) {
+            using T = decltype(page);
+            const int64_t width = row_bytes<T>(int(model_.hidden)), needed = cache_.block_tokens * width;
+            const int64_t room = (needed + cache_.layer_stride - 1) / cache_.layer_stride * cache_.layer_stride;
+            char* base = cache_.base + model_.num_layers * cache_.layer_stride + place * room;
+            parallel(step_.num_tokens, step_.num_tokens * model_.hidden < (1 << 15) ? 1 : threads_, [&](int64_t t) {
+                const int64_t block = step_.slots[t] / cache_.block_tokens, offset = step_.slots[t] % cache_.block_tokens;
+                put_row((T*)(base + block * cache_.block_stride + offset * width), residual_ + t * model_.hidden,
+                        int(model_.hidden));
+            });
+        });
     }
 
     // Of `call_`, which is the same in all layers of one `kind`: those with this window, or, where tables matter because

@@ -1,0 +1,289 @@
+"""``mooncake bench character``: what sliding windows, shared keys and values and one KV head cost, and what they save.
+
+Five small models of one shape (``character_twins``) are trained alike on the reference of the Python language that
+CPython ships, once: ``--models`` keeps them. All have one KV head. *full* sees everything in every layer; *sharing* has
+KV in every second layer; *hybrid* has one global layer in six, the others a window; *character* has both, as
+Character.AI's models do; *local* has windows alone. Then all are served by our engine: the loss of text that none was
+trained on, how many needles are found that lie farther back than windows reach, and the bytes of KV a token.
+
+How much sooner a prompt is computed where the whole second half of the layers shares is measured on random weights of a
+larger shape, since the time of a forward pass does not depend on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pydoc_data.topics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import Progress
+
+from mooncake import LLM, SamplingParams
+from mooncake.app.bench_quality import window_losses
+from mooncake.app.bench_report import Figure, Report, tell
+from mooncake.app.character_twins import (
+    MARKERS,
+    NEEDLE_TOKENS,
+    NUM_MARKERS,
+    Corpus,
+    Shape,
+    Training,
+    Twin,
+    description,
+    train,
+    twins,
+    write,
+)
+from mooncake.app.flags import Flags, positive, whole
+from mooncake.app.outputs import output_folder
+from mooncake.checkpoint import ModelConfig, open_checkpoint, weight_shapes
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ConfigError
+from mooncake.json_file import read_json
+from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+from mooncake.precision import has_native_bf16
+from mooncake.types import KVLayout
+
+BLOCK_TOKENS = 16
+HEAD_DIM = 32
+BASELINE = "full"
+TRAINED = "trained.json"  # in each folder: how
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    models: Path
+    shape: Shape
+    training: Training
+    windows: int  # of text, whose loss is measured
+    needles: int
+    prompt_tokens: int
+    prompt_hidden: int
+    reps: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was measured is reported first)."""
+    options = parse(args)
+    corpus = Corpus.of("\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)))
+    config: dict[str, object] = {
+        "layers": options.shape.layers,
+        "hidden": options.shape.hidden,
+        "heads": options.shape.heads,
+        "window": options.shape.window,
+        "length": options.shape.length,
+        "steps": options.training.steps,
+        "batch": options.training.batch,
+        "rate": options.training.rate,
+        "training_dtype": options.training.dtype,
+        "threads": torch.get_num_threads(),
+        "windows": options.windows,
+        "needles": options.needles,
+        "text": "pydoc_data.topics of the Python in use, the last tenth for validation",
+    }
+    report = Report("character", config, options.training.seed)
+    with report.measuring("training") as shown:
+        for name, twin in twins(options.shape).items():
+            made_once(options, corpus, name, twin, shown)
+        for name in twins(options.shape):
+            measure(options, corpus, name, report, shown)
+        compare(report)
+        measure_prefill(options, report, shown)
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    flags = Flags("bench character", __doc__)
+    flags.add("--models", type=output_folder, required=True, metavar="DIR", help="trained ones are kept there")
+    flags.add("--layers", type=whole("--layers", 6), default=12)
+    flags.add("--hidden", type=whole("--hidden", 64), default=256)
+    flags.add("--window", type=whole("--window", 2), default=16, metavar="BYTES", help="of local layers")
+    flags.add("--length", type=whole("--length", 64), default=256, metavar="BYTES", help="of windows of text")
+    flags.add("--steps", type=whole("--steps", 1), default=400, help="of each model's training")
+    flags.add("--batch", type=whole("--batch", 1), default=8, help="windows of text in a step")
+    flags.add("--rate", type=positive("--rate"), default=2e-3, help="of learning, at its highest")
+    flags.add("--windows", type=whole("--windows", 1), default=150, help="of text, whose loss is measured")
+    flags.add("--needles", type=whole("--needles", 1), default=100)
+    flags.add("--prompt-tokens", type=whole("--prompt-tokens", 0), default=2048, help="of the timed prompt; 0: none")
+    flags.add("--prompt-hidden", type=whole("--prompt-hidden", 64), default=768, help="width of the model it is for")
+    flags.reps(5, "timings of each prompt")
+    flags.threads()
+    flags.seed()
+    flags.json_file()
+    given = flags.read(args)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    for flag, width in (("--hidden", given.hidden), ("--prompt-hidden", given.prompt_hidden)):
+        if width % HEAD_DIM:
+            raise ConfigError(f"{flag} must be a multiple of {HEAD_DIM}, got {width}")
+    heads = given.hidden // HEAD_DIM
+    shape = Shape(given.layers, given.hidden, heads, mlp_width(given.hidden), given.window, given.length)
+    if farthest_needle(shape) < 1:
+        raise ConfigError(
+            f"{shape.layers} layers with --window {shape.window} reach back {shape.reach} bytes: "
+            f"--length {shape.length} leaves no place for a needle farther away"
+        )
+    dtype = "bfloat16" if has_native_bf16() else "float32"
+    training = Training(given.steps, given.batch, given.rate, given.seed, dtype)
+    return Options(
+        given.models,
+        shape,
+        training,
+        given.windows,
+        given.needles,
+        given.prompt_tokens,
+        given.prompt_hidden,
+        given.reps,
+        given.json,
+    )
+
+
+def mlp_width(hidden: int) -> int:
+    """8/3 of the model's, as Llama's are, in whole vectors."""
+    return -(-hidden * 8 // 3 // 32) * 32
+
+
+def farthest_needle(shape: Shape) -> int:
+    """How many first places of a window are farther from its end than local layers reach."""
+    return shape.length - NEEDLE_TOKENS - 1 - shape.reach
+
+
+# Training
+
+
+def made_once(options: Options, corpus: Corpus, name: str, twin: Twin, shown: Progress) -> None:
+    """Raises ConfigError where the folder has a model that was trained otherwise."""
+    folder = options.models / name
+    digest = hashlib.sha256(corpus.training.tobytes()).hexdigest()
+    wanted = json.loads(json.dumps(description(options.shape, twin, options.training, digest)))
+    if (folder / TRAINED).exists():
+        if read_json(folder / TRAINED) != wanted:
+            raise ConfigError(
+                f"{folder} holds a model that was trained otherwise: give other flags or another --models"
+            )
+        return
+    losses: list[float] = []
+
+    def hear(step: int, loss: float) -> None:
+        losses.append(loss)
+        if step % 10 == 0:
+            tell(shown, f"{name}: step {step} of {options.training.steps}, loss {np.mean(losses[-50:]):.3f}")
+
+    write(folder, options.shape, twin, train(options.shape, twin, corpus, options.training, hear))
+    (folder / TRAINED).write_text(json.dumps(wanted, indent=1))
+
+
+# What the engine makes of them
+
+
+def measure(options: Options, corpus: Corpus, name: str, report: Report, shown: Progress) -> None:
+    tell(shown, f"{name}: text and needles")
+    folder = str(options.models / name)
+    checkpoint = open_checkpoint(folder)
+    layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+    report.add(Figure(name, "KV of a token", "bytes", (layout.block_bytes / BLOCK_TOKENS,)))
+    model = load_model(checkpoint, "float32", options.shape.length)
+    assert isinstance(model, CausalLM)
+    count = min(options.windows, len(corpus.validation) // options.shape.length)
+    windows = corpus.validation[: count * options.shape.length].reshape(count, -1)
+    loss = sum(window_losses(model, layout, windows)) / (count * (options.shape.length - 1))
+    report.add(Figure(name, "loss of text", "nats a byte", (loss,), params={"windows": count}))
+    found = share_of_needles(options, corpus, folder)
+    report.add(Figure(name, "needles found", "", (found,), more_is_better=True, params={"needles": options.needles}))
+
+
+def share_of_needles(options: Options, corpus: Corpus, folder: str) -> float:
+    """A needle is found when all of its letters are the most likely ones, each asked for behind those before it."""
+    random = np.random.default_rng(options.training.seed + 1)
+    plain = options.shape.length - 2 * NEEDLE_TOKENS
+    prompts, wanted = [], []
+    for start in random.integers(0, len(corpus.validation) - plain, options.needles):
+        letters = random.choice(corpus.letters, NUM_MARKERS)
+        text = corpus.validation[start : start + plain]
+        window = corpus.with_needle(text, letters, int(random.integers(farthest_needle(options.shape))))
+        ends = len(window) - NEEDLE_TOKENS + 1 + 2 * np.arange(NUM_MARKERS)
+        prompts += [window[:end].astype(np.uint32) for end in ends]
+        wanted.append(letters)
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    with LLM(folder, kv_gb=0.1, block_tokens=BLOCK_TOKENS, chunk_tokens=128) as llm:
+        answers = [one.token_ids[0] for one in llm.generate(prompts, greedy, use_tqdm=False)]
+    is_right = np.array(answers).reshape(-1, NUM_MARKERS) == np.array(wanted)
+    return float(is_right.all(1).mean())
+
+
+def compare(report: Report) -> None:
+    for name in ("sharing", "hybrid", "character", "local"):
+        for ratio, figure in (("loss", "loss of text"), ("kv_bytes", "KV of a token")):
+            report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
+    report.notes.append(
+        f"a needle: {len(MARKERS)} marked letters, asked for from farther away than windows reach through all layers"
+    )
+    report.notes.append("bytes of KV are those of pages; what windows save beyond them is the block manager's to say")
+
+
+# Prompts
+
+
+PREFILL_LAYERS = 12
+
+
+def measure_prefill(options: Options, report: Report, shown: Progress) -> None:
+    """In turns: KV in all layers, and in the first half of them alone."""
+    if not options.prompt_tokens:
+        return
+    half = PREFILL_LAYERS // 2
+    passes = {
+        "KV in all layers": prompt_pass(options, ()),
+        "KV in the first half": prompt_pass(options, tuple(min(layer, half - 1) for layer in range(PREFILL_LAYERS))),
+    }
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for turn in range(options.reps + 1):
+        for name, compute in passes.items():
+            started_s = time.perf_counter()
+            compute()
+            if turn:  # the first one warms up
+                times[name].append((time.perf_counter() - started_s) * 1e3)
+        tell(shown, f"prompts: {turn} of {options.reps} timings")
+    for name, values in times.items():
+        report.add(Figure(name, "prompt", "ms", tuple(values), params={"tokens": options.prompt_tokens}))
+    report.compare("prefill_speedup_half", *(report.find(name, "prompt") for name in passes))
+
+
+def prompt_pass(options: Options, sources: tuple[int, ...]) -> Callable[[], object]:
+    """A prompt through a model of random weights, for the logits of its last token."""
+    config = ModelConfig(
+        architecture="llama",
+        num_layers=PREFILL_LAYERS,
+        hidden_size=options.prompt_hidden,
+        intermediate_size=mlp_width(options.prompt_hidden),
+        num_heads=options.prompt_hidden // HEAD_DIM,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        vocab_size=512,
+        max_model_len=options.prompt_tokens,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        rms_eps=1e-6,
+        tie_embeddings=True,
+        qkv_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        bos_id=None,
+        eos_ids=(),
+        kv_sources=sources,
+    )
+    generator = torch.Generator().manual_seed(options.training.seed)
+    weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in weight_shapes(config).items()}
+    model = CausalLM(config, weights)
+    layout = KVLayout(len(config.kv_owners), config.num_kv_heads, BLOCK_TOKENS, config.head_dim, "float32")
+    cache = KVCache(layout, -(-options.prompt_tokens // BLOCK_TOKENS))
+    tokens = torch.randint(512, (options.prompt_tokens,), generator=generator)
+    batch = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([options.prompt_tokens - 1]))
+    return lambda: model.forward(batch, cache.tensor, NoHook())

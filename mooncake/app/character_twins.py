@@ -1,0 +1,324 @@
+"""Small models that differ only in what their layers keep, trained alike: for ``mooncake bench character``.
+
+All have one KV head (MQA), a vocabulary of bytes and the shape of the Llama family; they are trained in plain torch, on
+the same batches in the same order, and written as folders that anybody can serve. A batch is text with a needle: four
+marked letters early on, which the end of the window asks for. It must not know how models are served.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torch.nn import functional
+
+Ids = npt.NDArray[np.int64]
+
+EVERY = 6  # one layer of so many sees everything, as Character.AI's (and Gemma 3's) do
+NUM_MARKERS = 4
+MARKERS = tuple(f"<|needle {number}|>" for number in range(NUM_MARKERS))
+NEEDLE_TOKENS = 2 * NUM_MARKERS  # each marker with its letter
+NEEDLE_WEIGHT = 8.0  # of an answer's loss beside that of a byte of text: there are few of them
+THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``window``: bytes that a local layer sees, itself included; ``length``: of the windows of text for training."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    window: int
+    length: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def reach(self) -> int:
+        """How far back a byte can matter where every layer is local."""
+        return self.layers * (self.window - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """``windows`` of the layers, 0 for none, and ``sources``: whose KV each one attends to."""
+
+    windows: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
+def twins(shape: Shape) -> dict[str, Twin]:
+    """``full`` is what the others are held against."""
+    layers = range(shape.layers)
+    everything, own = (0,) * shape.layers, tuple(layers)
+    hybrid = tuple(0 if (layer + 1) % EVERY == 0 else shape.window for layer in layers)
+    return {
+        "full": Twin(everything, own),
+        "sharing": Twin(everything, tuple(layer - layer % 2 for layer in layers)),
+        "hybrid": Twin(hybrid, own),
+        "character": Twin(hybrid, shared_in_twos(hybrid)),
+        "local": Twin((shape.window,) * shape.layers, own),
+    }
+
+
+def shared_in_twos(windows: tuple[int, ...]) -> tuple[int, ...]:
+    """Every second layer of each kind attends to the KV of the one before it, wherever that is: local layers share
+    with their neighbours, global ones with the last global one."""
+    open_owner: dict[int, int] = {}
+    sources = []
+    for layer, window in enumerate(windows):
+        owner = open_owner.pop(window, None)
+        if owner is None:
+            open_owner[window] = owner = layer
+        sources.append(owner)
+    return tuple(sources)
+
+
+# The text
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token a byte, and the markers behind them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Bytes as ids, the letters that needles are made of, and the markers' ids."""
+
+    training: Ids
+    validation: Ids
+    letters: Ids
+    markers: Ids
+
+    @classmethod
+    def of(cls, text: str) -> Corpus:
+        """The last tenth is for validation."""
+        tokenizer = byte_tokenizer()
+        ids = np.array(tokenizer.encode(text).ids, np.int64)
+        letters = np.array(tokenizer.encode("abcdefghijklmnopqrstuvwxyz").ids, np.int64)
+        markers = np.array([tokenizer.token_to_id(marker) for marker in MARKERS], np.int64)
+        cut = len(ids) * 9 // 10
+        return cls(ids[:cut], ids[cut:], letters, markers)
+
+    def with_needle(self, text: Ids, letters: Ids, at: int) -> Ids:
+        """``text`` with the needle at ``at`` and the question behind it: ``NEEDLE_TOKENS`` longer each."""
+        needle = np.stack([self.markers, letters], axis=1).ravel()
+        return np.concatenate([text[:at], needle, text[at:], needle])
+
+    def batches(self, shape: Shape, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Endless: ids ``[size, length]``, and weights of the predictions of all of them but the first."""
+        random = np.random.default_rng(seed)
+        plain = shape.length - 2 * NEEDLE_TOKENS
+        weights = torch.ones(shape.length - 1)
+        weights[1 - NEEDLE_TOKENS :: 2] = NEEDLE_WEIGHT
+        while True:
+            rows = []
+            for start in random.integers(0, len(self.training) - plain, size):
+                letters = random.choice(self.letters, NUM_MARKERS)
+                text, at = self.training[start : start + plain], int(random.integers(plain))
+                rows.append(self.with_needle(text, letters, at))
+            yield torch.from_numpy(np.stack(rows)), weights
+
+
+# The model
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Shape, window: int, owns_kv: bool) -> None:
+        super().__init__()
+        self._shape, self._window = shape, window
+        self.q_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        if owns_kv:
+            self.k_proj = nn.Linear(shape.hidden, shape.head_dim, bias=False)
+            self.v_proj = nn.Linear(shape.hidden, shape.head_dim, bias=False)
+
+    def keys_and_values(self, inputs: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[B, 1, T, D]`` each."""
+        return turn(self.k_proj(inputs)[:, None]), self.v_proj(inputs)[:, None]
+
+    def forward(self, inputs: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], turn: Turn) -> torch.Tensor:
+        size, length, _ = inputs.shape
+        query = turn(self.q_proj(inputs).view(size, length, self._shape.heads, -1).transpose(1, 2))
+        key, value = (part.expand(query.shape) for part in kv)
+        if self._window:
+            at = torch.arange(length)
+            distance = at[:, None] - at
+            seen = (distance >= 0) & (distance < self._window)
+            mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(inputs)) * self.up_proj(inputs))
+        return output
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Shape, window: int, owns_kv: bool) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, 1e-6)
+        self.self_attn = _Attention(shape, window, owns_kv)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, 1e-6)
+        self.mlp = _Mlp(shape)
+
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, shape: Shape, twin: Twin, vocab: int) -> None:
+        super().__init__()
+        self._sources = twin.sources
+        self.embed_tokens = nn.Embedding(vocab, shape.hidden)
+        self.layers = nn.ModuleList(
+            _Layer(shape, window, source == layer)
+            for layer, (window, source) in enumerate(zip(twin.windows, twin.sources, strict=True))
+        )
+        self.norm = nn.RMSNorm(shape.hidden, 1e-6)
+
+    def forward(self, ids: torch.Tensor, turn: Turn) -> torch.Tensor:
+        """The last layer's output, normed: ``[B, T, hidden]``."""
+        hidden: torch.Tensor = self.embed_tokens(ids)
+        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for number, (layer, source) in enumerate(zip(self.layers, self._sources, strict=True)):
+            assert isinstance(layer, _Layer)
+            inputs = layer.input_layernorm(hidden)
+            if source == number:
+                kept[number] = layer.self_attn.keys_and_values(inputs, turn)
+            hidden = hidden + layer.self_attn(inputs, kept[source], turn)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output: torch.Tensor = self.norm(hidden)
+        return output
+
+
+class TwinModel(nn.Module):
+    """Its parameters have the names under which the Llama family's are published."""
+
+    def __init__(self, shape: Shape, twin: Twin, vocab: int) -> None:
+        super().__init__()
+        self._head_dim = shape.head_dim
+        self.model = _Decoder(shape, twin, vocab)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream (GPT-2)
+                parameter.data /= math.sqrt(2 * shape.layers)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, T, V]``."""
+        halves = torch.arange(0, self._head_dim, 2) / self._head_dim
+        angles = torch.arange(ids.shape[1])[:, None] / THETA**halves
+        cos, sin = angles.cos(), angles.sin()
+
+        def turn(heads: torch.Tensor) -> torch.Tensor:
+            low, high = heads.chunk(2, -1)
+            return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+        return functional.linear(self.model(ids, turn), self.model.embed_tokens.weight)
+
+
+# Training
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    steps: int
+    batch: int
+    rate: float
+    seed: int
+    dtype: str  # of products: "bfloat16" where the processor has them
+
+
+def train(
+    shape: Shape, twin: Twin, corpus: Corpus, how: Training, tell: Callable[[int, float], None]
+) -> dict[str, torch.Tensor]:
+    """The weights. All twins see the same batches; ``tell`` hears of the step and its loss of text and needles."""
+    torch.manual_seed(how.seed)
+    vocab = int(corpus.markers.max()) + 1
+    model = TwinModel(shape, twin, vocab)
+    optimizer = torch.optim.AdamW(model.parameters(), how.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    warm = max(how.steps // 20, 1)
+
+    def rate_at(step: int) -> float:
+        """Up in the first twentieth, then down along a cosine to a twentieth."""
+        progress = (step - warm) / max(how.steps - warm, 1)
+        return (step + 1) / warm if step < warm else 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
+    batches = corpus.batches(shape, how.batch, how.seed)
+    for step in range(how.steps):
+        ids, weights = next(batches)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how.dtype == "bfloat16"):
+            logits = model(ids[:, :-1])
+        losses = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        loss = (losses.view(len(ids), -1) * weights).sum(1).mean() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        tell(step, float(loss.detach()))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def write(folder: Path, shape: Shape, twin: Twin, weights: dict[str, torch.Tensor]) -> None:
+    """As somebody would publish it. The configuration comes last: a folder without it is half of one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    kinds = ["sliding_attention" if window else "full_attention" for window in twin.windows]
+    config: dict[str, object] = {
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": 1,
+        "head_dim": shape.head_dim,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": 8 * shape.length,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": THETA,
+        "tie_word_embeddings": True,
+        "layer_types": kinds,
+        "sliding_window": shape.window,
+        "kv_source_layers": list(twin.sources),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def description(shape: Shape, twin: Twin, how: Training, text_digest: str) -> dict[str, object]:
+    """What tells one training from another."""
+    return {"shape": asdict(shape), "twin": asdict(twin), "training": asdict(how), "text": text_digest}

@@ -1,0 +1,37 @@
+"""Tokens whose KV another model has computed, but for some layers: those are computed here, from its hidden states.
+
+Pure bookkeeping: it must not know keys, the pool or how the states came here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mooncake.engine.scheduler import StepEntry
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Of a sequence's tokens from ``first`` on: ``blocks`` [N, block_tokens, hidden], there when a step needs them."""
+
+    first: int
+    blocks: torch.Tensor
+
+    def window(self, first: int, end: int) -> torch.Tensor:
+        """Float32 ``[end - first, hidden]`` of the sequence's tokens ``first ≤ i < end``, a copy."""
+        places = torch.arange(first - self.first, end - self.first)
+        block_tokens = self.blocks.shape[1]
+        return self.blocks[places // block_tokens, places % block_tokens].float()
+
+
+def hidden_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
+    """Of a step's inherited tokens, in the order of its batch; None where they begin with embeddings."""
+    parts = [
+        entry.sequence.hidden.window(entry.first, entry.end) for entry in entries if entry.sequence.hidden is not None
+    ]
+    return torch.cat(parts) if parts else None

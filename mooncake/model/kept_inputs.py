@@ -1,0 +1,44 @@
+"""Hidden states that the cache keeps: what some layers took as their input, behind the KV of all layers of a block.
+
+A model that goes on from them in the middle (``CausalLM.recompute``) need not compute the layers before. It must not
+know whose they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mooncake.model.batch import LayerHook
+
+
+class KeptInputs:
+    """Of the layers ``of``, in a model of ``num_layers``."""
+
+    def __init__(self, of: Sequence[int], num_layers: int) -> None:
+        self._of = tuple(of)
+        self._num_layers = num_layers
+
+    def write(self, layer: int, hidden: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        """``hidden`` [T, hidden] is the input of ``layer`` of the tokens in ``slots``."""
+        if layer in self._of:
+            rows = input_rows(cache, self._num_layers, self._of.index(layer), hidden.shape[1])
+            block_tokens = cache.shape[4]
+            rows[slots // block_tokens, slots % block_tokens] = hidden.to(cache.dtype)
+
+    def tell(self, hook: LayerHook, cache: torch.Tensor) -> None:
+        """They are there, for all tokens of the step: layers like any other for whoever loads and sends them."""
+        if self._of and hook.wants_layers:
+            for layer in range(self._num_layers, cache.shape[1]):
+                hook.before_layer(layer)
+                hook.after_layer(layer)
+
+
+def input_rows(cache: torch.Tensor, num_layers: int, place: int, hidden_size: int) -> torch.Tensor:
+    """``[N, block_tokens, hidden]``, a view: the inputs of the layer that is kept in that place of the list."""
+    num_blocks, _, _, _, block_tokens, _ = cache.shape
+    block_stride, layer_stride = cache.stride()[:2]
+    room = -(-block_tokens * hidden_size // layer_stride) * layer_stride
+    first = cache.storage_offset() + num_layers * layer_stride + place * room
+    return cache.as_strided((num_blocks, block_tokens, hidden_size), (block_stride, hidden_size, 1), first)

@@ -1,0 +1,55 @@
+"""The paged cache as models see it, over memory that may be mapped by several processes.
+
+It must not know which block is whose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mooncake.errors import ConfigError
+from mooncake.types import KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+
+
+def pages_over(memory: npt.NDArray[np.uint8], layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    """``memory``, of exactly so many blocks, as ``[N, layers, 2, Hkv, block_tokens, D]`` of the layout's type."""
+    flat = torch.from_numpy(memory).view(TORCH_DTYPES[layout.dtype])
+    return flat.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, -1)
+
+
+class SharedMemory:
+    """A memfd, zeroed, which has no name and goes with the last process that maps it. The system gives its pages as
+    they are touched."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        """Takes ``fd`` over. Raises OSError or ValueError when it cannot be mapped."""
+        self.fd = fd
+        self._area = mmap.mmap(fd, num_bytes)
+        with contextlib.suppress(OSError):  # most systems have no large pages for memory that is shared
+            self._area.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._area, np.uint8)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedMemory:
+        """Raises ConfigError when the system has no such memory."""
+        fd = os.memfd_create("mooncake", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            return cls(fd, num_bytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ConfigError(f"cannot get {num_bytes / 1e9:.2f} GB of shared memory: {error}") from None
+
+    def close(self) -> None:
+        """Give the descriptor back. What is mapped stays until nobody looks at it any more. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,245 @@
+"""One stage of a pipeline: a process with a run of a model's layers, over a cache that all stages map.
+
+It takes the pieces of a step in order, each as soon as the stage before has left its rows of the residual stream in the
+memory between them, and tells the next. The first rank (``pipeline``) hears of layers that are complete, of logits and
+of the end of the step. Messages are bytes over socket pairs, whose end is how everybody learns of a death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+
+import msgspec
+import numpy as np
+import torch
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.errors import MooncakeError
+from mooncake.kernels.cpu import use_threads
+from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.llama import CausalLM
+from mooncake.model.load import load_model
+from mooncake.model.pages import SharedMemory, pages_over
+from mooncake.model.ranks import batch_of, live_with_first
+from mooncake.precision import Coding
+from mooncake.types import KVLayout
+
+
+class StageTask(msgspec.Struct, frozen=True):
+    """What a stage is started with. File descriptors are its own; -1 where it has no neighbour."""
+
+    model: str
+    max_model_len: int
+    dtype: str
+    coding: Coding
+    codes: Coding
+    layout: KVLayout
+    num_blocks: int
+    threads: int
+    cache: int
+    first_layer: int = 0
+    end_layer: int = 0
+    cores: tuple[int, ...] = ()  # (): those of the first rank
+    control: int = -1  # to the first rank and back
+    before: int = -1  # from the stage before
+    behind: int = -1  # to the next one
+    entering: int = -1  # memory that the stage before leaves rows in
+    leaving: int = -1
+
+
+class Kind(IntEnum):
+    """Of a message, its first number; the step's number is the second."""
+
+    READY = 0
+    FAILED = 1  # why, as data
+    STEP = 2  # whether it wants layers, sizes of its arrays; the arrays, the cuts first, as data
+    OPEN = 3  # a layer, whose reused keys and values are there
+    ABANDON = 4
+    STOP = 5
+    PIECE = 6  # that the stage before has left
+    LAYER = 7  # whose keys and values are all in the cache
+    LOGITS = 8  # how many rows; and they, as data
+    DONE = 9  # bytes that went to the next stage; when each piece began and ended and how long it waited, ns, as data
+    ABANDONED = 10
+
+
+WITH_DATA = frozenset({Kind.FAILED, Kind.STEP, Kind.LOGITS, Kind.DONE})
+"""These are two messages, the second of which is data."""
+
+
+def send(connection: Connection, kind: Kind, *numbers: int) -> None:
+    connection.send_bytes(np.array([kind, *numbers], np.int64).tobytes())
+
+
+def receive(connection: Connection) -> tuple[Kind, list[int]]:
+    kind, *numbers = np.frombuffer(connection.recv_bytes(), np.int64).tolist()
+    return Kind(kind), numbers
+
+
+class Abandoned(Exception):
+    """The first rank does not want the rest of this step."""
+
+
+class Stage:
+    def __init__(self, task: StageTask, model: CausalLM) -> None:
+        self._model = model
+        self._layers = range(task.first_layer, task.end_layer)
+        cache = SharedMemory(task.cache, task.num_blocks * task.layout.block_bytes)
+        self._cache = pages_over(cache.bytes, task.layout, task.num_blocks)
+        width = model.config.hidden_size
+        most_tokens = task.num_blocks * task.layout.block_tokens
+        self._entering = rows_between(task.entering, most_tokens, width) if task.entering >= 0 else None
+        self._leaving = rows_between(task.leaving, most_tokens, width) if task.leaving >= 0 else None
+        self._control = Connection(task.control)
+        self._before = Connection(task.before) if task.before >= 0 else None
+        self._behind = Connection(task.behind) if task.behind >= 0 else None
+        self._step = 0
+        self._num_open = 0  # layers before it may be read
+        self._waited_ns = 0  # in this piece, for what others do
+
+    def serve(self) -> None:
+        """Until the first rank says so or dies. When a neighbour dies, that one ends us, and knows whom to blame."""
+        try:
+            self._serve()
+        except (EOFError, OSError):
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._control.recv_bytes()
+
+    def _serve(self) -> None:
+        send(self._control, Kind.READY, 0)
+        while True:
+            kind, numbers = receive(self._control)
+            if kind is Kind.STOP:
+                return
+            if kind is Kind.STEP:  # others are of a step that has ended here
+                self._serve_step(*numbers)
+
+    def open_up_to(self, layer: int) -> None:
+        """Return once ``layer`` may be read. Raises Abandoned."""
+        started_ns = time.monotonic_ns()
+        while self._num_open <= layer:
+            self._obey()
+        self._waited_ns += time.monotonic_ns() - started_ns
+
+    def tell_layer(self, layer: int) -> None:
+        send(self._control, Kind.LAYER, self._step, layer)
+
+    def _serve_step(self, step: int, wants_layers: int, *sizes: int) -> None:
+        everything = torch.frombuffer(bytearray(self._control.recv_bytes()), dtype=torch.int64)
+        cuts, *arrays = torch.split(everything, list(sizes))
+        self._step, self._num_open = step, 0 if wants_layers else self._layers.stop
+        try:
+            self._compute(batch_of(arrays), cuts.tolist(), bool(wants_layers))
+        except Abandoned:
+            send(self._control, Kind.ABANDONED, step)
+        except (EOFError, OSError):
+            raise
+        except Exception as error:
+            send(self._control, Kind.FAILED, step)
+            self._control.send_bytes(f"{type(error).__name__}: {error}".encode())
+
+    def _compute(self, batch: ForwardBatch, cuts: list[int], wants_layers: bool) -> None:
+        times_ns = np.zeros((len(cuts) - 1, 3), np.int64)
+        for piece, (begin, end) in enumerate(pairwise(cuts)):
+            self._await_piece(piece)
+            self._waited_ns = 0
+            is_last = end == cuts[-1]
+            hook = _Gate(self, is_last) if wants_layers else NoHook()
+            started_ns = time.monotonic_ns()
+            logits = self._forward(batch.part(begin, end), begin, end, hook)
+            times_ns[piece] = started_ns, time.monotonic_ns(), self._waited_ns
+            if self._behind is not None:
+                send(self._behind, Kind.PIECE, self._step, piece)
+            if logits.shape[0]:
+                send(self._control, Kind.LOGITS, self._step, logits.shape[0])
+                self._control.send_bytes(logits.numpy().data)
+        num_bytes = 0 if self._leaving is None else self._leaving[: cuts[-1]].nbytes
+        send(self._control, Kind.DONE, self._step, num_bytes)
+        self._control.send_bytes(times_ns.tobytes())
+
+    def _forward(self, piece: ForwardBatch, begin: int, end: int, hook: LayerHook) -> torch.Tensor:
+        entering = None if self._entering is None else self._entering[begin:end]
+        leaving = None if self._leaving is None else self._leaving[begin:end]
+        return self._model.forward(piece, self._cache, hook, entering, leaving)
+
+    def _await_piece(self, piece: int) -> None:
+        """Of the stage before. Raises Abandoned, also where there is none before."""
+        while self._control.poll():
+            self._obey()
+        while self._before is not None:
+            ready = wait([self._control, self._before])
+            if self._control in ready:
+                self._obey()
+            elif receive(self._before) == (Kind.PIECE, [self._step, piece]):
+                return  # else it is of a step that was abandoned
+
+    def _obey(self) -> None:
+        """Wait for a message of the first rank to this step."""
+        kind, numbers = receive(self._control)
+        if kind is Kind.ABANDON and numbers[0] == self._step:
+            raise Abandoned
+        if kind is Kind.OPEN and numbers[0] == self._step:
+            self._num_open = max(self._num_open, numbers[1] + 1)
+        if kind is Kind.STOP:
+            raise SystemExit
+
+
+class _Gate:
+    """Waits until a layer may be read; after the last piece of a step a layer's keys and values are complete."""
+
+    wants_layers = True
+
+    def __init__(self, stage: Stage, is_last: bool) -> None:
+        self._stage = stage
+        self._is_last = is_last
+
+    def before_layer(self, layer: int) -> None:
+        self._stage.open_up_to(layer)
+
+    def after_layer(self, layer: int) -> None:
+        if self._is_last:
+            self._stage.tell_layer(layer)
+
+
+def rows_between(fd: int, most_tokens: int, width: int) -> torch.Tensor:
+    """Memory between two stages: the residual stream, float32 ``[most_tokens, width]``."""
+    memory = SharedMemory(fd, bytes_between(most_tokens, width))
+    return torch.from_numpy(memory.bytes).view(torch.float32).view(most_tokens, width)
+
+
+def bytes_between(num_tokens: int, width: int) -> int:
+    return num_tokens * width * 4
+
+
+def main(argv: Sequence[str]) -> None:
+    """Until the first rank stops it or dies."""
+    live_with_first()
+    task = msgspec.json.decode(argv[0], type=StageTask)
+    if task.cores:
+        os.sched_setaffinity(0, task.cores)
+    torch.set_num_threads(task.threads)
+    use_threads(task.threads)
+    try:
+        checkpoint = open_checkpoint(task.model, task.max_model_len)
+        layers = range(task.first_layer, task.end_layer)
+        model = load_model(checkpoint, task.dtype, task.max_model_len, task.coding, codes=task.codes, layers=layers)
+        assert isinstance(model, CausalLM)
+        stage = Stage(task, model)
+    except MooncakeError as error:
+        control = Connection(task.control)
+        send(control, Kind.FAILED, 0)
+        control.send_bytes(error.message.encode())
+        return
+    stage.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,174 @@
+"""What models over several processes of one machine share: how their ranks live and die, and a step as a message.
+
+The first rank is the engine's model. It starts the others as processes of their own (``python -m MODULE``), which end
+with it, whatever they are doing: each reads from a pipe that only the first one's end closes. ``Group`` is for those
+that speak through torch.distributed (gloo). It must not know how a model is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from mooncake.errors import InternalError
+from mooncake.model.batch import ForwardBatch
+
+START_S = 120  # for every rank to load its weights
+END_S = 10  # for one that was told to end
+DEATH_S = 1  # from the end of its connections to that of a process
+IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this
+
+_HEADER = 8  # int64: kind, then sizes
+_FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
+
+
+class Workers:
+    """The other ranks' processes. They are killed when this object is collected, at the latest."""
+
+    def __init__(self, what: str, end: Callable[[], None] = lambda: None) -> None:
+        """``what`` they are, for errors; ``end`` is called once they have ended."""
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._what = what
+        self._finalizer = weakref.finalize(self, _end, self.processes, end)
+
+    def start(self, module: str, arguments: Sequence[object], share: Collection[int] = ()) -> None:
+        """One more, with file descriptors to ``share`` with it."""
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=share))
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether nobody has ended them."""
+        return self._finalizer.alive
+
+    def failed(self, error: BaseException | None) -> InternalError:
+        """What to raise when speaking to them ended in ``error``: it says which ones are dead."""
+        given_up_s = time.monotonic() + DEATH_S
+        while not (dead := [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]):
+            if time.monotonic() > given_up_s:
+                break
+            time.sleep(0.01)
+        return InternalError(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
+
+    def wait(self) -> None:
+        """For those that were told to end, and not for long."""
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+
+    def end(self) -> None:
+        """Now. Idempotent."""
+        self._finalizer()
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+    then()
+
+
+def live_with_first() -> None:
+    """In another rank: this process ends when the first one's end of its standard input is gone, whatever it is doing,
+    and leaves Ctrl-C to that one."""
+    pipe = sys.stdin.fileno()
+
+    def wait() -> None:
+        os.read(pipe, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="first rank", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Group:
+    """The ranks that speak through torch.distributed, as one of them sees them.
+
+    Methods raise RuntimeError, torch's own, when a connection breaks.
+    """
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.rank, self.size = rank, size
+        timeout = timedelta(seconds=START_S)
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In place, the same bits on every rank."""
+        dist.all_reduce(values)
+        return values
+
+    def send(self, kind: int, *arrays: npt.NDArray[np.int64]) -> None:
+        """From the first rank to all: a header of sizes, then everything in one message."""
+        header = torch.tensor([kind, *(len(array) for array in arrays), *[0] * _HEADER][:_HEADER])
+        dist.broadcast(header, 0)
+        if arrays:
+            dist.broadcast(torch.from_numpy(np.concatenate(arrays)), 0)
+
+    def receive(self) -> tuple[int, list[torch.Tensor]]:
+        """What the first rank has sent: its kind and its arrays."""
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        dist.broadcast(header, 0)
+        kind, *sizes = header.tolist()
+        if not any(sizes):
+            return kind, []
+        everything = torch.empty(sum(sizes), dtype=torch.int64)
+        dist.broadcast(everything, 0)
+        return kind, list(torch.split(everything, sizes))
+
+
+def leave_group() -> None:
+    """This process's part in it. Idempotent."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def speaking_to(workers: Workers) -> Iterator[None]:
+    """Raises InternalError for what a ``Group`` raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise workers.failed(error) from None
+
+
+def batch_arrays(batch: ForwardBatch) -> list[npt.NDArray[np.int64]]:
+    """A step as a message; ``batch_of`` reads it. Batches with adapters or reuse are not for several ranks."""
+    arrays = [getattr(batch, name).numpy().astype(np.int64) for name in _FIELDS]
+    return [*arrays, batch.block_tables.numpy().astype(np.int64).ravel()]
+
+
+def batch_of(arrays: Sequence[torch.Tensor]) -> ForwardBatch:
+    *fields, tables = arrays
+    values = dict(zip(_FIELDS, fields, strict=True))
+    return ForwardBatch(
+        tokens=values["tokens"],
+        positions=values["positions"],
+        query_starts=values["query_starts"].int(),
+        context_lens=values["context_lens"].int(),
+        block_tables=tables.int().view(len(values["context_lens"]), -1),
+        slots=values["slots"],
+        logit_rows=values["logit_rows"],
+    )

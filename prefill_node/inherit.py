@@ -1,0 +1,141 @@
+"""KV of a variant of the model: what of a prompt its deployment left in the pool, and how it comes here.
+
+The blocks have the sender's names, which anybody can compute who knows what its KV is made of. What the receiver's own
+layers begin with comes first and beside the cache, for they are computed from it while the KV of the others follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.client import StoreClient
+from mooncake.engine.host import EngineHost
+from mooncake.engine.inherit import HiddenStates
+from mooncake.engine.sequence import Sequence
+from mooncake.errors import MooncakeError
+from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
+from mooncake.model.pages import TORCH_DTYPES
+from mooncake.types import BlockKey, KVLayout, TokenIds
+from prefill_node.foreign import ForeignLease
+from prefill_node.loader import BlockToLoad, LeasedPrefix, PrefixLoad
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 2.0  # a prompt waits so long to hear what there is
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Whose KV is read, how its blocks lie, and which layers are ours."""
+
+    fingerprint: str
+    layout: KVLayout
+    own_layers: range
+    hidden_size: int
+    pools: tuple[str, ...]  # gRPC addresses of its stores; (): the request's own
+
+    @classmethod
+    def configured(cls, host: EngineHost) -> Sender | None:
+        """None where no other's KV is read. Raises ConfigError."""
+        profile = host.variant
+        if profile is None:
+            return None
+        layout = host.layout_with(profile.sender_keeps)
+        fingerprint = kv_fingerprint(profile.sender, layout)
+        return cls(fingerprint, layout, profile.layers, host.hidden_size, host.config.prefill.variant_pools)
+
+    def keys(self, tokens: TokenIds, salt: str) -> list[BlockKey]:
+        return extend_chain(chain_seed(self.fingerprint, salt), tokens, self.layout.block_tokens)
+
+    @property
+    def input_layers(self) -> range:
+        """Of a block, with what our first layer begins with; none where that are embeddings."""
+        first = self.own_layers[0]
+        return self.layout.input_layers(first) if first else range(0)
+
+    @property
+    def order(self) -> list[int]:
+        """Layers of a block as they are read: what is computed with, then what is taken as it is."""
+        return [*self.input_layers, *(layer for layer in self.layout.kv_layers if layer not in self.own_layers)]
+
+
+Lease = Callable[[StoreClient, list[BlockKey]], LeasedPrefix]
+Release = Callable[[StoreClient, LeasedPrefix | ForeignLease, list[BlockKey]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """What there is of one prompt: blocks up to ``end``, in this store."""
+
+    sender: Sender
+    store: StoreClient
+    keys: list[BlockKey]
+    end: int
+
+    def load(self, sequence: Sequence, lease: Lease, release: Release, deadline: float) -> PrefixLoad:
+        """Of what the sequence, just admitted, inherits; it knows then where its hidden states will be, and that its
+        KV is not exact any more. On the engine's thread."""
+        layout, start = self.sender.layout, sequence.inherits.start
+        first, end = (token // layout.block_tokens for token in (start, sequence.inherits.stop))
+        keys, store = self.keys[first:end], self.store
+        area = HiddenArea(self.sender, end - first)
+        sequence.hidden = area.states(start)
+        sequence.num_exact = start if sequence.num_exact is None else min(start, sequence.num_exact)
+        blocks = [BlockToLoad(i, sequence.block_table[first + i], key) for i, key in enumerate(keys)]
+        return PrefixLoad(
+            sequence.request_id,
+            blocks,
+            lambda: lease(store, keys),
+            partial(release, store),
+            layout,
+            deadline,
+            self.sender.order,
+            area.by_layer,
+        )
+
+
+async def find(sender: Sender, stores: list[StoreClient], keys: list[BlockKey], first: int) -> Inheritance | None:
+    """The longest run of the prompt's blocks from ``first`` on that one of the stores has; None: there is none."""
+    runs = await asyncio.gather(*(_run_length(store, keys[first:]) for store in stores))
+    longest = max(runs, default=0)
+    if not longest:
+        return None
+    return Inheritance(sender, stores[runs.index(longest)], keys, first + longest)
+
+
+async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
+    if not keys:
+        return 0
+    try:
+        there = await store.exists(keys, timeout_s=ASK_TIMEOUT_S)
+    except MooncakeError as error:
+        log.info("a pool cannot be asked for a variant's KV: %s", error.message)
+        return 0
+    return next((i for i, found in enumerate(there) if not found), len(keys))
+
+
+class HiddenArea:
+    """Memory beside the cache for what our first layer begins with, ``num_blocks`` blocks of it."""
+
+    def __init__(self, sender: Sender, num_blocks: int) -> None:
+        layout, layers = sender.layout, sender.input_layers
+        self._memory: npt.NDArray[np.uint8] = np.empty((num_blocks, len(layers), layout.layer_bytes), np.uint8)
+        self.by_layer = {layer: self._memory[:, place] for place, layer in enumerate(layers)}
+        self._sender = sender
+
+    def states(self, first: int) -> HiddenStates | None:
+        """As a sequence's tokens from ``first`` on begin with them; what they are, is there when it was read."""
+        if not self.by_layer:
+            return None
+        layout, hidden_size = self._sender.layout, self._sender.hidden_size
+        rows = torch.from_numpy(self._memory).flatten(1).view(TORCH_DTYPES[layout.dtype])
+        shape, strides = (len(rows), layout.block_tokens, hidden_size), (rows.stride(0), hidden_size, 1)
+        return HiddenStates(first, rows.as_strided(shape, strides))
