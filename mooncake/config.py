@@ -160,6 +160,7 @@ class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     # Processes in a row, each with a run of layers and so many threads, through which a step goes in pieces: a large
     # chunk_tokens keeps all of them busy
     pipeline_stages: int = 1
+    context_parallel: int = 1  # processes over which the tokens of prompts are cut, and which share the threads; CPUs
 
     @property
     def all_threads(self) -> int:
@@ -257,11 +258,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         does not read.
 
         Between nodes a prefix is known by its blocks from the first one on, so one group must keep them all. Blocks of
-        deployments with another layout, or with more in them than KV, are whole, and so are those of pipelines.
+        deployments with another layout, or with more in them than KV, are whole, and so are those of nodes that compute with several processes.
         """
         prefill = self.prefill
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
-        if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or prefill.pipeline_stages > 1:
+        num_processes = max(prefill.pipeline_stages, prefill.context_parallel)
+        if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:
             return UNIFORM
         groups = groups_of(model, model.context(self.model.max_model_len))
         return groups if self.cluster.coupled or not groups.windows[0] else UNIFORM
@@ -421,6 +423,7 @@ _AT_LEAST_ONE = (
     "conductor.max_waiting",
     "prefill.max_sequences",
     "prefill.pipeline_stages",
+    "prefill.context_parallel",
     "decode.max_sequences",
     "cluster.prefill",
     "cluster.decode",
@@ -466,8 +469,7 @@ def _check_values(config: Config) -> None:
         raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
     if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
         raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
-    if config.prefill.pipeline_stages > 1:
-        _check_stages(config)
+    _check_processes(config)
     config.precision()
     parse_adapters(config.model.adapters)
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
@@ -505,8 +507,11 @@ def _check_values(config: Config) -> None:
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
 
 
-def _check_stages(config: Config) -> None:
+def _check_processes(config: Config) -> None:
+    """Several processes for one prefill node do less than one."""
+    asked = [name for name in ("pipeline_stages", "context_parallel") if getattr(config.prefill, name) > 1]
     excluded = {
+        "prefill.context_parallel": len(asked) > 1,
         "a GPU as prefill.device": config.prefill.device != "cpu",
         "prefill.blend_share": config.prefill.blend_share,
         "prefill.variant": config.prefill.variant,
@@ -516,8 +521,8 @@ def _check_stages(config: Config) -> None:
         "cluster.switchable": config.cluster.switchable,
     }
     for what, is_asked in excluded.items():
-        if is_asked:
-            raise ConfigError(f"prefill.pipeline_stages does not go together with {what}")
+        if asked and is_asked:
+            raise ConfigError(f"prefill.{asked[0]} does not go together with {what}")
 
 
 def _is_wildcard(host: str) -> bool:

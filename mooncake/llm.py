@@ -120,6 +120,7 @@ class LLM:
         device: str = "cpu",
         tensor_parallel: int = 1,
         pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         generation_config: str = "auto",
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
@@ -135,11 +136,17 @@ class LLM:
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
         CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
-        ``threads`` each, which pays for prompts, cut into pieces: a large ``chunk_tokens`` keeps the stages busy.
-        ``generation_config`` "none" leaves out what the model's file of that name says of sampling.
+        ``threads`` each; ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share
+        ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves
+        out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
-        check_least({"tensor_parallel": (tensor_parallel, 1), "pipeline_parallel_size": (pipeline_parallel_size, 1)})
+        processes = {
+            "tensor_parallel": tensor_parallel,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "context_parallel_size": context_parallel_size,
+        }
+        check_least({name: (count, 1) for name, count in processes.items()})
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
@@ -159,9 +166,7 @@ class LLM:
         stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
-        groups, layout = plan_pages(
-            checkpoint, block, config.max_model_len, device, max(tensor_parallel, pipeline_parallel_size)
-        )
+        groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, max(processes.values()))
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         self.max_model_len = groups.max_model_len(num_blocks, config.most_at_once, block_tokens, config.max_model_len)
         if self.max_model_len < 1:
@@ -176,23 +181,21 @@ class LLM:
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         num_places = int(swap_gb * 1e9) // layout.block_bytes
         size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
-        if tensor_parallel > 1 and pipeline_parallel_size > 1:
-            raise InvalidRequest("tensor_parallel and pipeline_parallel_size do not go together", "tensor_parallel")
+        several = [name for name, count in processes.items() if count > 1]
+        if len(several) > 1:
+            raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
+        if several and (device != "cpu" or self._adapters):
+            raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
         if tensor_parallel > 1:
-            if device != "cpu" or self._adapters:
-                raise InvalidRequest("tensor_parallel goes neither with a device nor with adapters", "tensor_parallel")
             asked = replace(size, max_model_len=config.max_model_len)  # the ranks open the model for the same context
             self._backend = over_ranks(model, precision, asked, tensor_parallel)
         elif pipeline_parallel_size > 1:
-            if device != "cpu" or self._adapters:
-                what = "pipeline_parallel_size"
-                raise InvalidRequest(f"{what} goes neither with a device nor with adapters", what)
             asked = replace(size, max_model_len=config.max_model_len)
             self._backend = over_stages(model, precision, asked, pipeline_parallel_size, threads)
         elif device != "cpu":
             self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
         else:
-            self._backend = on_cpu(checkpoint, precision, size, self._adapters)
+            self._backend = on_cpu(checkpoint, precision, size, self._adapters, context_ranks=context_parallel_size)
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens)

@@ -36,6 +36,7 @@ BENCHES = {
         "mooncake.app.bench_blend",
         "mooncake.app.bench_character",
         "mooncake.app.bench_chunked",
+        "mooncake.app.bench_context",
         "mooncake.app.bench_engine",
         "mooncake.app.bench_gpu",
         "mooncake.app.bench_gpu_engine",

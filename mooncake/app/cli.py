@@ -70,6 +70,7 @@ BENCHES = {
     "character": "windows, shared KV and one KV head: quality, bytes, time of prompts",
     "chunked": "answers under way while a long prompt arrives",
     "conductor": "placement decisions a second, memory of the prefix index",
+    "context": "a long prompt over several processes beside one",
     "engine": "one engine against this machine's limits and other engines",
     "gpu": "GPU kernels against the limits of the card",
     "layout": "KV read into another layout",

@@ -212,9 +212,10 @@ class MemoryNeed:
 
 def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
     cluster = config.cluster
-    engines = cluster.num_prefill + cluster.num_decode
+    ranks = cluster.num_prefill * config.prefill.context_parallel  # each has all weights
+    engines = ranks + cluster.num_decode
     stages = cluster.num_prefill * config.prefill.pipeline_stages if config.prefill.pipeline_stages > 1 else 0
-    on_cpus = cluster.num_prefill * (config.prefill.device == "cpu")
+    on_cpus = ranks * (config.prefill.device == "cpu")
     on_cpus += cluster.num_decode * (config.decode.device == "cpu")
     precision = config.precision(checkpoint.coding)
     plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2

@@ -17,6 +17,7 @@ from mooncake.engine.engine import Cache, CausalModel
 from mooncake.engine.kv_cache import KVCache, Mirror
 from mooncake.errors import ConfigError, ModelError, MooncakeError
 from mooncake.kernels import Kernels
+from mooncake.kernels.cpu import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
@@ -64,11 +65,12 @@ def on_device(
     adapters: Sequence[Adapter] = (),
     buffer: memoryview | None = None,
     can_blend: bool = False,
+    context_ranks: int = 1,
 ) -> Backend:
     """For a node: ``device`` is "cpu" or names a GPU, and other nodes see the cache, in ``buffer`` or in memory of its
-    own; ``can_blend``: CPUs alone. Raises as the others do."""
+    own; ``can_blend`` and several ``context_ranks``: CPUs alone. Raises as the others do."""
     if device == "cpu":
-        return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend)
+        return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, context_ranks)
     if can_blend:
         raise ConfigError("prefill.blend_share is for prefill nodes on CPUs")
     if size.layout.inputs_of:
@@ -108,11 +110,33 @@ def on_cpu(
     adapters: Sequence[Adapter] = (),
     buffer: memoryview | None = None,
     can_blend: bool = False,
+    context_ranks: int = 1,
 ) -> Backend:
-    """The cache lies over ``buffer``, where one is given. Raises ModelError."""
+    """The cache lies over ``buffer``, where one is given. With ``context_ranks`` the tokens of prompts are cut over so
+    many processes, which share the threads of this one. Raises ModelError."""
     model = _model(checkpoint, precision, size, None, adapters, can_blend)
     cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
-    return Backend(model, cache, mirror=cache)
+    if context_ranks == 1:
+        return Backend(model, cache, mirror=cache)
+    if adapters or precision.key_scales or can_blend or checkpoint.config.kv_sources:
+        raise ModelError(
+            "context parallelism goes without adapters, model.key_scales, blending and layers that share KV"
+        )
+    from mooncake.model.context_parallel import ContextParallelModel, Setup
+
+    setup = Setup(
+        size=context_ranks,
+        model=str(checkpoint.path),
+        max_model_len=checkpoint.config.max_model_len,
+        positions=size.max_model_len,
+        dtype=precision.dtype,
+        kv_dtype=precision.kv_dtype,
+        coding=precision.coding,
+        codes=precision.codes,
+        threads=max(num_threads() // context_ranks, 1),
+    )
+    cut = ContextParallelModel(model, setup, checkpoint)
+    return Backend(cut, cache, cache, cut.close)
 
 
 def on_gpu(

@@ -147,6 +147,7 @@ class EngineHost:
         self.events = EventLog(self.incarnation)
         self._section = section
         self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
+        self._context_ranks = section.context_parallel if isinstance(section, PrefillSection) else 1
         self._checkpoint = checkpoint
         self.variant = self._read_variant()
         self.counters: Counter[str] = Counter()  # that roles keep, for heartbeats
@@ -319,7 +320,16 @@ class EngineHost:
             path, cores = self.config.model.path, self.config.node.cores
             return over_stages(path, self._precision, asked, section.pipeline_stages, section.threads, cores)
         adapters = self._adapters.adapters
-        return on_device(self.device, self._checkpoint, self._precision, size, adapters, buffer, self._blends)
+        return on_device(
+            self.device,
+            self._checkpoint,
+            self._precision,
+            size,
+            adapters,
+            buffer,
+            self._blends,
+            self._context_ranks,
+        )
 
     def _tell_failure(self, error: MooncakeError) -> None:
         """From any thread."""

@@ -68,8 +68,24 @@ class Kernels(Protocol):
     ) -> torch.Tensor: ...
 
 
+class HostKernels(Kernels, Protocol):
+    """Those of CPUs, which attend over parts of a context, too."""
+
+    def partial_attention(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        first_positions: torch.Tensor,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 @functools.cache
-def choose_kernels() -> Kernels:
+def choose_kernels() -> HostKernels:
     """The fastest kernels that work here. The first call may compile for some seconds."""
     try:
         kernels = CpuKernels(load_library())

@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -28,7 +29,7 @@ _SIGNATURES = {
     "mc_paged_attention": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # query, query_stride, output, pages, num_heads
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # block_tables, table_stride, query_starts, context_lens, B
-        *(_FLOAT, _INT, _FLOAT, _INT),  # scale, window, softcap, threads
+        *(_FLOAT, _INT, _FLOAT, _POINTER, _POINTER, _INT),  # scale, window, softcap, first_positions, log_sums, threads
     ],
     "mc_rope_write_kv": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # qkv, qkv_stride, rope, positions, pages
@@ -48,7 +49,7 @@ _SIGNATURES = {
         *(_POINTER, _POINTER, _POINTER, _LONG),  # rows, tokens, counts, most
         *(_POINTER, _POINTER, _POINTER, _INT),  # logprobs, top_ids, top_logprobs, threads
     ],
-    "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
+    "mc_forward": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
 }
 _PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -73,6 +74,17 @@ def use_threads(count: int) -> None:
     """Of this process, from now on; 0: as many as torch has."""
     global _given_threads
     _given_threads = count
+
+
+@contextmanager
+def threads_for(count: int) -> Iterator[None]:
+    """So many for what is done meanwhile."""
+    before = _given_threads
+    use_threads(count)
+    try:
+        yield
+    finally:
+        use_threads(before)
 
 
 def num_threads() -> int:
@@ -406,6 +418,8 @@ class CpuKernels:
             scale,
             window,
             softcap,
+            None,
+            None,
             num_threads(),
         )
 
@@ -414,6 +428,44 @@ class CpuKernels:
             return output
 
         return call
+
+    def partial_attention(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        first_positions: torch.Tensor,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query_stride, *inner = query.stride()
+        if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
+            given = (query, cache_layer, block_tables, query_starts, context_lens, first_positions, scale, softcap)
+            return reference.partial_attention(*given)
+        output, log_sums = query.new_zeros(query.shape), query.new_full(query.shape[:2], float("-inf"))
+        pages = _pages(cache_layer)
+        status = self._paged_attention(
+            query.data_ptr(),
+            query_stride,
+            output.data_ptr(),
+            ctypes.byref(pages),
+            query.shape[1],
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            query_starts.data_ptr(),
+            context_lens.data_ptr(),
+            context_lens.shape[0],
+            scale,
+            0,
+            softcap,
+            first_positions.data_ptr(),
+            log_sums.data_ptr(),
+            num_threads(),
+        )
+        _check(status)
+        return output, log_sums
 
 
 def _takes_pages(cache_layer: torch.Tensor, activations: torch.Tensor) -> bool:

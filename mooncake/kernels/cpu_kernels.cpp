@@ -22,11 +22,14 @@ int mc_size_of(const char* name) {
     return 0;
 }
 
+// `first_positions` and `log_sums` may be null; see AttentionCall.
 int mc_paged_attention(const float* query, int64_t query_stride, float* output, const CacheLayer* cache, int num_heads,
                        const int32_t* block_tables, int64_t table_stride, const int32_t* query_starts,
-                       const int32_t* context_lens, int num_sequences, float scale, int window, float cap, int threads) {
+                       const int32_t* context_lens, int num_sequences, float scale, int window, float cap,
+                       const int32_t* first_positions, float* log_sums, int threads) {
     const AttentionCall call{query, query_stride, output, block_tables, query_starts, context_lens, table_stride, num_sequences,
-                             num_heads, cache->num_kv_heads, cache->head_dim, window, scale * 1.44269504f, cap * 1.44269504f};
+                             num_heads, cache->num_kv_heads, cache->head_dim, window, scale * 1.44269504f, cap * 1.44269504f,
+                             first_positions, log_sums};
     if (int status = check_tables(call, *cache)) return status;
     static thread_local AttentionPlan plan;
     Planner(call, cache->block_tokens, plan).run();
@@ -103,8 +106,8 @@ int mc_score(const float* logits, int64_t stride, int64_t count, int64_t vocab, 
 }
 
 // Float32 logits [num_logits][vocab]. The hooks may be null.
-int mc_forward(const Decoder* model, const Step* step, const Cache* cache, LayerCall before, LayerCall after, float* logits,
-               int threads) {
-    return ForwardPass(*model, *step, *cache, before, after, threads).run(logits);
+int mc_forward(const Decoder* model, const Step* step, const Cache* cache, LayerCall before, LayerCall after, AttendCall instead,
+               float* logits, int threads) {
+    return ForwardPass(*model, *step, *cache, before, after, instead, threads).run(logits);
 }
 }

@@ -248,22 +248,71 @@ def paged_attention(
     With ``softcap`` c > 0 a score s counts as ``c * tanh(s / c)`` (Gemma 2).
     """
     output = torch.empty_like(query)
-    num_heads, num_kv_heads = query.shape[1], cache_layer.shape[2]
-    group = num_heads // num_kv_heads
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     for b, context in enumerate(contexts):
-        first, last = starts[b], starts[b + 1]
-        num_blocks = -(-context // cache_layer.shape[3])
-        pages = from_page_rows(cache_layer[block_tables[b, :num_blocks].long()])  # [n, 2, Hkv, block_tokens, D]
-        key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [Hkv, context, D] each
-        queries = query[first:last].float().reshape(-1, num_kv_heads, group, query.shape[2])  # [t, Hkv, G, D]
-        scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores.masked_fill_(~_visible(context, last - first, window, scores.device), float("-inf"))
+        rows = slice(starts[b], starts[b + 1])
+        scores, value = _scores(query[rows], cache_layer, block_tables[b], context, scale, softcap)
+        scores.masked_fill_(~_visible(context, rows.stop - rows.start, window, scores.device), float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", scores.softmax(-1), value)
-        output[first:last] = mixed.flatten(1, 2).to(query.dtype)
+        output[rows] = mixed.flatten(1, 2).to(query.dtype)
     return output
+
+
+def partial_attention(
+    query: torch.Tensor,
+    cache_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    first_positions: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a part of each sequence's context; ``merge_attention`` puts parts together.
+
+    The t-th query of sequence b sees the first ``first_positions[b] + t + 1`` of its ``context_lens[b]`` tokens here,
+    at most all of them, which may be none. Returns the output ``[T, Hq, D]`` and its log-sum-exp ``[T, Hq]``,
+    float32; of a query that sees nothing zeros and -inf.
+    """
+    output, log_sums = torch.zeros_like(query), query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
+    starts, contexts, firsts = query_starts.tolist(), context_lens.tolist(), first_positions.tolist()
+    for b, (context, first) in enumerate(zip(contexts, firsts, strict=True)):
+        rows = slice(starts[b], starts[b + 1])
+        if not context or rows.start == rows.stop:
+            continue
+        scores, value = _scores(query[rows], cache_layer, block_tables[b], context, scale, softcap)
+        seen_to = first + torch.arange(rows.stop - rows.start, device=scores.device).unsqueeze(1)
+        scores.masked_fill_(torch.arange(context, device=scores.device) > seen_to, float("-inf"))
+        sums = scores.logsumexp(-1)  # [Hkv, G, t]
+        mixed = torch.einsum("kgts,ksd->tkgd", (scores - sums[..., None]).exp(), value)
+        output[rows] = mixed.flatten(1, 2).to(query.dtype)
+        log_sums[rows] = sums.flatten(0, 1).T
+    return output, log_sums
+
+
+def merge_attention(
+    output: torch.Tensor, log_sums: torch.Tensor, other: torch.Tensor, other_log_sums: torch.Tensor
+) -> None:
+    """Add to attention over one part of a context, in place, that of the same queries over another part (Milakov and
+    Gimelshein 2018): outputs ``[T, Hq, D]`` are weighted by their shares of the sum of exponentials."""
+    weight = torch.sigmoid(other_log_sums - log_sums)
+    weight.nan_to_num_(0.0)  # of two queries that see nothing
+    output.lerp_(other, weight.unsqueeze(-1))
+    torch.logaddexp(log_sums, other_log_sums, out=log_sums)
+
+
+def _scores(
+    query: torch.Tensor, cache_layer: torch.Tensor, table: torch.Tensor, context: int, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one sequence's queries ``[t, Hq, D]`` with its first ``context`` tokens, ``[Hkv, G, t, context]``, whatever
+    they may see; and those tokens' values, ``[Hkv, context, D]``."""
+    num_kv_heads = cache_layer.shape[2]
+    num_blocks = -(-context // cache_layer.shape[3])
+    pages = from_page_rows(cache_layer[table[:num_blocks].long()])  # [n, 2, Hkv, block_tokens, D]
+    key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [Hkv, context, D] each
+    queries = query.float().reshape(query.shape[0], num_kv_heads, -1, query.shape[2])  # [t, Hkv, G, D]
+    scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
+    return (softcap * torch.tanh(scores / softcap) if softcap else scores), value
 
 
 def _visible(context: int, num_queries: int, window: int, device: torch.device) -> torch.Tensor:

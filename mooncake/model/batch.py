@@ -149,6 +149,14 @@ class LayerHook(Protocol):
         """Called once the step's KV of layer ``layer`` is in the cache."""
 
 
+class Attention(Protocol):
+    """What computes attention in place of the kernel, for a rank that has a part of the context only."""
+
+    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """``[T, Hq, D]`` of the step's queries ``[T, Hq, D]``, whose keys and values are written."""
+        ...
+
+
 class NoHook:
     """For steps whose KV neither comes from nor goes to anywhere else."""
 

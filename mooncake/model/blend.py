@@ -16,6 +16,7 @@ import torch
 from mooncake.kernels import Kernels
 from mooncake.kernels.reference import from_page_rows
 from mooncake.model.batch import ForwardBatch, Reuse
+from mooncake.model.page_rows import page_rows, row_numbers
 
 FIRST_CHOICE = 1  # the layer at which tokens leave first: keys and values of layer 0 depend on nothing before them
 LAST_CHOICE = 10  # the layer from which on as few are left as were asked for
@@ -121,12 +122,7 @@ def copy_turned(
 
 
 def read_slots(cache_layer: torch.Tensor, slots: torch.Tensor, kinds: slice = slice(0, 2)) -> torch.Tensor:
-    """Float32 ``[T, kinds, Hkv, D]``: keys (kind 0) and values (1) in ``slots``. Rows are copied by their numbers in
-    memory, which torch does several times faster than indexing blocks and offsets."""
-    _, _, num_heads, block_tokens, width = cache_layer.shape
-    block, kind, head, token = (stride // width for stride in cache_layer.stride()[:4])
-    numbers = (slots // block_tokens * block + slots % block_tokens * token)[:, None, None]
-    numbers = numbers + torch.arange(2)[kinds, None] * kind + torch.arange(num_heads) * head
-    behind = cache_layer.untyped_storage().nbytes() // cache_layer.element_size() - cache_layer.storage_offset()
-    flat = cache_layer.as_strided((behind // width, width), (width, 1))
-    return from_page_rows(flat.index_select(0, numbers.flatten()).view(*numbers.shape, width))
+    """Float32 ``[T, kinds, Hkv, D]``: keys (kind 0) and values (1) in ``slots``."""
+    numbers = row_numbers(cache_layer, slots, kinds)
+    rows = page_rows(cache_layer).index_select(0, numbers.flatten())
+    return from_page_rows(rows.view(*numbers.shape, -1))

@@ -26,12 +26,13 @@ from mooncake.kernels.cpu import (
     page_kind,
 )
 from mooncake.kernels.reference import Coding, Matrix
-from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+_AttendCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _POINTER, _LONG, _POINTER)
 
 
 class _Layer(ctypes.Structure):
@@ -108,6 +109,7 @@ class CpuDecoder:
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
         self._last_layer = len(places) - 1
+        self._query_shape = config.num_heads, config.head_dim
         self._results = _Results()
         self._kept: list[torch.Tensor | PanelLinear] = [*tables]
         self._kept_adapters: list[PanelLinear] = []
@@ -200,6 +202,7 @@ class CpuDecoder:
         hook: LayerHook,
         entering: torch.Tensor | None = None,
         leaving: torch.Tensor | None = None,
+        attention: Attention | None = None,
         layers: range | None = None,
     ) -> torch.Tensor:
         """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
@@ -236,6 +239,7 @@ class CpuDecoder:
             ctypes.addressof(area),
             told.before,
             told.after,
+            None if attention is None else told.instead(attention, batch.tokens.shape[0], *self._query_shape),
             logits.data_ptr(),
             num_threads(),
         )
@@ -276,13 +280,32 @@ class _Told:
         if hook.wants_layers:
             self.before, self.after = self._call(hook.before_layer), self._call(hook.after_layer)
 
+    def instead(self, attention: Attention, num_tokens: int, num_heads: int, head_dim: int) -> object:
+        """Attention of these shapes, as the library calls it."""
+
+        def attend(layer: int, query_at: int, query_stride: int, mixed_at: int) -> None:
+            query = _floats_at(query_at, num_tokens * query_stride).as_strided(
+                (num_tokens, num_heads, head_dim), (query_stride, head_dim, 1)
+            )
+            mixed = _floats_at(mixed_at, num_tokens * num_heads * head_dim)
+            mixed.copy_(attention(layer, query).reshape(-1))
+
+        return _AttendCall(self._keeping(attend))
+
     def _call(self, method: Callable[[int], None]) -> object:
-        def call(layer: int) -> int:
+        return _LayerCall(self._keeping(method))
+
+    def _keeping(self, method: Callable[..., None]) -> Callable[..., int]:
+        def call(*arguments: int) -> int:
             try:
-                method(layer)
+                method(*arguments)
             except BaseException as error:  # C++ cannot pass it on; ``forward`` does
                 self.error = error
                 return STOPPED_BY_HOOK
             return 0
 
-        return _LayerCall(call)
+        return call
+
+
+def _floats_at(address: int, count: int) -> torch.Tensor:
+    return torch.frombuffer((_FLOAT * count).from_address(address), dtype=torch.float32)

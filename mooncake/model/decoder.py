@@ -14,7 +14,7 @@ import torch
 
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear, choose_kernels
-from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import Weights, vector, weight
 from mooncake.model.rope import Tables
 from mooncake.model_config import ModelConfig
@@ -29,6 +29,7 @@ class Step:
     batch: ForwardBatch
     cache_layers: tuple[torch.Tensor, ...]
     hook: LayerHook
+    attention: Attention | None = None
 
     def attend(
         self,
@@ -50,6 +51,8 @@ class Step:
             qkv, *tables, batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
         )
         self.hook.after_layer(layer)
+        if self.attention is not None:
+            return self.attention(layer, query).flatten(1)
         mixed = self.kernels.paged_attention(
             query,
             cache,
@@ -93,9 +96,11 @@ class Decoder(ABC):
         """Of the wanted rows ``[R, hidden]``, ``[R, V]``."""
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, attention: Attention | None = None
+    ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
-        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook)
+        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, attention)
         hidden = self._embed(batch)
         for index in range(self.config.num_layers):
             hidden = self._layer(index, hidden, step)

@@ -15,7 +15,7 @@ from mooncake.errors import InternalError
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
-from mooncake.model.batch import ForwardBatch, LayerHook, OnlyWaiting
+from mooncake.model.batch import Attention, ForwardBatch, LayerHook, OnlyWaiting
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
 from mooncake.model.kept_inputs import KeptInputs
@@ -93,21 +93,23 @@ class CausalLM:
         hook: LayerHook,
         entering: torch.Tensor | None = None,
         leaving: torch.Tensor | None = None,
+        attention: Attention | None = None,
     ) -> torch.Tensor:
         """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``.
 
         ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
-        afterwards. What the hook raises passes through, and the cache then holds a part of the step.
+        afterwards. What the hook raises passes through, and the cache then holds a part of the step. ``attention`` is
+        for who computes that otherwise.
 
         Between stages goes the residual stream, float32 ``[T, hidden]``: a stage with layers before it is given it as
         ``entering``, and one with layers behind it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
         if self._fused is None:
-            logits = self._through(self._places, batch, cache, hook, entering, leaving)
+            logits = self._through(self._places, batch, cache, hook, entering, leaving, attention)
         elif batch.reuse is not None:
             raise InternalError("a model whose layers are fused cannot blend")
         else:
-            logits = self._fused.forward(batch, cache, hook, entering, leaving)
+            logits = self._fused.forward(batch, cache, hook, entering, leaving, attention)
         self._kept.tell(hook, cache)
         return logits
 
@@ -136,6 +138,7 @@ class CausalLM:
         hook: LayerHook,
         entering: torch.Tensor | None = None,
         leaving: torch.Tensor | None = None,
+        attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``forward``, of some of the layers that are here."""
         eps, kernels, first = self.config.rms_eps, self._kernels, self._places.start
@@ -143,7 +146,9 @@ class CausalLM:
         normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
         cache_layers = cache.unbind(1)
         last, adapt, is_narrowed = layers.stop - 1, self._adapters.add, False
-        last_kv, wants_more = min(last, self._last_owner), leaving is not None or len(batch.logit_rows) > 0
+        last_kv = min(last, self._last_owner)
+        # With an attention of its own this rank may be needed by others there.
+        wants_more = leaving is not None or len(batch.logit_rows) > 0 or attention is not None
         rows = rows_by_adapter(batch.adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
         for index in layers:
@@ -159,7 +164,10 @@ class CausalLM:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 block_tables = batch.block_tables  # whoever blends has one group of layers
                 rows = rows_by_adapter(batch.adapters)
-            mixed = self._attend(index, query, batch, cache_layer, block_tables)
+            if attention is None:
+                mixed = self._attend(index, query, batch, cache_layer, block_tables)
+            else:
+                mixed = attention(index, query).flatten(1)
             if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
                 # All KV is there: from here on nobody asks for rows without logits.
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True

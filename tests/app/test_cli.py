@@ -76,7 +76,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (
             ["bench", "nothing"],
             2,
-            "no benchmark is called 'nothing'; there are: blend, chunked, conductor, engine,",
+            "no benchmark is called 'nothing'; there are: blend, chunked, conductor, context,",
         ),
         (
             ["status", "--address", "127.0.0.1:9"],

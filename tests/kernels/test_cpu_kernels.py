@@ -181,6 +181,56 @@ def test_scores_are_bent_to_within_a_cap(cpu: CpuKernels, dtype: torch.dtype, wi
     assert softcap == 50 or not torch.allclose(plain.attend(cpu, window), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@PAGES
+def test_parts_of_a_context_merge_to_the_whole(
+    cpu: CpuKernels, lengths: list[tuple[int, int]], softcap: float, dtype: torch.dtype
+) -> None:
+    """Cut at a block border of what all queries of a sequence see, or where there is none behind its end."""
+    batch = replace(ragged(lengths, dtype=dtype), softcap=softcap)
+    block_tokens, tolerance = batch.cache_layer.shape[3], 2 * batch.tolerance(cpu)
+    histories = torch.tensor([history for history, _ in lengths])
+    cut = torch.where(histories < block_tokens, batch.context_lens, histories // 2 // block_tokens * block_tokens)
+    tables = torch.zeros_like(batch.block_tables)
+    for b, skipped in enumerate((cut // block_tokens).tolist()):
+        tables[b, : tables.shape[1] - skipped] = batch.block_tables[b, skipped:]
+    for kernels in (cpu, reference):
+        before, behind = (
+            kernels.partial_attention(
+                batch.query,
+                batch.cache_layer,
+                part_tables,
+                batch.query_starts,
+                part_lens.int(),
+                (histories - first).clamp(min=0).int(),
+                batch.query.shape[2] ** -0.5,
+                softcap,
+            )
+            for part_tables, part_lens, first in (
+                (batch.block_tables, cut, torch.zeros_like(cut)),
+                (tables, batch.context_lens - cut, cut),
+            )
+        )
+        reference.merge_attention(*behind, *before)
+        torch.testing.assert_close(behind[0], batch.attend(reference), rtol=tolerance, atol=tolerance)
+        assert behind[1].isfinite().all()
+
+
+def test_queries_that_see_nothing_change_nothing(cpu: CpuKernels) -> None:
+    batch = ragged([(0, 5), (40, 30)])
+    lens, firsts = torch.tensor([0, 70]).int(), torch.tensor([0, 40]).int()
+    given = (batch.block_tables, batch.query_starts, lens, firsts, 0.125)
+    output, log_sums = cpu.partial_attention(batch.query, batch.cache_layer, *given)
+    assert not output[:5].any() and (log_sums[:5] == float("-inf")).all()
+    merged, merged_sums = output.clone(), log_sums.clone()
+    empty = torch.zeros_like(output), torch.full_like(log_sums, float("-inf"))
+    reference.merge_attention(merged, merged_sums, *empty)
+    assert torch.equal(merged, output) and torch.equal(merged_sums, log_sums)
+    with pytest.raises(IndexError):
+        cpu.partial_attention(batch.query, batch.cache_layer, *given[:3], firsts - 1, 0.125)
+
+
 def test_reference_attention_is_sdpa() -> None:
     batch = ragged([(0, 50)], block_tokens=64, num_kv_heads=2, group=3)
     key, value = batch.cache_layer[int(batch.block_tables[0, 0]), :, :, :50]

@@ -45,7 +45,7 @@ inline int check_tables(const AttentionCall& call, const CacheLayer& cache) {
     for (int seq = 0; seq < call.num_sequences; seq++) {
         const int blocks = (call.context_lens[seq] + cache.block_tokens - 1) / cache.block_tokens;
         if (blocks > call.table_stride) return BAD_BLOCK;
-        if (call.tokens(seq) > call.context_lens[seq]) return BAD_POSITION;
+        if (call.first_positions ? call.first_positions[seq] < 0 : call.tokens(seq) > call.context_lens[seq]) return BAD_POSITION;
         for (int i = 0; i < blocks; i++)
             if (call.table(seq)[i] < 0 || call.table(seq)[i] >= cache.num_blocks) return BAD_BLOCK;
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "pages.h"
@@ -29,21 +30,32 @@ struct AttentionCall {
     int num_sequences, num_heads, num_kv_heads, head_dim, window;
     float scale_log2;     // scale * log2(e)
     float cap_log2 = 0;   // scores are bent to within ± this / log2(e); 0: they are as they are
+    const int32_t* first_positions = nullptr;  // of each sequence's first query in its context; null: queries end with it
+    float* log_sums = nullptr;                 // [T, Hq], of the weights of a row before they are divided; null: not wanted
 
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
     int rows(int seq) const { return tokens(seq) * group(); }
     const int32_t* table(int seq) const { return block_tables + seq * table_stride; }
 
-    // Where in its sequence the token of a query row is.
-    int position(int seq, int row) const { return context_lens[seq] - tokens(seq) + row / group(); }
+    // Where in its sequence the token of a query row is; behind the end, it sees what the last token sees.
+    int position(int seq, int row) const {
+        if (!first_positions) return context_lens[seq] - tokens(seq) + row / group();
+        return std::min(first_positions[seq] + row / group(), context_lens[seq] - 1);
+    }
 
     const float* query_row(int seq, int kv_head, int row) const {
         return query + (query_starts[seq] + row / group()) * query_stride + (kv_head * group() + row % group()) * head_dim;
     }
 
-    float* output_row(int seq, int kv_head, int row) const {
-        return output + ((query_starts[seq] + int64_t(row / group())) * num_heads + kv_head * group() + row % group()) * head_dim;
+    int64_t place(int seq, int kv_head, int row) const {
+        return (query_starts[seq] + int64_t(row / group())) * num_heads + kv_head * group() + row % group();
+    }
+    float* output_row(int seq, int kv_head, int row) const { return output + place(seq, kv_head, row) * head_dim; }
+
+    // `most` is in log2, as scores are.
+    void put_log_sum(int seq, int kv_head, int row, float most, float sum) const {
+        if (log_sums) log_sums[place(seq, kv_head, row)] = (most + std::log2(sum)) * 0.693147181f;
     }
 };
 
@@ -222,6 +234,7 @@ struct Results {
                 float* out = call.output_row(seq, item.kv_head, first + row);
                 const float inverse = 1.0f / sums[row];
                 for (int d = 0; d < D; d += W) store(out + d, load(mixed + row * D + d) * inverse);
+                call.put_log_sum(seq, item.kv_head, first + row, most[row], sums[row]);
             }
             return;
         }
@@ -251,6 +264,7 @@ struct Results {
                 for (int p = 0; p < merge.parts; p++) acc += load(parts + p * merge.stride + row * D + d) * weights[p];
                 store(out + d, acc * (1.0f / total));
             }
+            call.put_log_sum(seq, kv_head, first + row, most, total);
         }
     }
 };

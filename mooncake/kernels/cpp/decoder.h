@@ -45,11 +45,13 @@ struct Cache {
 };
 
 using LayerCall = int (*)(int layer);  // not 0: stop
+using AttendCall = int (*)(int layer, const float* query, int64_t query_stride, float* mixed);  // in place of attention
 
 class ForwardPass {
 public:
-    ForwardPass(const Decoder& model, const Step& step, const Cache& cache, LayerCall before, LayerCall after, int threads)
-        : model_(model), step_(step), cache_(cache), before_(before), after_(after), threads_(threads) {}
+    ForwardPass(const Decoder& model, const Step& step, const Cache& cache, LayerCall before, LayerCall after, AttendCall instead,
+                int threads)
+        : model_(model), step_(step), cache_(cache), before_(before), after_(after), instead_(instead), threads_(threads) {}
 
     int run(float* logits) {
         const int64_t T = step_.num_tokens, most = std::max(T, step_.num_logits), hidden = model_.hidden, width = int64_t(model_.num_heads) * model_.head_dim;
@@ -80,7 +82,7 @@ public:
         if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
             return BAD_TOKEN;
         const int64_t last_kv = std::min<int64_t>(model_.last_owner, step_.last_layer);
-        const bool wants_more = step_.leaving || step_.num_logits;
+        const bool wants_more = step_.leaving || step_.num_logits || instead_;  // others may need this rank to attend
         for (int64_t index = step_.first_layer; index <= step_.last_layer; index++) {
             const DecoderLayer& layer = model_.layers[index];
             keep_input(index);
@@ -88,7 +90,7 @@ public:
             adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
             if (int status = write(layer, rows)) return status;
             if (index == last_kv && !wants_more) return OK;
-            attend_to(layer);
+            if (int status = attend_to(index, layer)) return status;
             if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // nobody asks for rows without logits
                 rows = step_.num_logits;
                 is_narrowed = true;
@@ -198,11 +200,13 @@ private:
         return layer.owns_kv && after_ && after_(layer.kv_layer) ? STOPPED_BY_HOOK : OK;
     }
 
-    void attend_to(const DecoderLayer& layer) {
+    int attend_to(int64_t index, const DecoderLayer& layer) {
+        if (instead_) return instead_(int(index), qkv_, call_.query_stride, mixed_) ? STOPPED_BY_HOOK : OK;
         call_.window = layer.window;
         call_.block_tables = tables_of(group_of(layer));
         const AttentionPlan& plan = plan_of(layer.window ? layer.window : -group_of(layer));
         with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, pages_of(layer), threads_); });
+        return OK;
     }
 
     // Rows [token][hidden] of a block, in as many of its layers as that takes.
@@ -286,6 +290,7 @@ private:
     const Step& step_;
     const Cache& cache_;
     const LayerCall before_, after_;
+    const AttendCall instead_;
     const int threads_;
     float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
     const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed, slots a group

@@ -1,0 +1,412 @@
+"""Attention of one step over ranks that each have a part of its tokens: three ways round, and the first rank's cache.
+
+``context_plan`` says who has what and sees what; here it is sent and computed, with every send under way while
+attention is computed. Keys and values travel as the cache's own rows, ``[2, Hkv, tokens, row width]``, and are attended
+where they arrive, as pages of one token. It must not know how ranks are reached (``Post``), start or end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from mooncake.kernels import HostKernels
+from mooncake.kernels.reference import merge_attention
+from mooncake.model.batch import ForwardBatch
+from mooncake.model.context_plan import ContextPlan, Ints, Method, Run, Shape, Sight
+from mooncake.model.page_rows import page_rows, row_numbers
+from mooncake.model_config import ModelConfig
+
+Rows = torch.Tensor
+"""Of keys and values, ``[2, Hkv, tokens, row width]``."""
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""An output ``[T, Hq, D]`` over some keys and its log-sum-exp ``[T, Hq]``."""
+
+
+class Kind(IntEnum):
+    """Of a message: those of a kind arrive in the order in which they were sent."""
+
+    NEW = 1  # rows of new tokens
+    PREFIX = 2  # rows of tokens before them
+    QUERY = 3
+    OUTPUT = 4
+
+
+class Awaited(Protocol):
+    def wait(self) -> torch.Tensor:
+        """What has arrived; may be asked for again. Raises when it will not come."""
+        ...
+
+
+class Post(Protocol):
+    """How one rank reaches the others."""
+
+    rank: int
+    size: int
+
+    def send(self, values: torch.Tensor, to: int, kind: Kind) -> None:
+        """Starts to; the values, which lie together, must not change before ``settle`` returns."""
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, kind: Kind) -> Awaited: ...
+
+    def settle(self) -> None:
+        """Returns once all that was sent is on its way. Raises when it cannot be sent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A ``Sight`` as attention over pages of one token takes it."""
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    firsts: torch.Tensor
+    is_blind: bool
+
+    @classmethod
+    def of(cls, sight: Sight) -> _Look:
+        reach = torch.arange(int(sight.lengths.max(initial=0)), dtype=torch.int32)
+        return cls(_int32(sight.starts)[:, None] + reach, _int32(sight.lengths), _int32(sight.firsts), sight.is_blind)
+
+
+class Home:
+    """The first rank's cache during one step: prefixes are read from it, and all that is computed is kept there."""
+
+    def __init__(self, plan: ContextPlan, batch: ForwardBatch, cache: torch.Tensor) -> None:
+        self.batch = batch
+        self.layers = cache.unbind(1)
+        self._plan = plan
+        self._block_tokens = cache.shape[4]
+        self._rows_of: dict[object, torch.Tensor] = {}
+        residents = plan.residents
+        for rank in range(plan.size):
+            runs = plan.runs(rank) + (residents if rank == 0 else [])
+            self._number(("new", rank), batch.slots[torch.from_numpy(plan.rows(runs))])
+            self._number(("part", rank), self._slots(plan.part(rank)))
+
+    def _number(self, name: object, slots: torch.Tensor) -> None:
+        self._rows_of[name] = row_numbers(self.layers[0], slots).permute(1, 2, 0).contiguous()
+
+    def _slots(self, part: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        found = [torch.empty(0, dtype=torch.int64)]
+        for sequence, first, end in part:
+            positions = torch.arange(first, end)
+            blocks = self.batch.block_tables[sequence].long()[positions // self._block_tokens]
+            found.append(blocks * self._block_tokens + positions % self._block_tokens)
+        return torch.cat(found)
+
+    def keep(self, layer: int, origin: int, rows: Rows) -> None:
+        """What a rank has computed."""
+        numbers = self._rows_of["new", origin]
+        page_rows(self.layers[layer]).index_copy_(0, numbers.flatten(), rows.flatten(0, 2))
+
+    def part(self, layer: int, rank: int) -> Rows:
+        """A copy of the rank's part of the prefixes."""
+        numbers = self._rows_of["part", rank]
+        rows = page_rows(self.layers[layer]).index_select(0, numbers.flatten())
+        return rows.view(*numbers.shape, rows.shape[1])
+
+
+class ContextAttention:
+    """``batch.Attention`` of one rank for one step. ``own`` is where the pass writes the keys and values of the rank's
+    tokens: those of its runs, and behind them, on the first rank alone, those of residents."""
+
+    def __init__(
+        self,
+        plan: ContextPlan,
+        post: Post,
+        kernels: HostKernels,
+        config: ModelConfig,
+        shape: Shape,
+        own: Rows,
+        method: Method | None = None,
+        home: Home | None = None,
+    ) -> None:
+        """``method`` None: the plan's choice; layers with a sliding window always go by heads. ``home``: on the first
+        rank."""
+        self._plan, self._post, self._kernels, self._config = plan, post, kernels, config
+        self._own, self._home = own, home
+        self._shape = shape
+        self._method = method or plan.choose(shape)
+        self._num_tokens = [plan.num_tokens(rank) for rank in range(plan.size)]
+        self._part_tokens = [plan.part_tokens(rank) for rank in range(plan.size)]
+        self._starts = [_query_starts(plan.runs(rank)) for rank in range(plan.size)]
+        self._looks: dict[tuple[str, int, int], _Look] = {}
+        self._heads: _HeadsOrder | None = None
+
+    def method_of(self, layer: int) -> Method:
+        return Method.HEADS if self._config.window_of(layer) else self._method
+
+    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        count = self._num_tokens[self._post.rank]
+        if self._home is not None:
+            self._home.keep(layer, 0, self._own)
+        cut, own = query[:count], self._own[:, :, :count].contiguous()
+        method = self.method_of(layer)
+        if method is Method.HEADS:
+            mixed = self._by_heads(layer, cut, own)
+        elif method is Method.PASS_Q:
+            mixed = self._pass_q(layer, cut, own)
+        else:
+            mixed = self._pass_kv(layer, cut, own)
+        if len(query) > count:
+            mixed = torch.cat([mixed, self._residents(layer, query[count:])])
+        self._post.settle()
+        return mixed
+
+    # Keys and values go round
+
+    def _pass_kv(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
+        post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
+        left, right = (rank - 1) % size, (rank + 1) % size
+        part = self._deal(layer)
+        new = own
+        seen = _Seen()
+        if home is not None:
+            seen.add(self._in_place(layer, query, 0, self._plan.prefixes))
+        for hop in range(size):
+            origin, is_last = (rank - hop) % size, hop == size - 1
+            before = (origin - 1) % size
+            if not is_last:
+                post.send(new, right, Kind.NEW)
+                next_new = self._rows_from(left, self._num_tokens[before], Kind.NEW)
+                if home is not None:
+                    self._send_rows(home.part(layer, origin), right, Kind.PREFIX)
+                else:
+                    next_part = self._rows_from(left, self._part_tokens[before], Kind.PREFIX)
+            seen.add(self._attend(query, rank, new, self._look("new", rank, origin)))
+            if home is None:
+                prefix = part.wait()
+                if not is_last and right:
+                    self._send_rows(prefix, right, Kind.PREFIX)
+                seen.add(self._attend(query, rank, prefix, self._look("part", rank, origin)))
+            if not is_last:
+                new = next_new.wait()
+                if home is not None:
+                    home.keep(layer, before, new)
+                else:
+                    part = next_part
+        return seen.output
+
+    def _deal(self, layer: int) -> Awaited:
+        """Its part of the prefixes to each rank; returns the own one."""
+        if self._home is None:
+            return self._rows_from(0, self._part_tokens[self._post.rank], Kind.PREFIX)
+        for other in range(1, self._plan.size):
+            self._send_rows(self._home.part(layer, other), other, Kind.PREFIX)
+        return _Here(self._own[:, :, :0])  # the first rank reads its part where it lies
+
+    # Queries go round
+
+    def _pass_q(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
+        post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
+        left, right = (rank - 1) % size, (rank + 1) % size
+        others = [other for other in range(size) if other != rank]
+        part = self._deal(layer)
+        if home is None:
+            post.send(own, 0, Kind.NEW)
+        arriving = {other: self._rows_from(other, self._num_tokens[other], Kind.NEW) for other in others if home}
+        width = query.shape[2] + 1
+        coming_home = [post.receive((*query.shape[:2], width), torch.float32, other, Kind.OUTPUT) for other in others]
+        visiting, seen = query.contiguous(), _Seen()
+        for hop in range(size):
+            origin, is_last = (rank - hop) % size, hop == size - 1
+            if not is_last:
+                post.send(visiting, right, Kind.QUERY)
+                count = self._num_tokens[(origin - 1) % size]
+                next_visiting = post.receive((count, *query.shape[1:]), torch.float32, left, Kind.QUERY)
+            here = _Seen() if hop else seen
+            here.add(self._attend(visiting, origin, own, self._look("new", origin, rank)))
+            if home is None:
+                here.add(self._attend(visiting, origin, part.wait(), self._look("part", origin, rank)))
+            else:
+                here.add(self._in_place(layer, visiting, origin, [length // size for length in self._plan.prefixes]))
+            if hop:
+                output, log_sums = here.partial(visiting)
+                post.send(torch.cat([output, log_sums[..., None]], dim=-1), origin, Kind.OUTPUT)
+            if not is_last:
+                visiting = next_visiting.wait()
+        for other, rows in arriving.items():
+            assert home is not None
+            home.keep(layer, other, rows.wait())
+        for awaited in coming_home:
+            both = awaited.wait()
+            seen.add((both[..., :-1], both[..., -1]))
+        return seen.output
+
+    # Each rank has all tokens of some heads
+
+    def _by_heads(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
+        post, rank, size, shape, home = self._post, self._post.rank, self._plan.size, self._shape, self._home
+        others = [other for other in range(size) if other != rank]
+        order = self._heads = self._heads or _HeadsOrder(self._plan)
+        prefixes = None if home is None else torch.cat([home.part(layer, each) for each in range(size)], dim=2)
+        for other in others:
+            theirs = own if other == 0 else own[:, shape.kv_heads_of(other, size)]
+            post.send(theirs.contiguous(), other, Kind.NEW)
+            post.send(query[:, shape.heads_of(other, size)].contiguous(), other, Kind.QUERY)
+            if prefixes is not None:
+                self._send_rows(prefixes[:, shape.kv_heads_of(other, size)].contiguous(), other, Kind.PREFIX)
+        heads, kv_heads = shape.heads_of(rank, size), shape.kv_heads_of(rank, size)
+        num_heads, num_kv = heads.stop - heads.start, None if home else kv_heads.stop - kv_heads.start
+        queries: dict[int, Awaited] = {rank: _Here(query[:, heads])}
+        new: dict[int, Awaited] = {rank: _Here(own[:, kv_heads])}
+        for other in others:
+            count = self._num_tokens[other]
+            new[other] = self._rows_from(other, count, Kind.NEW, num_kv)
+            queries[other] = post.receive((count, num_heads, query.shape[2]), torch.float32, other, Kind.QUERY)
+        if home is None:
+            before = self._rows_from(0, self._plan.num_prefix, Kind.PREFIX, num_kv).wait()
+            rows = torch.cat([before, *(new[each].wait() for each in range(size))], dim=2)
+            pages, tables = _pages(rows), order.tables
+        else:
+            for other in others:
+                home.keep(layer, other, new[other].wait())
+            pages, tables = home.layers[layer][:, :, kv_heads], home.batch.block_tables[order.sequences].contiguous()
+        together = torch.cat([queries[each].wait() for each in range(size)])[order.by_sequence]
+        mixed = self._whole(layer, together, pages, tables, order.query_starts, order.context_lens)
+        by_rank = torch.split(mixed[order.by_rank], self._num_tokens)
+        coming: dict[int, Awaited] = {rank: _Here(by_rank[rank])}
+        for other in others:
+            post.send(by_rank[other], other, Kind.OUTPUT)
+            theirs_count = shape.heads_of(other, size).stop - shape.heads_of(other, size).start
+            coming[other] = post.receive((len(query), theirs_count, query.shape[2]), torch.float32, other, Kind.OUTPUT)
+        return torch.cat([coming[each].wait() for each in range(size)], dim=1)
+
+    # Parts of them all
+
+    def _residents(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        assert self._home is not None
+        batch, runs = self._home.batch, self._plan.residents
+        sequences = [run.sequence for run in runs]
+        tables, lengths = batch.block_tables[sequences].contiguous(), batch.context_lens[sequences]
+        return self._whole(layer, query, self._home.layers[layer], tables, _query_starts(runs), lengths)
+
+    def _whole(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self._config
+        scale, window = config.softmax_scale, config.window_of(layer)
+        return self._kernels.paged_attention(query, pages, tables, starts, lengths, scale, window, config.score_cap)
+
+    def _in_place(self, layer: int, query: torch.Tensor, origin: int, lengths: Sequence[int]) -> Partial | None:
+        """Of the queries of ``origin``'s runs, over the first tokens of each sequence where the cache has them."""
+        assert self._home is not None
+        sequences = [run.sequence for run in self._plan.runs(origin)]
+        seen = torch.tensor([lengths[sequence] for sequence in sequences], dtype=torch.int32)
+        look = _Look(self._home.batch.block_tables[sequences].contiguous(), seen, seen, not seen.any())
+        return self._over(query, origin, self._home.layers[layer], look)
+
+    def _attend(self, query: torch.Tensor, origin: int, rows: Rows, look: _Look) -> Partial | None:
+        return self._over(query, origin, _pages(rows), look)
+
+    def _over(self, query: torch.Tensor, origin: int, pages: torch.Tensor, look: _Look) -> Partial | None:
+        if look.is_blind:
+            return None
+        starts, scale, cap = self._starts[origin], self._config.softmax_scale, self._config.score_cap
+        return self._kernels.partial_attention(query, pages, look.tables, starts, look.lengths, look.firsts, scale, cap)
+
+    def _look(self, what: str, rank: int, origin: int) -> _Look:
+        """The same for every layer."""
+        key = (what, rank, origin)
+        if key not in self._looks:
+            plan = self._plan
+            sight = plan.sight_of_new(rank, origin) if what == "new" else plan.sight_of_part(origin)
+            self._looks[key] = _Look.of(sight)
+        return self._looks[key]
+
+    def _send_rows(self, rows: Rows, to: int, kind: Kind) -> None:
+        if rows.shape[2]:
+            self._post.send(rows, to, kind)
+
+    def _rows_from(self, source: int, count: int, kind: Kind, num_heads: int | None = None) -> Awaited:
+        _, heads, _, width = self._own.shape
+        if not count:
+            return _Here(self._own[:, :num_heads, :0])
+        return self._post.receive((2, num_heads or heads, count, width), self._own.dtype, source, kind)
+
+
+class _Seen:
+    """Attention over what has been seen so far."""
+
+    def __init__(self) -> None:
+        self._so_far: Partial | None = None
+
+    def add(self, part: Partial | None) -> None:
+        if self._so_far is None:
+            self._so_far = part
+        elif part is not None:
+            merge_attention(*self._so_far, *part)
+
+    @property
+    def output(self) -> torch.Tensor:
+        assert self._so_far is not None, "every token sees itself"
+        return self._so_far[0]
+
+    def partial(self, query: torch.Tensor) -> Partial:
+        """For queries that may have seen nothing."""
+        if self._so_far is None:
+            return torch.zeros_like(query), query.new_full(query.shape[:2], float("-inf"))
+        return self._so_far
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    values: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.values
+
+
+class _HeadsOrder:
+    """Tokens of all ranks as sequences again."""
+
+    def __init__(self, plan: ContextPlan) -> None:
+        runs = [run for rank in range(plan.size) for run in plan.runs(rank)]
+        rows = torch.from_numpy(plan.rows(runs))
+        self.by_sequence = rows.argsort()  # from ranks' tokens, behind each other
+        self.by_rank = self.by_sequence.argsort()
+        self.sequences = [index for index, is_cut in enumerate(plan.is_cut) if is_cut]
+        counts = [plan.counts[sequence] for sequence in self.sequences]
+        prefixes = [plan.prefixes[sequence] for sequence in self.sequences]
+        self.query_starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        self.context_lens = _int32(np.add(counts, prefixes))
+        # where they lie: the ranks' parts of the prefixes behind each other, then the ranks' new tokens
+        parts = [(sequence, first, end) for rank in range(plan.size) for sequence, first, end in plan.part(rank)]
+        ends = np.cumsum([end - first for _, first, end in parts])
+        self.tables = torch.zeros((len(counts), int(self.context_lens.max())), dtype=torch.int32)
+        for index, sequence in enumerate(self.sequences):
+            for (owner, first, end), stop in zip(parts, ends.tolist(), strict=True):
+                if owner == sequence:
+                    self.tables[index, first:end] = torch.arange(stop - (end - first), stop, dtype=torch.int32)
+            start, count = int(self.query_starts[index]), counts[index]
+            new = self.by_sequence[start : start + count] + plan.num_prefix
+            self.tables[index, prefixes[index] : prefixes[index] + count] = new.int()
+
+
+def _pages(rows: Rows) -> torch.Tensor:
+    """As a layer of a paged cache with blocks of one token, which lie where the rows do."""
+    _, num_heads, count, width = rows.shape
+    kind, head, token, _ = rows.stride()
+    return rows.as_strided((count, 2, num_heads, 1, width), (token, kind, head, width, 1))
+
+
+def _query_starts(runs: Sequence[Run]) -> torch.Tensor:
+    return _int32(np.concatenate([[0], np.cumsum([len(run) for run in runs])]))
+
+
+def _int32(values: Ints) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values).astype(np.int32))

@@ -1,0 +1,302 @@
+"""One prompt over several processes: each has the whole model and a part of a step's tokens (context parallelism).
+
+The first rank is the engine's model; the paged cache is its own, so whatever else happens to sequences (decode steps,
+copies, loads from the pool, hand-offs) happens without the others, which keep nothing between two steps. Steps with few
+new tokens are its own, too. For the others it sends the step to all ranks; each computes its tokens through all layers,
+and ranks meet in attention alone (``context_attention``). Before each layer the first rank says whether the step goes
+on, so that one that its hook abandons ends on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.errors import ConfigError, ModelError
+from mooncake.kernels import choose_kernels
+from mooncake.kernels.cpu import threads_for
+from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.context_attention import ContextAttention, Home
+from mooncake.model.context_plan import LEAST_TOKENS, ContextPlan, Ints, Method, Shape
+from mooncake.model.context_post import Broken, GroupPost, RankReport, StepAbandoned, breaking
+from mooncake.model.decoder import Decoder
+from mooncake.model.llama import CausalLM
+from mooncake.model.load import load_model
+from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, free_port, leave_group, live_with_first
+from mooncake.precision import Coding
+from mooncake.types import KVLayout
+
+log = logging.getLogger(__name__)
+
+_STOP, _STEP = 0, 1
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What all ranks must know; the others have it on their command line."""
+
+    size: int
+    model: str  # as for ``open_checkpoint``, and so the next one
+    max_model_len: int
+    positions: int  # that sequences may reach: the length of the RoPE tables
+    dtype: str
+    kv_dtype: str
+    coding: Coding
+    codes: Coding
+    threads: int  # of each rank
+    method: Method | None = None  # None: by bytes
+    least_tokens: int = LEAST_TOKENS  # new ones of a sequence that is cut over the ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    methods: tuple[Method, ...]  # of the layers
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(rank.sent_bytes for rank in self.ranks)
+
+
+class ContextParallelModel:
+    """``engine.CausalModel`` over ``setup.size`` processes. Close it: else the others end when it is collected.
+
+    Batches with adapters or reuse are computed by the first rank alone.
+    """
+
+    def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
+        """``model`` is the first rank's, of ``checkpoint``, and as ``setup`` says. Raises ModelError for one whose
+        prompts cannot be cut so, ConfigError for a second one in this process, InternalError when the others do not
+        start."""
+        check_can_cut(checkpoint, setup)
+        if dist.is_initialized():
+            raise ConfigError("this process has a model over several ranks already; it can have one")
+        self.config = model.config
+        self.report: StepReport | None = None  # of the last step that all ranks computed
+        self._model, self._setup = model, setup
+        self.workers = Workers("context parallel ranks", leave_group)
+        port, given = free_port(), msgspec.json.encode(setup).decode()
+        try:
+            for rank in range(1, setup.size):
+                self.workers.start("mooncake.model.context_parallel", [given, rank, port])
+            with breaking():
+                self._rank = _Rank(model, setup, Group(0, setup.size, port), checkpoint)
+            self._rank.post.await_others()
+        except Broken as broken:
+            error = self.workers.failed(broken)
+            self.workers.end()
+            raise error from None
+        except BaseException:
+            self.workers.end()
+            raise
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        """As ``CausalLM.forward``. Raises InternalError when a rank has died; the first rank computes later steps
+        alone."""
+        if not self.workers.are_alive or batch.adapters is not None or batch.reuse is not None:
+            return self._model.forward(batch, cache, hook)
+        plan = self._rank.plan(batch)
+        if not plan.num_cut:
+            return self._model.forward(batch, cache, hook)
+        try:
+            return self._together(plan, batch, cache, hook)
+        except Broken as broken:
+            error = self.workers.failed(broken)
+            self.workers.end()
+            log.error("%s; from now on the first rank computes alone", error.message)
+            raise error from broken.__cause__
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent."""
+        if not self.workers.are_alive:
+            return
+        try:
+            self._rank.group.send(_STOP)
+            self.workers.wait()
+        except RuntimeError:  # they are gone
+            pass
+        self.workers.end()
+
+    def _together(self, plan: ContextPlan, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        rank = self._rank
+        with breaking():
+            rank.group.send(_STEP, *batch_arrays(batch))
+        try:
+            with _threads(self._setup.threads):
+                own = rank.compute(plan, batch, hook, Home(plan, batch, cache))
+        except Broken:
+            raise
+        except BaseException:
+            rank.post.signal(goes_on=False)
+            raise
+        rank.post.signal(goes_on=True)
+        logits = own.new_empty((len(batch.logit_rows), own.shape[1]))
+        reports = [rank.post.report()]
+        for other in range(plan.size):
+            places, rows = _logit_rows(plan, batch, other)
+            if other:
+                logits[places], report = rank.post.answer_of(other, len(rows), own.shape[1])
+                reports.append(report)
+            else:
+                logits[places] = own
+        self.report = StepReport(rank.methods, tuple(reports))
+        return logits
+
+
+def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
+    """Raises ModelError when prompts of the model cannot be cut over so many ranks in this way."""
+    config = checkpoint.config
+    has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
+    shape = shape_of(checkpoint, setup)
+    if has_windows and setup.method not in (None, Method.HEADS):
+        raise ModelError(f"layers with a sliding window go by heads over context parallel ranks, not by {setup.method}")
+    if (has_windows or setup.method is Method.HEADS) and not shape.can_part_heads(setup.size):
+        what = f"{config.num_heads} heads over {config.num_kv_heads} KV heads cannot be parted among {setup.size} ranks"
+        raise ModelError(what + (", which a sliding window needs" if has_windows else ""))
+
+
+def shape_of(checkpoint: Checkpoint, setup: Setup) -> Shape:
+    config, layout = checkpoint.config, checkpoint.kv_layout(1, setup.kv_dtype)
+    return Shape(config.num_heads, config.num_kv_heads, config.head_dim, layout.row_bytes)
+
+
+class _Rank:
+    """One of them: its model, and its way to the others."""
+
+    def __init__(self, model: CausalLM | Decoder, setup: Setup, group: Group, checkpoint: Checkpoint) -> None:
+        self.group = group
+        self.post = GroupPost(group.rank, setup.size)
+        self.methods: tuple[Method, ...] = ()  # of the layers, in the last step
+        self._model, self._setup = model, setup
+        self._layout = checkpoint.kv_layout(1, setup.kv_dtype)
+        self._shape = shape_of(checkpoint, setup)
+
+    def plan(self, batch: ForwardBatch) -> ContextPlan:
+        starts, lengths = (values.numpy().astype("int64") for values in (batch.query_starts, batch.context_lens))
+        return ContextPlan.of(self._setup.size, starts, lengths, self._setup.least_tokens)
+
+    def compute(self, plan: ContextPlan, batch: ForwardBatch, hook: LayerHook, home: Home | None) -> torch.Tensor:
+        """Logits of the rank's rows. On the first rank, the hook hears of a layer once its cache has all of it."""
+        rank, config = self.post.rank, self._model.config
+        self.post.begin()
+        rows = torch.from_numpy(plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else [])))
+        own = _room_for(self._layout, len(rows))
+        attention = ContextAttention(
+            plan, self.post, choose_kernels(), config, self._shape, own, self._setup.method, home
+        )
+        self.methods = tuple(attention.method_of(layer) for layer in range(config.num_layers))
+        mine = ForwardBatch.of_prompt(batch.tokens[rows], 1, torch.from_numpy(_logit_rows(plan, batch, rank)[1]))
+        mine = replace(mine, positions=batch.positions[rows])
+        told = _Told(hook, self.post, attention, is_first=home is not None)
+        return self._model.forward(mine, _as_cache(own, config.num_layers), told, attention=told.attend)
+
+
+class _Told:
+    """The hook of a rank's pass, and its attention: between the two, ranks wait for each other."""
+
+    def __init__(self, hook: LayerHook, post: GroupPost, attention: ContextAttention, *, is_first: bool) -> None:
+        self.wants_layers = hook.wants_layers
+        self.before_layer = hook.before_layer
+        self._hook, self._post, self._attention, self._is_first = hook, post, attention, is_first
+
+    def after_layer(self, layer: int) -> None:
+        """The rank's own tokens are written, the others' are not here yet."""
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        if self._is_first:
+            self._post.signal(goes_on=True)
+        elif not self._post.await_signal():
+            raise StepAbandoned
+        try:
+            mixed = self._attention(layer, query)
+        except Broken:
+            raise
+        except Exception as error:
+            raise Broken(f"a rank failed amid attention: {error}") from error
+        if self.wants_layers:
+            self._hook.after_layer(layer)
+        return mixed
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of the kernels and of torch, for as long as the other ranks have theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with threads_for(count):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _room_for(layout: KVLayout, num_tokens: int) -> torch.Tensor:
+    """For one layer's keys and values, ``[2, Hkv, tokens, row width]``."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return torch.empty((2, layout.num_kv_heads, num_tokens, layout.row_bytes // layout.itemsize), dtype=dtype)
+
+
+def _as_cache(own: torch.Tensor, num_layers: int) -> torch.Tensor:
+    """As a paged cache with blocks of one token, whose layers all lie in the same place."""
+    _, num_heads, count, width = own.shape
+    kind, head, token, _ = own.stride()
+    return own.as_strided((count, num_layers, 2, num_heads, 1, width), (token, 0, kind, head, width, 1))
+
+
+def _logit_rows(plan: ContextPlan, batch: ForwardBatch, rank: int) -> tuple[Ints, Ints]:
+    """Of the step's logits, which come from ``rank``, and from which of its rows."""
+    wanted = batch.logit_rows.numpy()
+    rows = plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else []))
+    order = rows.argsort()
+    places = order[rows[order].searchsorted(wanted).clip(max=len(rows) - 1)]
+    is_here = rows[places] == wanted
+    return is_here.nonzero()[0], places[is_here]
+
+
+def _serve(rank: _Rank) -> None:
+    while True:
+        with breaking():
+            kind, arrays = rank.group.receive()
+        if kind == _STOP:
+            return
+        batch = batch_of(arrays)
+        try:
+            logits = rank.compute(rank.plan(batch), batch, NoHook(), None)
+        except StepAbandoned:
+            continue
+        except Broken:
+            raise
+        except Exception:  # what is wrong with a step is so for the first rank, too, and it will say so
+            if rank.post.await_signal():
+                raise
+            continue
+        if rank.post.await_signal():
+            rank.post.answer(logits)
+
+
+def main(argv: Sequence[str]) -> None:
+    """One of the other ranks, until the first one stops it or dies."""
+    live_with_first()
+    setup = msgspec.json.decode(argv[0], type=Setup)
+    index, port = int(argv[1]), int(argv[2])
+    torch.set_num_threads(setup.threads)
+    group = Group(index, setup.size, port)
+    checkpoint = open_checkpoint(setup.model, setup.max_model_len)
+    model = load_model(checkpoint, setup.dtype, setup.positions, setup.coding, codes=setup.codes)
+    rank = _Rank(model, setup, group, checkpoint)
+    try:
+        rank.post.say_ready()
+        _serve(rank)
+    except Broken as error:  # another rank is gone, and so the step
+        log.warning("a context parallel rank ends: %s", error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

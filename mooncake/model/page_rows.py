@@ -1,0 +1,23 @@
+"""Rows of a paged cache by their slots: the bytes of a head's key or value of one token, whatever type they have."""
+
+from __future__ import annotations
+
+import torch
+
+
+def row_numbers(cache_layer: torch.Tensor, slots: torch.Tensor, kinds: slice = slice(0, 2)) -> torch.Tensor:
+    """Int64 ``[T, kinds, Hkv]``: which of ``page_rows`` hold the keys (kind 0) and values (1) in ``slots`` [T].
+
+    The same for every layer. By such numbers torch copies rows several times faster than by blocks and offsets.
+    """
+    _, _, num_heads, block_tokens, width = cache_layer.shape
+    block, kind, head, token = (stride // width for stride in cache_layer.stride()[:4])
+    numbers = (slots // block_tokens * block + slots % block_tokens * token)[:, None, None]
+    return numbers + torch.arange(2)[kinds, None] * kind + torch.arange(num_heads) * head
+
+
+def page_rows(cache_layer: torch.Tensor) -> torch.Tensor:
+    """``[rows, row width]``: the layer's memory, from its first row on."""
+    width = cache_layer.shape[-1]
+    behind = cache_layer.untyped_storage().nbytes() // cache_layer.element_size() - cache_layer.storage_offset()
+    return cache_layer.as_strided((behind // width, width), (width, 1))

@@ -1,0 +1,143 @@
+"""Context parallelism over real processes: the logits and tokens of one rank, hooks that are told the truth, and an
+end for everybody when somebody dies."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from context_pair import Pair, pair, some_tokens
+from tiny_model import write_tiny_model
+
+from mooncake import LLM, SamplingParams
+from mooncake.config import load_config
+from mooncake.errors import ConfigError, InternalError, InvalidRequest, ModelError
+from mooncake.model.batch import NoHook
+from mooncake.model.context_parallel import ContextParallelModel
+from mooncake.model.context_plan import Method
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve query heads over four KV heads."""
+    folder = tmp_path_factory.mktemp("cp") / "tiny"
+    write_tiny_model(folder, "qwen3", num_attention_heads=12, num_key_value_heads=4, head_dim=16)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "method"), [(2, Method.HEADS), (3, Method.PASS_KV), (3, Method.PASS_Q), *((4, each) for each in Method)]
+)
+def test_more_ranks_and_heads_give_them_too(folder: Path, size: int, method: Method) -> None:
+    with pair(str(folder), size, method) as both:
+        tokens = some_tokens(203)
+        both.check(tokens[:101], 0, method)
+        both.check(tokens, 101, method)
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_starts(folder: Path) -> None:
+    with pytest.raises(ModelError, match="12 heads over 4 KV heads cannot be parted among 3 ranks"):
+        Pair(str(folder), 3, Method.HEADS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_real_model_over_ranks(size: int) -> None:
+    """All that is cached makes queries fewer than the keys that they would have to be sent."""
+    with pair("smollm2", size, max_model_len=1024) as both:
+        tokens = some_tokens(800, 40_000)
+        both.check(tokens[:701], 0, Method.PASS_KV)
+        both.check(tokens[:770], 701, Method.PASS_Q)
+
+
+def test_a_family_with_windows_goes_by_heads_where_it_must(tmp_path: Path) -> None:
+    write_tiny_model(
+        tmp_path / "gemma", "gemma2", num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=24
+    )
+    with pair(str(tmp_path / "gemma"), 2) as both:
+        alone, together = both.logits(some_tokens(90), 0)
+        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+        assert both.over_ranks.report is not None
+        assert set(both.over_ranks.report.methods) == {Method.HEADS, Method.PASS_KV}
+        with pytest.raises(ModelError, match="sliding window go by heads"):
+            Pair(str(tmp_path / "gemma"), 2, Method.PASS_Q)
+
+
+class Killing(NoHook):
+    wants_layers = True
+
+    def __init__(self, both: Pair) -> None:
+        self._both = both
+
+    def after_layer(self, layer: int) -> None:
+        worker = self._both.over_ranks.workers.processes[-1]
+        worker.kill()
+        worker.wait()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.timeout(60)
+def test_a_rank_that_dies_ends_the_step_and_the_first_one_goes_on_alone(folder: Path, size: int) -> None:
+    with pair(str(folder), size) as both:
+        tokens = some_tokens(90)
+        with pytest.raises(InternalError, match=rf"context parallel ranks \[.*{size - 1}\] have failed"):
+            both.logits(tokens, 0, Killing(both))
+        assert all(worker.poll() is not None for worker in both.over_ranks.workers.processes)
+        alone, together = both.logits(tokens, 0)
+        assert torch.equal(alone, together)
+
+
+def generate(folder: Path, prompts: Sequence[Sequence[int]], **options: int) -> list[list[int]]:
+    with LLM(str(folder), kv_gb=0.01, block_tokens=16, chunk_tokens=128, **options) as llm:
+        return [each.token_ids for each in llm.generate([list(prompt) for prompt in prompts], GREEDY, use_tqdm=False)]
+
+
+def test_an_engine_over_ranks_gives_the_same_answers(folder: Path) -> None:
+    """Prompts in several steps, beside others' decodes, and with prefixes that were cached."""
+    one, other = some_tokens(210).tolist(), some_tokens(97).tolist()
+    prompts = [one, other, one[:170] + other[:30], [5, 6, 7]]
+    assert generate(folder, prompts, context_parallel_size=2) == generate(folder, prompts)
+
+
+def test_ranks_of_an_engine_that_is_dropped_end(folder: Path) -> None:
+    llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, context_parallel_size=2)
+    assert isinstance(llm._backend.model, ContextParallelModel)
+    [rank] = llm._backend.model.workers.processes
+    assert rank.poll() is None
+    del llm
+    gc.collect()
+    assert rank.wait(30) is not None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"tensor_parallel": 2}, {"device": "cuda"}, {"adapters": {"a": "folder"}}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_does_not_go_together_is_refused(folder: Path, others: dict[str, object]) -> None:
+    with pytest.raises((InvalidRequest, ModelError)):
+        LLM(str(folder), context_parallel_size=2, **others)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["cluster.switchable=true", "prefill.blend_share=0.2", "prefill.device=cuda", 'model.adapters=["a=/a"]'],
+)
+def test_nodes_refuse_what_does_not_go_together(other: str) -> None:
+    assert load_config(None, ["prefill.context_parallel=2"]).prefill.context_parallel == 2
+    with pytest.raises(ConfigError, match=r"prefill\.context_parallel does not go together with"):
+        load_config(None, ["prefill.context_parallel=2", other])
