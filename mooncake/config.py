@@ -258,7 +258,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         does not read.
 
         Between nodes a prefix is known by its blocks from the first one on, so one group must keep them all. Blocks of
-        deployments with another layout, or with more in them than KV, are whole, and so are those of nodes that compute with several processes.
+        another deployment's layout, or with more in them than KV, are whole, and so are those of nodes that compute
+        with several processes.
         """
         prefill = self.prefill
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant

@@ -137,8 +137,8 @@ class LLM:
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
         CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
         ``threads`` each; ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share
-        ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves
-        out what the model's file of that name says of sampling.
+        ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
+        leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
         processes = {

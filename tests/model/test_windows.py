@@ -10,6 +10,15 @@ import pytest
 import torch
 
 from mooncake import LLM, SamplingParams
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
+from mooncake.model.llama import CausalLM
+from mooncake.model.weights import load_weights
+from mooncake.page_groups import groups_of
+from tests.support.sharing_model import GRAPHS, whole_prompt_logits, write_sharing_model
 from tests.support.tiny_model import write_tiny_model
 
 BLOCK, WINDOW, NEW = 8, 16, 24
@@ -56,3 +65,30 @@ def test_tokens_are_those_of_transformers(model: tuple[str, Path, Any]) -> None:
     assert greedy(llm, turns) == [theirs(reference, turn) for turn in turns]
     again = llm.generate(turns, SamplingParams(max_tokens=1, temperature=0.0))
     assert [answer.cached_tokens for answer in again] == [len(turn) // BLOCK * BLOCK for turn in turns]
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("graph", ["character", "last of each kind"])
+def test_llamas_with_windows_and_shared_keys_in_both_passes(graph: str, is_fused: bool, tmp_path: Path) -> None:
+    """Several groups of those layers that have keys and values, against plain torch over whole prompts."""
+    weights = write_sharing_model(tmp_path, GRAPHS[graph])
+    checkpoint = open_checkpoint(str(tmp_path))
+    config = checkpoint.config
+    groups = groups_of(config, config.max_model_len)
+    assert groups.num_groups > 1 and len(groups.places) == GRAPHS[graph].num_owners
+    model = CausalLM(config, load_weights(checkpoint, "float32"), is_fused=is_fused)
+    cache = KVCache(groups.page_layout(checkpoint.kv_layout(4, "float32")), 300)
+    engine = Engine(model, cache, EngineConfig(4, chunk_tokens=12, max_model_len=config.max_model_len, groups=groups))
+    asked = dict(zip("abcd", prompts(1, 9, 40, 101), strict=True))
+    for name, prompt in asked.items():
+        tokens, greedy = np.array(prompt, np.uint32), SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+        engine.add(Sequence(name, tokens, len(prompt), greedy, Chain(b"s"), eos_ids=(), max_model_len=256))
+    answers: dict[str, list[int]] = {name: [] for name in asked}
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id].append(output.token.token_id)
+    for name, prompt in asked.items():
+        whole = torch.tensor(prompt + answers[name])
+        best = whole_prompt_logits(weights, GRAPHS[graph], whole).argmax(-1)
+        assert best[len(prompt) - 1 : -1].tolist() == answers[name]
+    engine.block_pool.check()
