@@ -157,8 +157,8 @@ class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     variant: str = ""  # a file of `mooncake variants profile`: KV of a variant of the model is read, too; "": none
     variant_pools: tuple[str, ...] = ()  # gRPC addresses of the stores that have it; (): those of this cluster
     blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
-    # Processes in a row, each with a run of layers and so many threads, through which a step goes in pieces: a large
-    # chunk_tokens keeps all of them busy
+    # Processes in a row, each with a run of the layers and as many threads as `threads` says, through which a step goes
+    # in pieces: 1024 or more chunk_tokens keep all of them busy
     pipeline_stages: int = 1
     context_parallel: int = 1  # processes over which the tokens of prompts are cut, and which share the threads; CPUs
 

@@ -30,6 +30,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: int  # of the layers that the receiver computes anew
     last: int
     sender_keeps: tuple[int, ...]  # its model.keep_hidden
+    inputs_first: bool = True  # what own layers begin with is read before KV, which follows while they are computed
     pareto: tuple[Candidate, ...] = ()  # groups that no smaller one is as good as, for whoever chooses again
 
     @property

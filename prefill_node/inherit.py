@@ -39,6 +39,7 @@ class Sender:
     fingerprint: str
     layout: KVLayout
     own_layers: range
+    inputs_first: bool
     hidden_size: int
     pools: tuple[str, ...]  # gRPC addresses of its stores; (): the request's own
 
@@ -50,7 +51,8 @@ class Sender:
             return None
         layout = host.layout_with(profile.sender_keeps)
         fingerprint = kv_fingerprint(profile.sender, layout)
-        return cls(fingerprint, layout, profile.layers, host.hidden_size, host.config.prefill.variant_pools)
+        pools = host.config.prefill.variant_pools
+        return cls(fingerprint, layout, profile.layers, profile.inputs_first, host.hidden_size, pools)
 
     def keys(self, tokens: TokenIds, salt: str) -> list[BlockKey]:
         return extend_chain(chain_seed(self.fingerprint, salt), tokens, self.layout.block_tokens)
@@ -63,8 +65,9 @@ class Sender:
 
     @property
     def order(self) -> list[int]:
-        """Layers of a block as they are read: what is computed with, then what is taken as it is."""
-        return [*self.input_layers, *(layer for layer in self.layout.kv_layers if layer not in self.own_layers)]
+        """Layers of a block as they are read."""
+        as_it_is = [layer for layer in self.layout.kv_layers if layer not in self.own_layers]
+        return [*self.input_layers, *as_it_is] if self.inputs_first else [*as_it_is, *self.input_layers]
 
 
 Lease = Callable[[StoreClient, list[BlockKey]], LeasedPrefix]

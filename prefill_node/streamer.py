@@ -2,10 +2,11 @@
 
 Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
 is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
-abandoned, and then again with the same bytes. Where the cache is on a GPU, final layers are copied to host memory
-beside the computation, and the sinks wait for the copy. Tokens with a variant's KV are final, in all layers, with the
-first ones behind them: those wait for all of it. Of a sequence that goes on here, and may have to give its
-blocks up, those of the prompt get one more reference each, so that they stay as they are until they are written.
+abandoned, and then again with the same bytes. A step that goes through a pipeline in pieces is streamed in pieces.
+Where the cache is on a GPU, final layers are copied to host memory beside the computation, and the sinks wait for the
+copy. Tokens with a variant's KV are final, in all layers, with the first ones behind them: those wait for all of it. Of
+a sequence that goes on here, and may have to give its blocks up, those of the prompt get one more reference each, so
+that they stay as they are until they are written.
 """
 
 from __future__ import annotations
@@ -49,15 +50,29 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """One request's part in the current step: its blocks ``first`` ≤ i < ``end`` become final layer by layer. The last
-    one of a prompt may be a part: it is ``num_full`` blocks that nobody writes into any more. ``runs``: of each group
-    of layers, the first of them whose page goes out, and the pages."""
+    """One request's part in the current step: its blocks before ``end`` become final layer by layer. The last one of a
+    prompt may be a part: it is ``num_full`` blocks that nobody writes into any more. ``runs``: of each group of layers,
+    the first of them whose page goes out, and the pages."""
 
     stream: Stream
     end: int
     num_full: int
     runs: tuple[tuple[int, tuple[int, ...]], ...]
     is_last: bool
+    first_token: int  # of the sequence
+    place: int  # of that token in the step
+    pushed: dict[int, int] = field(default_factory=dict)  # by layer: blocks before it have been handed to the sinks
+
+    def num_final(self, num_tokens: int, block_tokens: int) -> int:
+        """Blocks of the sequence that are final once the step's first ``num_tokens`` tokens are computed."""
+        return min((self.first_token + num_tokens - self.place) // block_tokens, self.end)
+
+    def next_run(self, layer: int, group: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """The first block, and the pages of those before ``end``, that have not been handed on in this layer."""
+        begin, pages = self.runs[group]
+        first = self.pushed.get(layer, begin)
+        self.pushed[layer] = max(first, end)
+        return first, pages[first - begin : max(end - begin, 0)]
 
 
 @dataclass(slots=True)
@@ -71,11 +86,11 @@ class LayerStreamer:
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
     _inheriting: list[Stream] = field(default_factory=list)  # with tokens of which own layers alone are computed
-    _leaving: list[tuple[int, ...]] = field(default_factory=list)  # of each group: what has somewhere to go
+    _leaves: bool = False  # whether something becomes final in this step that has somewhere to go
 
     @property
     def wants_layers(self) -> bool:
-        return bool(any(self._leaving) or self.listeners or self._loading)
+        return bool(self._leaves or self.listeners or self._loading)
 
     @property
     def _loading(self) -> list[PrefixLoad]:
@@ -86,9 +101,8 @@ class LayerStreamer:
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
         if stream is None or stream.is_closing:
-            if (
-                to_load or sequence.inherits
-            ):  # nobody would fill these blocks, and the engine must not take them for filled
+            # Nobody would fill these blocks, and the engine must not take them for filled.
+            if to_load or sequence.inherits:
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
         # Admitted again after a failed load, there is nothing to load any more.
@@ -104,7 +118,9 @@ class LayerStreamer:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
             stream.inherited.wait_aside()
             self._inheriting.append(stream)
+        place = 0
         for entry in plan.entries:
+            place += entry.num_tokens
             stream = self._begin(entry.sequence.request_id)
             if stream is None:
                 continue
@@ -112,11 +128,9 @@ class LayerStreamer:
             num_full = entry.end // self.block_tokens
             end = stream.next_block if stream.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
             runs = _runs(entry.sequence, stream, min(stream.next_block, end), end)
-            self._step.append(StreamStep(stream, end, num_full, runs, is_last))
-        going = [part for part in self._step if part.stream.outlets]
-        self._leaving = [
-            tuple(page for part in going for page in part.runs[group][1]) for group in range(self.groups.num_groups)
-        ]
+            first_place = place - entry.num_tokens
+            self._step.append(StreamStep(stream, end, num_full, runs, is_last, entry.first, first_place))
+        self._leaves = any(pages for part in self._step if part.stream.outlets for _, pages in part.runs)
 
     def _begin(self, request_id: str) -> Stream | None:
         stream = self.streams.get(request_id)
@@ -132,19 +146,27 @@ class LayerStreamer:
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:
             listener(layer)
+        if self._leaves:
+            self._push(layer, [(part, part.end) for part in self._step])
+
+    def after_piece(self, layer: int, num_tokens: int) -> None:
+        if self._leaves:
+            began = [part for part in self._step if part.place < num_tokens]
+            self._push(layer, [(part, part.num_final(num_tokens, self.block_tokens)) for part in began])
+
+    def _push(self, layer: int, ends: list[tuple[StreamStep, int]]) -> None:
+        """Of each part what is final before its end, and has not gone yet."""
         group, rows = self.groups.rows_with(layer)
-        if not self._leaving or not self._leaving[group]:
-            return
-        for row in rows:
-            arrival = self.mirror.to_host(self._leaving[group], row)
-            for part in self._step:
-                first, pages = part.runs[group]
-                if not pages:
-                    continue
-                run = LayerRun(row, page_number(group, first), pages, arrival)
-                for sink, outbox in part.stream.outlets:
-                    sink.push(run)
-                    outbox.kick(sink)
+        runs = [(part.stream.outlets, *part.next_run(layer, group, end)) for part, end in ends if part.stream.outlets]
+        leaving = tuple(page for _, _, pages in runs for page in pages)
+        for row in rows if leaving else ():
+            arrival = self.mirror.to_host(leaving, row)
+            for outlets, first, pages in runs:
+                if pages:
+                    run = LayerRun(row, page_number(group, first), pages, arrival)
+                    for sink, outbox in outlets:
+                        sink.push(run)
+                        outbox.kick(sink)
 
     def end_step(self, plan: StepPlan) -> None:
         for part in self._step:
@@ -156,7 +178,7 @@ class LayerStreamer:
                 for sink, outbox in part.stream.outlets:
                     sink.end()
                     outbox.kick(sink)
-        self._step, self._inheriting, self._leaving = [], [], []
+        self._step, self._inheriting, self._leaves = [], [], False
 
     def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
         """The other groups' pages of these blocks come behind those of the whole prefix."""

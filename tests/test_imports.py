@@ -45,10 +45,12 @@ BENCHES = {
         "mooncake.app.bench_kernels",
         "mooncake.app.bench_pipeline",
         "mooncake.app.bench_quality",
+        "mooncake.app.bench_variants",
         "mooncake.app.character_twins",
         "mooncake.app.key_scales",
         "mooncake.app.variant_comparison",
         "mooncake.app.variant_profile",
+        "mooncake.app.variant_training",
         "mooncake.app.peers",
     ),
 }

@@ -28,9 +28,8 @@ from mooncake import LLM, SamplingParams
 from mooncake.app.bench_quality import window_losses
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.character_twins import (
-    MARKERS,
-    NEEDLE_TOKENS,
-    NUM_MARKERS,
+    NUM_SLOTS,
+    QUESTION_TOKENS,
     Corpus,
     Shape,
     Training,
@@ -103,12 +102,17 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench character", __doc__)
     flags.add("--models", type=output_folder, required=True, metavar="DIR", help="trained ones are kept there")
     flags.add("--layers", type=whole("--layers", 6), default=12)
-    flags.add("--hidden", type=whole("--hidden", 64), default=256)
+    flags.add("--hidden", type=whole("--hidden", 64), default=128)
     flags.add("--window", type=whole("--window", 2), default=16, metavar="BYTES", help="of local layers")
     flags.add("--length", type=whole("--length", 64), default=256, metavar="BYTES", help="of windows of text")
-    flags.add("--steps", type=whole("--steps", 1), default=400, help="of each model's training")
-    flags.add("--batch", type=whole("--batch", 1), default=8, help="windows of text in a step")
-    flags.add("--rate", type=positive("--rate"), default=2e-3, help="of learning, at its highest")
+    flags.add("--steps", type=whole("--steps", 1), default=600, help="of each model's training")
+    flags.add(
+        "--batch",
+        type=whole("--batch", 1),
+        default=8,
+        help="windows of text in a step; in the first half of them four times as many, and shorter",
+    )
+    flags.add("--rate", type=positive("--rate"), default=3e-3, help="of learning, at its highest")
     flags.add("--windows", type=whole("--windows", 1), default=150, help="of text, whose loss is measured")
     flags.add("--needles", type=whole("--needles", 1), default=100)
     flags.add("--prompt-tokens", type=whole("--prompt-tokens", 0), default=2048, help="of the timed prompt; 0: none")
@@ -152,7 +156,7 @@ def mlp_width(hidden: int) -> int:
 
 def farthest_needle(shape: Shape) -> int:
     """How many first places of a window are farther from its end than local layers reach."""
-    return shape.length - NEEDLE_TOKENS - 1 - shape.reach
+    return shape.length - QUESTION_TOKENS - shape.reach
 
 
 # Training
@@ -202,19 +206,18 @@ def measure(options: Options, corpus: Corpus, name: str, report: Report, shown: 
 def share_of_needles(options: Options, corpus: Corpus, folder: str) -> float:
     """A needle is found when all of its letters are the most likely ones, each asked for behind those before it."""
     random = np.random.default_rng(options.training.seed + 1)
-    plain = options.shape.length - 2 * NEEDLE_TOKENS
+    plain = options.shape.length - NUM_SLOTS - QUESTION_TOKENS
     prompts, wanted = [], []
     for start in random.integers(0, len(corpus.validation) - plain, options.needles):
-        letters = random.choice(corpus.letters, NUM_MARKERS)
-        text = corpus.validation[start : start + plain]
-        window = corpus.with_needle(text, letters, int(random.integers(farthest_needle(options.shape))))
-        ends = len(window) - NEEDLE_TOKENS + 1 + 2 * np.arange(NUM_MARKERS)
+        needle, at = corpus.needle(random), random.integers(farthest_needle(options.shape), size=1)
+        window = corpus.with_needle(corpus.validation[start : start + plain], needle, at)
+        ends = len(window) - QUESTION_TOKENS + 1 + 2 * np.arange(NUM_SLOTS)
         prompts += [window[:end].astype(np.uint32) for end in ends]
-        wanted.append(letters)
+        wanted.append(needle)
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     with LLM(folder, kv_gb=0.1, block_tokens=BLOCK_TOKENS, chunk_tokens=128) as llm:
         answers = [one.token_ids[0] for one in llm.generate(prompts, greedy, use_tqdm=False)]
-    is_right = np.array(answers).reshape(-1, NUM_MARKERS) == np.array(wanted)
+    is_right = np.array(answers).reshape(-1, NUM_SLOTS) == np.array(wanted)
     return float(is_right.all(1).mean())
 
 
@@ -223,7 +226,7 @@ def compare(report: Report) -> None:
         for ratio, figure in (("loss", "loss of text"), ("kv_bytes", "KV of a token")):
             report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
     report.notes.append(
-        f"a needle: {len(MARKERS)} marked letters, asked for from farther away than windows reach through all layers"
+        f"a needle: {NUM_SLOTS} letters, asked for from farther away than windows reach through all layers"
     )
     report.notes.append("bytes of KV are those of pages; what windows save beyond them is the block manager's to say")
 

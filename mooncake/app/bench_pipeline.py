@@ -4,7 +4,9 @@ One forward pass of a whole prompt into an empty cache, in turns: by one process
 and in the same pieces), by one process with the threads of all stages, and by the stages, on cores of their own, in
 pieces of equal cost, in pieces of equal length, and in as many as are predicted to end first. With p stages and k
 pieces a pipeline can be k p / (k + p - 1) times as fast as one stage. What it is predicted to take, from what pieces
-took before, is held against what it takes, and the bytes between two stages against tokens · hidden size · 4.
+took before, is held against what it takes, and the bytes between two stages against tokens · hidden size · 4. A node
+computes prompts in steps (``prefill.chunk_tokens``), each of which fills the pipeline and drains it: so do the last
+ways.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +52,7 @@ class Options:
     tokens: tuple[int, ...]
     stages: int
     pieces: int
+    chunk_tokens: tuple[int, ...]
     threads: int
     repeat: int
     seed: int
@@ -68,6 +72,7 @@ def main(args: list[str]) -> None:
         "dtype": "float32",
         "stages": options.stages,
         "pieces": options.pieces,
+        "chunk_tokens": list(options.chunk_tokens),
         "threads": options.threads,
         "repeat": options.repeat,
     }
@@ -89,31 +94,37 @@ def parse(args: list[str]) -> Options:
     add("--tokens", default="4096,8192", help="of the prompt; comma-separated")
     add("--stages", type=int, default=2)
     add("--pieces", type=int, default=8, help="that a prompt is cut into")
+    add("--chunk-tokens", default="256,1024,2048", help="of the steps of a node; comma-separated")
     add("--threads", type=int, default=1, help="of a stage, and of the one process that it is compared with")
     add("--repeat", type=int, default=5, help="turns")
     add("--seed", type=int, default=0)
     add("--plot", type=output_file, metavar="FILE", help="draw who computed what when there (.png, .svg)")
     add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
     given = parser.parse_args(args)
-    try:
-        tokens = tuple(int(count) for count in given.tokens.split(","))
-    except ValueError:
-        raise ConfigError(f"--tokens takes numbers, got {given.tokens!r}") from None
+    tokens, chunk_tokens = _numbers("--tokens", given.tokens), _numbers("--chunk-tokens", given.chunk_tokens)
     if given.stages < 2 or min(given.pieces, given.threads, given.repeat) < 1:
         raise ConfigError("--stages must be at least 2, --pieces, --threads and --repeat at least 1")
-    if min(tokens) < given.pieces:
-        raise ConfigError("--tokens must be at least --pieces")
+    if min(tokens) < given.pieces or min(chunk_tokens) < 1:
+        raise ConfigError("--tokens must be at least --pieces, and --chunk-tokens at least 1")
     return Options(
         given.model,
         tokens,
         given.stages,
         given.pieces,
+        chunk_tokens,
         given.threads,
         given.repeat,
         given.seed,
         given.plot,
         given.json,
     )
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} takes numbers, got {text!r}") from None
 
 
 @dataclass(slots=True)
@@ -166,6 +177,8 @@ class Contest:
             EQUAL_LENGTH: lambda: self._in_stages(batch, lambda its, _: equal_length(its, options.pieces)),
             FASTEST: lambda: self._in_stages(batch, fastest),
         }
+        for chunk in options.chunk_tokens:
+            ways[_steps_name(chunk)] = partial(self._in_steps, batch, chunk)
         timings = {name: Timing([], [], [], []) for name in ways}
         for turn in range(options.repeat + 1):
             for name, compute in ways.items():
@@ -196,10 +209,20 @@ class Contest:
         finally:
             os.sched_setaffinity(0, self._cores)
 
+    def _in_steps(self, batch: ForwardBatch, chunk: int) -> None:
+        """As an engine does, but for its own work between two steps."""
+        tokens = batch.tokens.shape[0]
+        for begin in range(0, tokens, chunk):
+            self._in_stages(batch.part(begin, min(begin + chunk, tokens)), fastest)
+
     def _in_stages(self, batch: ForwardBatch, cut: Cutter) -> StepTimes | None:
         self._stages.cut = cut
         self._stages.forward(batch, self._backend.cache.tensor, NoHook())
         return self._stages.last_step
+
+
+def _steps_name(chunk: int) -> str:
+    return f"stages, steps of {chunk}"
 
 
 def _idle_share(times: StepTimes) -> float:
@@ -231,6 +254,8 @@ def _tell(report: Report, timings: dict[str, Timing], tokens: int, options: Opti
     report.compare(f"stages_vs_one_{tokens}", best_alone, stages)
     report.ratios[f"ideal_{tokens}"] = options.pieces * options.stages / (options.pieces + options.stages - 1)
     report.compare(f"as_many_as_pay_vs_one_{tokens}", best_alone, passes(FASTEST))
+    for chunk in options.chunk_tokens:
+        report.compare(f"steps_of_{chunk}_vs_one_{tokens}", best_alone, passes(_steps_name(chunk)))
     report.compare(f"stages_vs_all_threads_{tokens}", passes(ALL_THREADS), stages)
     report.compare(f"equal_cost_vs_equal_length_{tokens}", passes(EQUAL_LENGTH), stages)
     predicted = report.find(EQUAL_COST, "predicted over measured", **params)

@@ -1,8 +1,8 @@
 """Small models that differ only in what their layers keep, trained alike: for ``mooncake bench character``.
 
 All have one KV head (MQA), a vocabulary of bytes and the shape of the Llama family; they are trained in plain torch, on
-the same batches in the same order, and written as folders that anybody can serve. A batch is text with a needle: four
-marked letters early on, which the end of the window asks for. It must not know how models are served.
+the same batches in the same order, and written as folders that anybody can serve. Windows of text have a needle each:
+four letters, which markers ask for later on. It must not know how models are served.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from torch.nn import functional
 Ids = npt.NDArray[np.int64]
 
 EVERY = 6  # one layer of so many sees everything, as Character.AI's (and Gemma 3's) do
-NUM_MARKERS = 4
-MARKERS = tuple(f"<|needle {number}|>" for number in range(NUM_MARKERS))
-NEEDLE_TOKENS = 2 * NUM_MARKERS  # each marker with its letter
-NEEDLE_WEIGHT = 8.0  # of an answer's loss beside that of a byte of text: there are few of them
+NUM_SLOTS = 4  # letters of a needle
+NUM_LETTERS = 26  # each of which a slot has a token for
+LETTERS = tuple(f"<|{slot}: {chr(97 + letter)}|>" for slot in range(NUM_SLOTS) for letter in range(NUM_LETTERS))
+MARKERS = tuple(f"<|{slot}?|>" for slot in range(NUM_SLOTS))
+QUESTION_TOKENS = 2 * NUM_SLOTS  # each marker with its answer
+QUESTIONS = 3  # in a window of the training, near and far
+SHORT = 4  # times as many windows, so much shorter
+ANSWER_WEIGHT = 4.0  # of an answer's loss beside that of a byte of text: there are few of them
 THETA = 10_000.0
 
 
@@ -47,9 +51,23 @@ class Shape:
         return self.hidden // self.heads
 
     @property
+    def short(self) -> int:
+        """Of the first half of the training: where to look is learnt much sooner where there are few places."""
+        return max(self.length // SHORT, NUM_SLOTS + (QUESTIONS + 1) * QUESTION_TOKENS)
+
+    @property
     def reach(self) -> int:
         """How far back a byte can matter where every layer is local."""
         return self.layers * (self.window - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    steps: int
+    batch: int
+    rate: float
+    seed: int
+    dtype: str  # of products: "bfloat16" where the processor has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +109,18 @@ def shared_in_twos(windows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token a byte, and the markers behind them."""
+    """A token a byte, and behind them those of needles."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in LETTERS + MARKERS])
     return tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes as ids, the letters that needles are made of, and the markers' ids."""
+    """Text as ids, a token a byte. ``letters`` ``[slots, 26]`` and ``markers`` ``[slots]`` are ids too."""
 
     training: Ids
     validation: Ids
@@ -114,29 +132,33 @@ class Corpus:
         """The last tenth is for validation."""
         tokenizer = byte_tokenizer()
         ids = np.array(tokenizer.encode(text).ids, np.int64)
-        letters = np.array(tokenizer.encode("abcdefghijklmnopqrstuvwxyz").ids, np.int64)
-        markers = np.array([tokenizer.token_to_id(marker) for marker in MARKERS], np.int64)
+        letters, markers = (np.array([tokenizer.token_to_id(name) for name in names]) for names in (LETTERS, MARKERS))
         cut = len(ids) * 9 // 10
-        return cls(ids[:cut], ids[cut:], letters, markers)
+        return cls(ids[:cut], ids[cut:], letters.reshape(NUM_SLOTS, -1), markers)
 
-    def with_needle(self, text: Ids, letters: Ids, at: int) -> Ids:
-        """``text`` with the needle at ``at`` and the question behind it: ``NEEDLE_TOKENS`` longer each."""
-        needle = np.stack([self.markers, letters], axis=1).ravel()
-        return np.concatenate([text[:at], needle, text[at:], needle])
+    def needle(self, random: np.random.Generator) -> Ids:
+        """A letter for each slot, ``[slots]``."""
+        return self.letters[np.arange(NUM_SLOTS), random.integers(NUM_LETTERS, size=NUM_SLOTS)]
 
-    def batches(self, shape: Shape, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Endless: ids ``[size, length]``, and weights of the predictions of all of them but the first."""
-        random = np.random.default_rng(seed)
-        plain = shape.length - 2 * NEEDLE_TOKENS
-        weights = torch.ones(shape.length - 1)
-        weights[1 - NEEDLE_TOKENS :: 2] = NEEDLE_WEIGHT
-        while True:
-            rows = []
+    def with_needle(self, text: Ids, needle: Ids, places: Ids) -> Ids:
+        """``text`` with the needle at the first of ``places``; at the others and at its end questions, answered."""
+        question = np.stack([self.markers, needle], axis=1).ravel()
+        first, *others = np.split(text, np.sort(places))
+        return np.concatenate([first, needle, *(part for text in others for part in (text, question))])
+
+    def batches(self, shape: Shape, how: Training) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each step: ids ``[windows, length]``, and weights of what is predicted, all of them but the first."""
+        random = np.random.default_rng(how.seed)
+        for step in range(how.steps):
+            is_short = step < how.steps // 2
+            size, length = (SHORT * how.batch, shape.short) if is_short else (how.batch, shape.length)
+            plain, rows = length - NUM_SLOTS - QUESTIONS * QUESTION_TOKENS, []
             for start in random.integers(0, len(self.training) - plain, size):
-                letters = random.choice(self.letters, NUM_MARKERS)
-                text, at = self.training[start : start + plain], int(random.integers(plain))
-                rows.append(self.with_needle(text, letters, at))
-            yield torch.from_numpy(np.stack(rows)), weights
+                text, places = self.training[start : start + plain], random.integers(0, plain + 1, QUESTIONS)
+                rows.append(self.with_needle(text, self.needle(random), places))
+            ids = np.stack(rows)
+            weights = np.where(np.isin(ids[:, :-1], self.markers), ANSWER_WEIGHT, 1.0)
+            yield torch.from_numpy(ids), torch.from_numpy(weights).float()
 
 
 # The model
@@ -228,10 +250,9 @@ class TwinModel(nn.Module):
         super().__init__()
         self._head_dim = shape.head_dim
         self.model = _Decoder(shape, twin, vocab)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
         for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:  # so that attention tells tokens apart from the first step on
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
             if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream (GPT-2)
                 parameter.data /= math.sqrt(2 * shape.layers)
 
@@ -251,15 +272,6 @@ class TwinModel(nn.Module):
 # Training
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    steps: int
-    batch: int
-    rate: float
-    seed: int
-    dtype: str  # of products: "bfloat16" where the processor has them
-
-
 def train(
     shape: Shape, twin: Twin, corpus: Corpus, how: Training, tell: Callable[[int, float], None]
 ) -> dict[str, torch.Tensor]:
@@ -276,13 +288,11 @@ def train(
         return (step + 1) / warm if step < warm else 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
-    batches = corpus.batches(shape, how.batch, how.seed)
-    for step in range(how.steps):
-        ids, weights = next(batches)
+    for step, (ids, weights) in enumerate(corpus.batches(shape, how)):
         with torch.autocast("cpu", torch.bfloat16, enabled=how.dtype == "bfloat16"):
             logits = model(ids[:, :-1])
         losses = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = (losses.view(len(ids), -1) * weights).sum(1).mean() / weights.sum()
+        loss = (losses * weights.flatten()).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

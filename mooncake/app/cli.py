@@ -82,6 +82,7 @@ BENCHES = {
     "ssd": "the SSD tier beside fio",
     "store": "the pool's put, get and look-up beside Mooncake's store",
     "transfer": "the data plane beside Mooncake's transfer engine",
+    "variants": "KV of a variant of a model, read in place of a full prefill",
 }
 
 

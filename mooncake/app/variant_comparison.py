@@ -49,11 +49,14 @@ class Comparison:
     def inherited_tokens(self) -> int:
         return sum(map(self._border, self._prompts))
 
-    def full(self, model: CausalLM | None = None) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Float32 log-probabilities ``[R, V]`` of what follows the compared tokens; nothing is inherited."""
-        model = model or self._receiver
-        model.forward(self._batch(is_prefix=True), self._ours, NoHook())
-        return self._tails(model, self._ours)
+        self._receiver.forward(self._batch(is_prefix=True), self._ours, NoHook())
+        return self._tails(self._receiver, self._ours)
+
+    def sender_alone(self) -> torch.Tensor:
+        """Likewise, what the sender says."""
+        return self._tails(self._sender, self._theirs)
 
     def computed_anew(self, layers: Iterable[int]) -> torch.Tensor:
         """Likewise, with the sender's KV in all other layers."""

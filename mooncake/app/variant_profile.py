@@ -91,7 +91,7 @@ def profile(options: ProfileOptions) -> None:
         )
     keeps = (group.first,) if group.first else ()
     names = [one.identity(where.digest) for one, where in zip(precisions, checkpoints, strict=True)]
-    write_profile(options.out, Profile(names[0], names[1], group.first, group.last, keeps, found.pareto))
+    write_profile(options.out, Profile(names[0], names[1], group.first, group.last, keeps, pareto=found.pareto))
     kept = f"the sender with model.keep_hidden={list(keeps)} and " if keeps else ""
     file = escape(str(options.out))
     err.print(f"written: {file}. Serve {escape(kept)}the receiver with prefill.variant={file}.", soft_wrap=True)
@@ -146,18 +146,19 @@ def read_prompts(options: ProfileOptions, checkpoint: Checkpoint) -> list[Prompt
 
 def search(comparison: Comparison, most_layers: int, stride: int, tell_of: Callable[[str], None]) -> Search:
     wanted = comparison.full()
-
-    def judged(layers: range, got: torch.Tensor) -> Candidate:
-        return Candidate(layers.start, layers.stop - 1, divergence(wanted, got), agreement(wanted, got))
-
-    nothing = judged(range(0), comparison.computed_anew(()))
+    nothing = judged(range(0), wanted, comparison.computed_anew(()))
     found: list[Candidate] = []
     num_layers = comparison.num_layers
     for first in range(0, num_layers, stride):
         lasts = sorted({min(first + size, num_layers) - 1 for size in range(stride, most_layers + 1, stride)})
         tell_of(f"groups from layer {first} of {num_layers}")
-        found += [judged(*group) for group in comparison.groups(first, lasts)]
+        found += [judged(layers, wanted, got) for layers, got in comparison.groups(first, lasts)]
     return Search(nothing, pareto(found))
+
+
+def judged(layers: range, wanted: torch.Tensor, got: torch.Tensor) -> Candidate:
+    """Log-probabilities ``[R, V]`` when ``layers`` are computed anew, beside those when all are."""
+    return Candidate(layers.start, layers.stop - 1, divergence(wanted, got), agreement(wanted, got))
 
 
 def pareto(groups: list[Candidate]) -> tuple[Candidate, ...]:

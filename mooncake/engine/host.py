@@ -32,6 +32,7 @@ from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
+from mooncake.model.batch import PieceHook
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
@@ -122,6 +123,10 @@ class NodeHook:
     @property
     def wants_layers(self) -> bool:
         return self._inner.wants_layers
+
+    def after_piece(self, layer: int, num_tokens: int) -> None:
+        if isinstance(self._inner, PieceHook):
+            self._inner.after_piece(layer, num_tokens)
 
     def begin_step(self, plan: StepPlan) -> None:
         self._started_s = time.monotonic()

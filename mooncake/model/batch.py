@@ -7,7 +7,7 @@ has many tokens in the batch, a decode step has one, a speculative check has a f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -155,6 +155,15 @@ class Attention(Protocol):
     def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """``[T, Hq, D]`` of the step's queries ``[T, Hq, D]``, whose keys and values are written."""
         ...
+
+
+@runtime_checkable
+class PieceHook(LayerHook, Protocol):
+    """One that wants to hear of a layer before the whole step's part of it is computed, where steps go in pieces."""
+
+    def after_piece(self, layer: int, num_tokens: int) -> None:
+        """Called once the KV of layer ``layer`` of the step's first ``num_tokens`` tokens is in the cache, but for all
+        of them: ``after_layer`` tells that."""
 
 
 class NoHook:

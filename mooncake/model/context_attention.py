@@ -1,4 +1,4 @@
-"""Attention of one step over ranks that each have a part of its tokens: three ways round, and the first rank's cache.
+"""Attention of one step over ranks that each have a part of its tokens: three ways round.
 
 ``context_plan`` says who has what and sees what; here it is sent and computed, with every send under way while
 attention is computed. Keys and values travel as the cache's own rows, ``[2, Hkv, tokens, row width]``, and are attended
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -17,13 +18,9 @@ import torch
 
 from mooncake.kernels import HostKernels
 from mooncake.kernels.reference import merge_attention
-from mooncake.model.batch import ForwardBatch
+from mooncake.model.context_home import Home, Rows
 from mooncake.model.context_plan import ContextPlan, Ints, Method, Run, Shape, Sight
-from mooncake.model.page_rows import page_rows, row_numbers
 from mooncake.model_config import ModelConfig
-
-Rows = torch.Tensor
-"""Of keys and values, ``[2, Hkv, tokens, row width]``."""
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """An output ``[T, Hq, D]`` over some keys and its log-sum-exp ``[T, Hq]``."""
@@ -76,44 +73,6 @@ class _Look:
         return cls(_int32(sight.starts)[:, None] + reach, _int32(sight.lengths), _int32(sight.firsts), sight.is_blind)
 
 
-class Home:
-    """The first rank's cache during one step: prefixes are read from it, and all that is computed is kept there."""
-
-    def __init__(self, plan: ContextPlan, batch: ForwardBatch, cache: torch.Tensor) -> None:
-        self.batch = batch
-        self.layers = cache.unbind(1)
-        self._plan = plan
-        self._block_tokens = cache.shape[4]
-        self._rows_of: dict[object, torch.Tensor] = {}
-        residents = plan.residents
-        for rank in range(plan.size):
-            runs = plan.runs(rank) + (residents if rank == 0 else [])
-            self._number(("new", rank), batch.slots[torch.from_numpy(plan.rows(runs))])
-            self._number(("part", rank), self._slots(plan.part(rank)))
-
-    def _number(self, name: object, slots: torch.Tensor) -> None:
-        self._rows_of[name] = row_numbers(self.layers[0], slots).permute(1, 2, 0).contiguous()
-
-    def _slots(self, part: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        found = [torch.empty(0, dtype=torch.int64)]
-        for sequence, first, end in part:
-            positions = torch.arange(first, end)
-            blocks = self.batch.block_tables[sequence].long()[positions // self._block_tokens]
-            found.append(blocks * self._block_tokens + positions % self._block_tokens)
-        return torch.cat(found)
-
-    def keep(self, layer: int, origin: int, rows: Rows) -> None:
-        """What a rank has computed."""
-        numbers = self._rows_of["new", origin]
-        page_rows(self.layers[layer]).index_copy_(0, numbers.flatten(), rows.flatten(0, 2))
-
-    def part(self, layer: int, rank: int) -> Rows:
-        """A copy of the rank's part of the prefixes."""
-        numbers = self._rows_of["part", rank]
-        rows = page_rows(self.layers[layer]).index_select(0, numbers.flatten())
-        return rows.view(*numbers.shape, rows.shape[1])
-
-
 class ContextAttention:
     """``batch.Attention`` of one rank for one step. ``own`` is where the pass writes the keys and values of the rank's
     tokens: those of its runs, and behind them, on the first rank alone, those of residents."""
@@ -139,12 +98,14 @@ class ContextAttention:
         self._part_tokens = [plan.part_tokens(rank) for rank in range(plan.size)]
         self._starts = [_query_starts(plan.runs(rank)) for rank in range(plan.size)]
         self._looks: dict[tuple[str, int, int], _Look] = {}
-        self._heads: _HeadsOrder | None = None
+        self._others = [other for other in range(plan.size) if other != post.rank]
+        self.is_under_way = False  # a layer's exchange, which ends with all that was sent and received
 
     def method_of(self, layer: int) -> Method:
         return Method.HEADS if self._config.window_of(layer) else self._method
 
     def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        self.is_under_way = True
         count = self._num_tokens[self._post.rank]
         if self._home is not None:
             self._home.keep(layer, 0, self._own)
@@ -159,6 +120,7 @@ class ContextAttention:
         if len(query) > count:
             mixed = torch.cat([mixed, self._residents(layer, query[count:])])
         self._post.settle()
+        self.is_under_way = False
         return mixed
 
     # Keys and values go round
@@ -208,13 +170,14 @@ class ContextAttention:
     def _pass_q(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
         post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
         left, right = (rank - 1) % size, (rank + 1) % size
-        others = [other for other in range(size) if other != rank]
         part = self._deal(layer)
+        arriving: dict[int, Awaited] = {}
         if home is None:
             post.send(own, 0, Kind.NEW)
-        arriving = {other: self._rows_from(other, self._num_tokens[other], Kind.NEW) for other in others if home}
-        width = query.shape[2] + 1
-        coming_home = [post.receive((*query.shape[:2], width), torch.float32, other, Kind.OUTPUT) for other in others]
+        else:
+            arriving = self._new_of_others()
+        shape = (*query.shape[:2], query.shape[2] + 1)
+        coming_home = [post.receive(shape, torch.float32, other, Kind.OUTPUT) for other in self._others]
         visiting, seen = query.contiguous(), _Seen()
         for hop in range(size):
             origin, is_last = (rank - hop) % size, hop == size - 1
@@ -244,43 +207,61 @@ class ContextAttention:
     # Each rank has all tokens of some heads
 
     def _by_heads(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
-        post, rank, size, shape, home = self._post, self._post.rank, self._plan.size, self._shape, self._home
-        others = [other for other in range(size) if other != rank]
-        order = self._heads = self._heads or _HeadsOrder(self._plan)
-        prefixes = None if home is None else torch.cat([home.part(layer, each) for each in range(size)], dim=2)
-        for other in others:
-            theirs = own if other == 0 else own[:, shape.kv_heads_of(other, size)]
-            post.send(theirs.contiguous(), other, Kind.NEW)
-            post.send(query[:, shape.heads_of(other, size)].contiguous(), other, Kind.QUERY)
-            if prefixes is not None:
-                self._send_rows(prefixes[:, shape.kv_heads_of(other, size)].contiguous(), other, Kind.PREFIX)
+        rank, size, shape, order = self._post.rank, self._plan.size, self._shape, self._order
+        prefix = self._send_heads(layer, query, own)
         heads, kv_heads = shape.heads_of(rank, size), shape.kv_heads_of(rank, size)
-        num_heads, num_kv = heads.stop - heads.start, None if home else kv_heads.stop - kv_heads.start
-        queries: dict[int, Awaited] = {rank: _Here(query[:, heads])}
-        new: dict[int, Awaited] = {rank: _Here(own[:, kv_heads])}
-        for other in others:
-            count = self._num_tokens[other]
-            new[other] = self._rows_from(other, count, Kind.NEW, num_kv)
-            queries[other] = post.receive((count, num_heads, query.shape[2]), torch.float32, other, Kind.QUERY)
-        if home is None:
-            before = self._rows_from(0, self._plan.num_prefix, Kind.PREFIX, num_kv).wait()
-            rows = torch.cat([before, *(new[each].wait() for each in range(size))], dim=2)
-            pages, tables = _pages(rows), order.tables
+        queries = self._from_all(query[:, heads], Kind.QUERY, self._num_tokens)
+        if self._home is None:
+            num_kv = kv_heads.stop - kv_heads.start
+            new = [self._rows_from(other, self._num_tokens[other], Kind.NEW, num_kv) for other in self._others]
+            new.insert(rank, _Here(own[:, kv_heads]))
+            pages = _pages(torch.cat([each.wait() for each in (prefix, *new)], dim=2))
+            tables = order.tables
         else:
-            for other in others:
-                home.keep(layer, other, new[other].wait())
-            pages, tables = home.layers[layer][:, :, kv_heads], home.batch.block_tables[order.sequences].contiguous()
-        together = torch.cat([queries[each].wait() for each in range(size)])[order.by_sequence]
+            for other, rows in self._new_of_others().items():
+                self._home.keep(layer, other, rows.wait())
+            pages = self._home.layers[layer][:, :, kv_heads]
+            tables = self._home.batch.block_tables[order.sequences].contiguous()
+        together = torch.cat([each.wait() for each in queries])[order.by_sequence]
         mixed = self._whole(layer, together, pages, tables, order.query_starts, order.context_lens)
         by_rank = torch.split(mixed[order.by_rank], self._num_tokens)
-        coming: dict[int, Awaited] = {rank: _Here(by_rank[rank])}
-        for other in others:
-            post.send(by_rank[other], other, Kind.OUTPUT)
-            theirs_count = shape.heads_of(other, size).stop - shape.heads_of(other, size).start
-            coming[other] = post.receive((len(query), theirs_count, query.shape[2]), torch.float32, other, Kind.OUTPUT)
-        return torch.cat([coming[each].wait() for each in range(size)], dim=1)
+        for other in self._others:
+            self._post.send(by_rank[other], other, Kind.OUTPUT)
+        outputs = self._from_all(by_rank[rank], Kind.OUTPUT, [len(query)] * size)
+        return torch.cat([each.wait() for each in outputs], dim=1)
+
+    def _send_heads(self, layer: int, query: torch.Tensor, own: Rows) -> Awaited:
+        """Their heads to the others, all keys and values to the first rank; returns the prefixes' of the own heads."""
+        size, shape, home = self._plan.size, self._shape, self._home
+        for other in self._others:
+            heads, kv_heads = shape.heads_of(other, size), shape.kv_heads_of(other, size)
+            self._post.send((own[:, kv_heads] if other else own).contiguous(), other, Kind.NEW)
+            self._post.send(query[:, heads].contiguous(), other, Kind.QUERY)
+        mine = shape.kv_heads_of(self._post.rank, size)
+        if home is None:
+            return self._rows_from(0, self._plan.num_prefix, Kind.PREFIX, mine.stop - mine.start)
+        prefix = torch.cat([home.part(layer, each) for each in range(size)], dim=2)
+        for other in self._others:
+            self._send_rows(prefix[:, shape.kv_heads_of(other, size)].contiguous(), other, Kind.PREFIX)
+        return _Here(prefix[:, mine])
+
+    def _from_all(self, own: torch.Tensor, kind: Kind, counts: Sequence[int]) -> list[Awaited]:
+        """By rank, ``[count, Hq / S, D]`` each."""
+        found: list[Awaited] = [
+            self._post.receive((counts[other], *own.shape[1:]), torch.float32, other, kind) for other in self._others
+        ]
+        found.insert(self._post.rank, _Here(own))
+        return found
+
+    @cached_property
+    def _order(self) -> _HeadsOrder:
+        return _HeadsOrder(self._plan)
 
     # Parts of them all
+
+    def _new_of_others(self) -> dict[int, Awaited]:
+        """Keys and values of all heads, on their way to the first rank."""
+        return {other: self._rows_from(other, self._num_tokens[other], Kind.NEW) for other in self._others}
 
     def _residents(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         assert self._home is not None

@@ -24,7 +24,8 @@ from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels import choose_kernels
 from mooncake.kernels.cpu import threads_for
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.context_attention import ContextAttention, Home
+from mooncake.model.context_attention import ContextAttention
+from mooncake.model.context_home import Home
 from mooncake.model.context_plan import LEAST_TOKENS, ContextPlan, Ints, Method, Shape
 from mooncake.model.context_post import Broken, GroupPost, RankReport, StepAbandoned, breaking
 from mooncake.model.decoder import Decoder
@@ -134,7 +135,10 @@ class ContextParallelModel:
         except Broken:
             raise
         except BaseException:
-            rank.post.signal(goes_on=False)
+            if rank.is_amid_attention:  # an interrupt: the others wait for what will not come
+                self.workers.end()
+            else:
+                rank.post.signal(goes_on=False)
             raise
         rank.post.signal(goes_on=True)
         logits = own.new_empty((len(batch.logit_rows), own.shape[1]))
@@ -173,7 +177,7 @@ class _Rank:
     def __init__(self, model: CausalLM | Decoder, setup: Setup, group: Group, checkpoint: Checkpoint) -> None:
         self.group = group
         self.post = GroupPost(group.rank, setup.size)
-        self.methods: tuple[Method, ...] = ()  # of the layers, in the last step
+        self._attention: ContextAttention | None = None  # of the last step
         self._model, self._setup = model, setup
         self._layout = checkpoint.kv_layout(1, setup.kv_dtype)
         self._shape = shape_of(checkpoint, setup)
@@ -188,14 +192,23 @@ class _Rank:
         self.post.begin()
         rows = torch.from_numpy(plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else [])))
         own = _room_for(self._layout, len(rows))
-        attention = ContextAttention(
+        self._attention = attention = ContextAttention(
             plan, self.post, choose_kernels(), config, self._shape, own, self._setup.method, home
         )
-        self.methods = tuple(attention.method_of(layer) for layer in range(config.num_layers))
         mine = ForwardBatch.of_prompt(batch.tokens[rows], 1, torch.from_numpy(_logit_rows(plan, batch, rank)[1]))
         mine = replace(mine, positions=batch.positions[rows])
         told = _Told(hook, self.post, attention, is_first=home is not None)
         return self._model.forward(mine, _as_cache(own, config.num_layers), told, attention=told.attend)
+
+    @property
+    def is_amid_attention(self) -> bool:
+        return self._attention is not None and self._attention.is_under_way
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Of the layers, in the last step."""
+        assert self._attention is not None
+        return tuple(self._attention.method_of(layer) for layer in range(self._model.config.num_layers))
 
 
 class _Told:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mooncake.errors import InternalError
 from mooncake.model.batch import LayerHook
 
 
@@ -19,6 +20,14 @@ class KeptInputs:
     def __init__(self, of: Sequence[int], num_layers: int) -> None:
         self._of = tuple(of)
         self._num_layers = num_layers
+
+    def check(self, cache: torch.Tensor, hidden_size: int) -> None:
+        """That the cache has room for them: nobody looks while they are written. Raises InternalError."""
+        if not self._of:
+            return
+        room = -(-cache.shape[4] * hidden_size // cache.stride(1))
+        if cache.shape[1] < self._num_layers + len(self._of) * room:
+            raise InternalError("the cache has no room for the hidden states that the model keeps")
 
     def write(self, layer: int, hidden: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         """``hidden`` [T, hidden] is the input of ``layer`` of the tokens in ``slots``."""

@@ -104,6 +104,7 @@ class CausalLM:
         Between stages goes the residual stream, float32 ``[T, hidden]``: a stage with layers before it is given it as
         ``entering``, and one with layers behind it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
+        self._kept.check(cache, self.config.hidden_size)
         if self._fused is None:
             logits = self._through(self._places, batch, cache, hook, entering, leaving, attention)
         elif batch.reuse is not None:
@@ -124,6 +125,7 @@ class CausalLM:
         is only asked to wait.
         """
         assert not len(batch.logit_rows) and (hidden is not None or layers[0] == 0)
+        self._kept.check(cache, self.config.hidden_size)
         waiting = OnlyWaiting(hook)
         if self._fused is None:
             self._through(layers, batch, cache, waiting, hidden)

@@ -61,12 +61,16 @@ Cutter = Callable[[Sequence[Span], Sequence[PieceCost]], list[int]]
 def fastest(spans: Sequence[Span], costs: Sequence[PieceCost]) -> list[int]:
     """Pieces of equal cost, as many as end first by these costs."""
     tokens = sum(span.count for span in spans)
-    options = [
-        equal_cost(spans, costs, count) for count in PIECE_COUNTS if count == 1 or tokens >= count * LEAST_TOKENS
-    ]
-    if len(options) == 1:
-        return options[0]
+    if tokens < 2 * LEAST_TOKENS or not _has_prompt(spans):
+        return [0, tokens]
+    options = [equal_cost(spans, costs, count) for count in PIECE_COUNTS if count * LEAST_TOKENS <= tokens]
     return min(options, key=lambda cuts: timetable(predicted_ms(spans, cuts, costs))[-1, -1, 1])
+
+
+def _has_prompt(spans: Sequence[Span]) -> bool:
+    """Else it is a step of decodes, or a piece of one: reading the weights takes most of its time, so cutting it would
+    make it longer, and what it takes says nothing of prompts."""
+    return any(span.count >= LEAST_TOKENS for span in spans)
 
 
 def equal_cost(spans: Sequence[Span], costs: Sequence[PieceCost], count: int) -> list[int]:
@@ -152,14 +156,14 @@ class CostFit:
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)  # tokens, squares, milliseconds
 
     def note(self, pieces: Sequence[Sequence[Span]], times_ms: Sequence[float]) -> None:
-        """Short pieces, which decode steps are, count for nothing: reading the weights is another matter."""
-        long = [
+        """Pieces of decodes count for nothing."""
+        of_prompts = [
             (float(sum(span.count for span in piece)), float(sum(span.squares for span in piece)), time)
             for piece, time in zip(pieces, times_ms, strict=True)
-            if time > 0 and sum(span.count for span in piece) >= LEAST_TOKENS
+            if time > 0 and _has_prompt(piece)
         ]
-        if long:
-            self._measured.extend(long)
+        if of_prompts:
+            self._measured.extend(of_prompts)
             self.cost = self._fitted()
 
     def _fitted(self) -> PieceCost:

@@ -27,10 +27,10 @@ import torch
 
 from mooncake.checkpoint import ModelConfig, open_checkpoint
 from mooncake.errors import InternalError, ModelError
-from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.batch import ForwardBatch, LayerHook, NoHook, PieceHook
 from mooncake.model.pages import SharedMemory
 from mooncake.model.pieces import CostFit, Cutter, PieceCost, Span, cut_spans, fastest, guessed_cost
-from mooncake.model.pipeline_stage import WITH_DATA, Kind, StageTask, bytes_between, receive, send
+from mooncake.model.pipeline_stage import WITH_DATA, Kind, StageTask, Told, bytes_between, receive, send
 from mooncake.model.ranks import Workers, batch_arrays
 from mooncake.precision import Precision
 from mooncake.types import KVLayout
@@ -249,14 +249,16 @@ class _Step:
     def run(self) -> None:
         """Raises what the hook raises, InternalError when a stage cannot compute it, StageLost."""
         self._started_ns = time.monotonic_ns()
-        wants_layers = self._hook.wants_layers
+        told = Told.NOTHING
+        if self._hook.wants_layers:
+            told = Told.EVERY_PIECE if isinstance(self._hook, PieceHook) else Told.LAST_PIECE
         arrays = [np.array(self._cuts, np.int64), *batch_arrays(self._batch)]
         with _speaking():
             message = np.concatenate(arrays).tobytes()
             for control in self._controls:
-                send(control, Kind.STEP, self._number, int(wants_layers), *map(len, arrays))
+                send(control, Kind.STEP, self._number, told, *map(len, arrays))
                 control.send_bytes(message)
-        if wants_layers:
+        if told:
             for control, layers in zip(self._controls, self._layers, strict=True):
                 for layer in layers:
                     self._hook.before_layer(layer)
@@ -296,10 +298,7 @@ class _Step:
         if kind in (Kind.DONE, Kind.ABANDONED, Kind.FAILED):
             self._at_work.discard(control)
         if kind is Kind.LAYER:
-            self._computed.add(numbers[0])
-            while self._next_told in self._computed:
-                self._next_told += 1
-                self._hook.after_layer(self._next_told - 1)
+            self._tell_layer(*numbers)
         elif kind is Kind.LOGITS:
             places = self._wanted.popleft()
             self.logits.numpy()[places.numpy()] = np.frombuffer(data, np.float32).reshape(numbers[0], -1)
@@ -307,6 +306,17 @@ class _Step:
             self._times[control] = numbers[0], np.frombuffer(data, np.int64).reshape(-1, 3)
         elif kind is Kind.FAILED:
             raise InternalError(f"a stage of the pipeline failed: {data.decode()}")
+
+    def _tell_layer(self, layer: int, num_tokens: int) -> None:
+        """Complete layers in order, whichever stage has said so first."""
+        if num_tokens < self._cuts[-1]:
+            if isinstance(self._hook, PieceHook):
+                self._hook.after_piece(layer, num_tokens)
+            return
+        self._computed.add(layer)
+        while self._next_told in self._computed:
+            self._next_told += 1
+            self._hook.after_layer(self._next_told - 1)
 
 
 def layers_of_stages(config: ModelConfig, num_stages: int) -> list[range]:

@@ -59,15 +59,23 @@ class Kind(IntEnum):
 
     READY = 0
     FAILED = 1  # why, as data
-    STEP = 2  # whether it wants layers, sizes of its arrays; the arrays, the cuts first, as data
+    STEP = 2  # which layers it wants told (Told), sizes of its arrays; the arrays, the cuts first, as data
     OPEN = 3  # a layer, whose reused keys and values are there
     ABANDON = 4
     STOP = 5
     PIECE = 6  # that the stage before has left
-    LAYER = 7  # whose keys and values are all in the cache
+    LAYER = 7  # whose keys and values are in the cache, of how many of the step's tokens
     LOGITS = 8  # how many rows; and they, as data
     DONE = 9  # bytes that went to the next stage; when each piece began and ended and how long it waited, ns, as data
     ABANDONED = 10
+
+
+class Told(IntEnum):
+    """Of which layers the first rank is told, and in which pieces; layers that are told are also waited for."""
+
+    NOTHING = 0
+    LAST_PIECE = 1
+    EVERY_PIECE = 2
 
 
 WITH_DATA = frozenset({Kind.FAILED, Kind.STEP, Kind.LOGITS, Kind.DONE})
@@ -129,15 +137,15 @@ class Stage:
             self._obey()
         self._waited_ns += time.monotonic_ns() - started_ns
 
-    def tell_layer(self, layer: int) -> None:
-        send(self._control, Kind.LAYER, self._step, layer)
+    def tell_layer(self, layer: int, num_tokens: int) -> None:
+        send(self._control, Kind.LAYER, self._step, layer, num_tokens)
 
-    def _serve_step(self, step: int, wants_layers: int, *sizes: int) -> None:
+    def _serve_step(self, step: int, told: int, *sizes: int) -> None:
         everything = torch.frombuffer(bytearray(self._control.recv_bytes()), dtype=torch.int64)
         cuts, *arrays = torch.split(everything, list(sizes))
-        self._step, self._num_open = step, 0 if wants_layers else self._layers.stop
+        self._step, self._num_open = step, 0 if told else self._layers.stop
         try:
-            self._compute(batch_of(arrays), cuts.tolist(), bool(wants_layers))
+            self._compute(batch_of(arrays), cuts.tolist(), Told(told))
         except Abandoned:
             send(self._control, Kind.ABANDONED, step)
         except (EOFError, OSError):
@@ -146,13 +154,13 @@ class Stage:
             send(self._control, Kind.FAILED, step)
             self._control.send_bytes(f"{type(error).__name__}: {error}".encode())
 
-    def _compute(self, batch: ForwardBatch, cuts: list[int], wants_layers: bool) -> None:
+    def _compute(self, batch: ForwardBatch, cuts: list[int], told: Told) -> None:
         times_ns = np.zeros((len(cuts) - 1, 3), np.int64)
         for piece, (begin, end) in enumerate(pairwise(cuts)):
             self._await_piece(piece)
             self._waited_ns = 0
-            is_last = end == cuts[-1]
-            hook = _Gate(self, is_last) if wants_layers else NoHook()
+            tells = told is Told.EVERY_PIECE or end == cuts[-1]
+            hook = _Gate(self, end if tells else 0) if told else NoHook()
             started_ns = time.monotonic_ns()
             logits = self._forward(batch.part(begin, end), begin, end, hook)
             times_ns[piece] = started_ns, time.monotonic_ns(), self._waited_ns
@@ -193,20 +201,20 @@ class Stage:
 
 
 class _Gate:
-    """Waits until a layer may be read; after the last piece of a step a layer's keys and values are complete."""
+    """Waits until a layer may be read, and tells that it is in the cache up to so many tokens, if any."""
 
     wants_layers = True
 
-    def __init__(self, stage: Stage, is_last: bool) -> None:
+    def __init__(self, stage: Stage, num_tokens: int) -> None:
         self._stage = stage
-        self._is_last = is_last
+        self._num_tokens = num_tokens
 
     def before_layer(self, layer: int) -> None:
         self._stage.open_up_to(layer)
 
     def after_layer(self, layer: int) -> None:
-        if self._is_last:
-            self._stage.tell_layer(layer)
+        if self._num_tokens:
+            self._stage.tell_layer(layer, self._num_tokens)
 
 
 def rows_between(fd: int, most_tokens: int, width: int) -> torch.Tensor:

@@ -47,7 +47,8 @@ class Workers:
 
     def start(self, module: str, arguments: Sequence[object], share: Collection[int] = ()) -> None:
         """One more, with file descriptors to ``share`` with it."""
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+        # -P: a folder named like ours where the user happens to be must not win over ours
+        command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
         self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=share))
 
     @property
@@ -86,7 +87,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None])
 
 def live_with_first() -> None:
     """In another rank: this process ends when the first one's end of its standard input is gone, whatever it is doing,
-    and leaves Ctrl-C to that one."""
+    and leaves signals that ask for an end, which may go to all of its group, to that one."""
     pipe = sys.stdin.fileno()
 
     def wait() -> None:
@@ -94,7 +95,8 @@ def live_with_first() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="first rank", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for request in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(request, signal.SIG_IGN)
 
 
 class Group:

@@ -42,6 +42,7 @@ def test_of_one_model_nothing_is_lost(tmp_path: Path) -> None:
     sender, _ = write_pair(tmp_path)
     same = comparison(sender, sender)
     wanted = same.full()
+    torch.testing.assert_close(wanted, same.sender_alone())
     assert same.inherited_tokens == 40 + 32 + 56 and wanted.shape[0] == 3 + 1 + 8
     layers: Iterable[int]
     for layers in ((), (2, 3), (0, 2, 5), range(LAYERS)):
@@ -56,6 +57,7 @@ def test_groups_from_one_layer_are_what_each_is_alone(tmp_path: Path) -> None:
             assert torch.equal(got, pair.computed_anew(layers))
     assert torch.equal(wanted, pair.computed_anew(range(LAYERS)))
     assert divergence(wanted, pair.computed_anew(())) > 1e-3
+    assert divergence(wanted, pair.sender_alone()) > 1e-3
 
 
 def test_what_is_computed_goes_on_from_the_sender_at_each_run(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from mooncake.app import bench_character
-from mooncake.app.character_twins import NEEDLE_TOKENS, Corpus, Shape, Training, TwinModel, train, twins, write
+from mooncake.app.character_twins import (
+    QUESTION_TOKENS,
+    QUESTIONS,
+    Corpus,
+    Shape,
+    Training,
+    TwinModel,
+    train,
+    twins,
+    write,
+)
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import ConfigError
@@ -67,19 +77,18 @@ def test_character_shares_with_neighbours_and_the_last_global_layer() -> None:
     assert [layer for layer, window in enumerate(windows) if not window] == [5, 11]
 
 
-def test_a_batch_is_text_with_a_needle_that_its_end_asks_for() -> None:
-    ids, weights = next(CORPUS.batches(SHAPE, 3, seed=1))
-    assert ids.shape == (3, SHAPE.length) and weights.shape == (SHAPE.length - 1,)
-    for row in ids.numpy():
-        question = row[-NEEDLE_TOKENS:]
-        assert question[::2].tolist() == CORPUS.markers.tolist()
-        [start] = np.flatnonzero(row[:-NEEDLE_TOKENS] == CORPUS.markers[0])
-        assert row[start : start + NEEDLE_TOKENS].tolist() == question.tolist()
-        assert np.isin(question[1::2], CORPUS.letters).all()
-    heavy = np.flatnonzero(weights.numpy() > 1) + 1  # what is predicted there
-    assert heavy.tolist() == list(range(SHAPE.length - NEEDLE_TOKENS + 1, SHAPE.length, 2)), (
-        "the letters, and no marker"
+def test_a_batch_is_text_with_a_needle_that_is_asked_for() -> None:
+    (short, _), (ids, weights) = CORPUS.batches(SHAPE, Training(2, 3, 1e-3, 1, "float32"))
+    assert (
+        short.shape == (12, SHAPE.short) and ids.shape == (3, SHAPE.length) and weights.shape == (3, ids.shape[1] - 1)
     )
+    for row, heavy in zip(ids.numpy(), weights.numpy() > 1, strict=True):
+        slots = [np.flatnonzero(np.isin(row, letters)) for letters in CORPUS.letters]
+        assert slots[1][0] == slots[0][0] + 1 and slots[0][-1] == SHAPE.length - QUESTION_TOKENS + 1
+        assert all(len(places) == 1 + QUESTIONS and len(set(row[places])) == 1 for places in slots)
+        answers = np.sort(np.concatenate([places[1:] for places in slots]))
+        assert (np.flatnonzero(heavy) + 1).tolist() == answers.tolist(), "answers, and no letter of the needle itself"
+        assert (row[answers - 1] == np.tile(CORPUS.markers, QUESTIONS)).all()
 
 
 @pytest.mark.parametrize(

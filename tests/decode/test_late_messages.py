@@ -212,9 +212,12 @@ async def test_a_writer_that_no_longer_waits_gets_no_blocks() -> None:
     """The engine has reserved them, and nobody has heard of it yet."""
     async with a_node() as node:
         _, inbox = node.announce("h")
+        may_reserve = threading.Event()
+        node.thread.call(lambda engine: may_reserve.wait(WAIT_S))
         opening = asyncio.create_task(node.open("h"))
         for _ in range(5):
             await asyncio.sleep(0)  # as far as the engine's queue
+        may_reserve.set()
         assert node.thread.call(lambda engine: engine.block_pool.num_in_use).result(WAIT_S) == 3
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from tiny_model import write_tiny_model
 
 from decode_node.node import DecodeNode
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
+from mooncake.engine.engine import Engine
 from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
@@ -191,3 +194,32 @@ async def test_when_room_is_short_a_long_prompt_is_not_overtaken_by_short_ones(t
             call.cancel()
         await channels.close()
         await node.stop()
+
+
+def break_it(engine: Engine) -> None:
+    """Its next step fails, and so does ending those who are part of it."""
+    engine._model = None  # type: ignore[assignment]
+    engine._scheduler.finish = None  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.timeout(120)
+async def test_a_node_whose_engine_is_broken_tells_its_callers_and_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    channels = Channels()
+    with caplog.at_level(logging.CRITICAL):
+        async with pair(tmp_path / "model") as (prefill, decode):
+            ending = asyncio.create_task(decode.wait_fatal())
+            await asyncio.wrap_future(decode.host.thread.call(break_it))
+            decoding, prefilling = ask(channels, prefill, decode)
+            with pytest.raises(grpc.aio.AioRpcError, match="the engine is broken") as told:
+                await asyncio.gather(*(_all(call) for call in (decoding, prefilling)))
+            assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "the engine is broken" in (await asyncio.wait_for(ending, 10)).message
+            await channels.close()
+
+
+async def _all(call: Any) -> None:
+    async for _ in call:
+        pass

@@ -77,7 +77,12 @@ def follow_up(prompt: list[int], answer: Answer) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("channel", [["transfer.transports=['shm']"]], indirect=True, ids=["shm"])
+@pytest.mark.parametrize(
+    "channel",
+    [["transfer.transports=['shm']"], ["prefill.context_parallel=2", "prefill.threads=2"]],
+    indirect=True,
+    ids=["shm", "prompts over two ranks"],
+)
 async def test_a_few_prompts_cold_reused_and_as_turns(channel: grpc.aio.Channel) -> None:
     cold = await ask_all(channel, QUICK, NEW_TOKENS, at_once=3)
     await JUDGE(QUICK, cold)

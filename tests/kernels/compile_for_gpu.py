@@ -176,9 +176,9 @@ def elementwise_cases() -> Iterator[Case]:
         {"gate_up": "*bf16", "output": "*bf16", "width": "i32", "stride": "i32"},
         {"BLOCK": 1024},
     )
-    for pages in ("bfloat16", "int8", "float8"):
+    for pages, kv_heads in (("bfloat16", 8), ("int8", 8), ("float8", 8), ("bfloat16", 0)):  # 0: queries alone
         yield Case(
-            f"rope-write-{pages}",
+            f"rope-write-{pages}" if kv_heads else "rope-queries",
             triton_elementwise.rope_write_kv,
             {
                 "qkv": "*bf16",
@@ -196,7 +196,8 @@ def elementwise_cases() -> Iterator[Case]:
                 ),
             },
             {
-                **{"NUM_HEADS": 32, "HEADS_PAD": 32, "NUM_KV_HEADS": 8, "KV_HEADS_PAD": 8, "HALF": 64, "HALF_PAD": 64},
+                **{"NUM_HEADS": 32, "HEADS_PAD": 32, "HALF": 64, "HALF_PAD": 64},
+                **{"NUM_KV_HEADS": kv_heads, "KV_HEADS_PAD": max(kv_heads, 1)},
                 **{"BLOCK_TOKENS": 64, "NORMED": pages == "bfloat16", "ROTATED": True, "SCALED": pages != "bfloat16"},
                 "MAX_CODE": 448.0 if pages == "float8" else 127.0,
             },

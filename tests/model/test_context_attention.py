@@ -13,7 +13,8 @@ import torch
 
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.context_attention import ContextAttention, Home, Kind
+from mooncake.model.context_attention import ContextAttention, Kind
+from mooncake.model.context_home import Home
 from mooncake.model.context_plan import ContextPlan, Method, Shape
 from mooncake.model_config import ModelConfig
 

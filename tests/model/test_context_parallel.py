@@ -57,11 +57,11 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(folder: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_real_model_over_ranks(size: int) -> None:
-    """All that is cached makes queries fewer than the keys that they would have to be sent."""
+    """Its logits reach 29, and those of one rank are 7e-5 from what float64 gives (of two ranks, 6e-5)."""
     with pair("smollm2", size, max_model_len=1024) as both:
         tokens = some_tokens(800, 40_000)
-        both.check(tokens[:701], 0, Method.PASS_KV)
-        both.check(tokens[:770], 701, Method.PASS_Q)
+        both.check(tokens[:701], 0, Method.PASS_KV, atol=1e-4)
+        both.check(tokens[:770], 701, Method.PASS_Q, atol=1e-4)
 
 
 def test_a_family_with_windows_goes_by_heads_where_it_must(tmp_path: Path) -> None:

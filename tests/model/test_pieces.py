@@ -78,10 +78,11 @@ def test_a_timetable_is_that_of_a_pipeline() -> None:
 
 
 def test_as_many_pieces_as_end_first() -> None:
-    long, short = [Span(0, 4096)], [Span(100, LEAST_TOKENS)]
+    long, decodes = [Span(0, 4096)], [Span(100 * place, 1) for place in range(4 * LEAST_TOKENS)]
     dear = [PieceCost(100.0, 0.1, 0.0)] * 2
     cheap = [PieceCost(0.1, 0.1, 0.0)] * 2
-    assert fastest(short, cheap) == [0, LEAST_TOKENS], "a decode step goes through in one piece"
+    assert fastest(decodes, cheap) == [0, len(decodes)], "the weights would be read once a piece"
+    assert fastest([Span(0, LEAST_TOKENS)], cheap) == [0, LEAST_TOKENS]
     assert len(fastest(long, dear)) - 1 < len(fastest(long, cheap)) - 1
     for costs in (dear, cheap):
         chosen = fastest(long, costs)
@@ -127,7 +128,7 @@ def test_costs_are_learnt_from_what_pieces_took() -> None:
     for piece in ([Span(0, 1000)], [Span(3500, 300)], [Span(0, 64), Span(500, 64)]):
         assert fit.cost.of(piece) == pytest.approx(real.of(piece), rel=0.1)
     known = fit.cost
-    fit.note([[Span(300, 1)]], [50.0])
+    fit.note([[Span(300, 1)] * 200], [50.0])
     assert fit.cost == known, "a decode step is no measure of a prompt's pieces"
 
 

@@ -153,21 +153,36 @@ class Watcher:
         self.told.append(f"after {layer}")
 
 
+class PieceWatcher(Watcher):
+    def after_piece(self, layer: int, num_tokens: int) -> None:
+        """In the first blocks of the cache, as the prompt lies."""
+        full, rest = divmod(num_tokens, BLOCK_TOKENS)
+        for part in (np.s_[:full, layer], np.s_[full : full + 1, layer, :, :, :rest]):
+            assert torch.equal(self._cache[part], self._wanted[part]), f"{num_tokens} tokens are not there"
+        self.told.append(f"piece {layer} {num_tokens}")
+
+
 def prompt_batch(count: int) -> ForwardBatch:
     tokens = torch.tensor(some_prompts(count)[0])
     return ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([count - 1, 3]))  # not in order
 
 
-def test_a_hook_lets_layers_in_and_hears_of_complete_ones(pipeline: Pipeline, whole: CausalLM) -> None:
+@pytest.mark.parametrize("kind", [Watcher, PieceWatcher])
+def test_a_hook_lets_layers_in_and_hears_of_complete_ones(
+    pipeline: Pipeline, whole: CausalLM, kind: type[Watcher]
+) -> None:
     batch, cache = prompt_batch(100), pipeline.cache.tensor
     cache.zero_()
     wanted_cache = torch.zeros_like(cache)
     wanted = whole.forward(batch, wanted_cache, NoHook())
-    hook = Watcher(cache, wanted_cache)
+    hook = kind(cache, wanted_cache)
     logits = pipeline.model.forward(batch, cache, hook)
     assert torch.allclose(logits, wanted, atol=1e-5)
     for what in ("before", "after"):
         assert [told for told in hook.told if told.startswith(what)] == [f"{what} {layer}" for layer in range(5)]
+    pieces = {told for told in hook.told if told.startswith("piece")}
+    wanted_pieces = {f"piece {layer} {end}" for layer in range(5) for end in (20, 40, 60, 80)}
+    assert pieces == (wanted_pieces if kind is PieceWatcher else set())
 
 
 def test_what_crosses_between_stages_is_the_residual_stream(pipeline: Pipeline) -> None:

@@ -11,7 +11,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.kv_cache import KVCache
-from mooncake.errors import ConfigError, KVLoadFailed, ModelError
+from mooncake.errors import ConfigError, InternalError, KVLoadFailed, ModelError
 from mooncake.kernels import reference
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.kept_inputs import input_rows
@@ -123,6 +123,17 @@ def test_another_models_layers_go_on_from_ours(tmp_path: Path, is_fused: bool, f
     assert not cache[:, :2].any() and not cache[:, 5:].any()
     torch.testing.assert_close(receiver.cache[:, 2:5], cache[:, 2:5], atol=2e-4, rtol=1e-3)
     assert not torch.allclose(receiver.cache[:, 2:5], sender.cache[:, 2:5], atol=1e-2)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_cache_without_room_is_refused_before_anything_is_written(ours: Checkpoint, is_fused: bool) -> None:
+    kitchen = Kitchen(ours, is_fused)
+    kitchen.cache = KVCache(ours.kv_layout(BLOCK, "float32", KEPT[:1]), -(-LENGTH // BLOCK)).tensor
+    with pytest.raises(InternalError, match="no room"):
+        kitchen.compute(0, LENGTH)
+    with pytest.raises(InternalError, match="no room"):
+        kitchen.recompute(range(2), 0, BLOCK)
+    assert not kitchen.cache.any()
 
 
 def test_narrow_pages_keep_narrow_inputs(ours: Checkpoint) -> None:

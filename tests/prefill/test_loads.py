@@ -80,18 +80,20 @@ async def prefill_on_a_fresh_node(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_a_stored_prefix_is_loaded_and_a_corrupt_one_is_computed_again() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_a_stored_prefix_is_loaded_and_a_corrupt_one_is_computed_again(stages: int) -> None:
     async with store_node() as store:
         token, report = await prefill_on_a_fresh_node(store, "prefill-cold")
         assert report.pool_cached_tokens == 0
         assert report.pool_bytes == STORED_BLOCKS * store.segment_address.block_bytes
 
-        again, report = await prefill_on_a_fresh_node(store, "prefill-warm")
+        in_stages = f"prefill.pipeline_stages={stages}"
+        again, report = await prefill_on_a_fresh_node(store, "prefill-warm", in_stages)
         assert again == token
         assert report.pool_cached_tokens == STORED_BLOCKS * 64
 
         flip_a_bit(store)
-        again, report = await prefill_on_a_fresh_node(store, "prefill-hurt")
+        again, report = await prefill_on_a_fresh_node(store, "prefill-hurt", in_stages)
         assert again == token, "a wrong byte reached an answer"
         assert report.pool_cached_tokens == 0
         counters = dict((await store_stats(store)).counters)

@@ -1,0 +1,94 @@
+"""What the streamer hands to sinks when a step is computed in pieces: every block once a layer, and none too early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from mooncake.engine.engine import StepPlan
+from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.sequence import Sequence
+from mooncake.types import KVLayout, SamplingParams
+from prefill_node.outbox import LayerRun
+from prefill_node.streamer import LayerStreamer, Stream
+
+BLOCK_TOKENS = 4
+
+
+@dataclass
+class Pile:
+    """A sink and its outbox: what was pushed, in order."""
+
+    runs: list[LayerRun] = field(default_factory=list)
+    has_ended: bool = False
+
+    def push(self, run: LayerRun) -> None:
+        self.runs.append(run)
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def kick(self, sink: object) -> None:
+        pass
+
+    def blocks(self, layer: int) -> list[int]:
+        return [block for run in self.runs if run.layer == layer for block in run.block_ids]
+
+
+def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
+    tokens = np.arange(num_tokens, dtype=np.uint32)
+    made = Sequence(name, tokens, num_tokens, SamplingParams(max_tokens=1), bytes(32), eos_ids=(), max_model_len=99)
+    made.block_table = blocks
+    return made
+
+
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
+    """A chunk in the middle of one prompt, and another prompt from its fourth token to its end."""
+    streamer, piles = LayerStreamer(BLOCK_TOKENS), {name: Pile() for name in ("a", "b")}
+    streamer.mirror = KVCache(KVLayout(2, 1, BLOCK_TOKENS, 16, "float32"), 16)
+    for name, pile in piles.items():
+        streamer.streams[name] = Stream(name, lambda _: None, [(pile, pile)], lambda: None)  # type: ignore
+    a, b = sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), sequence_of("b", 10, [8, 11, 10])
+    plan = StepPlan()
+    plan.entries += [StepEntry(a, 0, 16, 0), StepEntry(b, 4, 6, 0)]
+    streamer.begin_step(plan)
+    assert streamer.wants_layers
+    if is_in_pieces:
+        for layer in (0, 1):
+            told = []
+            for num_tokens in (3, 4, 14, 19, 21):
+                streamer.after_piece(layer, num_tokens)
+                told.append((piles["a"].blocks(layer), piles["b"].blocks(layer)))
+            assert told == [
+                ([], []),
+                ([7], []),
+                ([7, 3, 9], []),
+                ([7, 3, 9, 1], [8]),  # of b, the block before its first token here goes with the first that is full
+                ([7, 3, 9, 1], [8, 11]),
+            ]
+    for layer in (0, 1):
+        streamer.after_layer(layer)
+        assert piles["a"].blocks(layer) == [7, 3, 9, 1]
+        assert piles["b"].blocks(layer) == [8, 11, 10]
+        for name in piles:  # a run says where in the prompt its blocks stand
+            runs = [run for run in piles[name].runs if run.layer == layer]
+            assert [run.first for run in runs] == [sum(len(r.block_ids) for r in runs[:i]) for i in range(len(runs))]
+    streamer.end_step(plan)
+    assert (piles["a"].has_ended, piles["b"].has_ended) == (False, True)
+
+
+def test_a_step_that_was_abandoned_is_streamed_anew() -> None:
+    streamer, pile = LayerStreamer(BLOCK_TOKENS), Pile()
+    streamer.mirror = KVCache(KVLayout(2, 1, BLOCK_TOKENS, 16, "float32"), 16)
+    streamer.streams["a"] = Stream("a", lambda _: None, [(pile, pile)], lambda: None)  # type: ignore
+    plan = StepPlan()
+    plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
+    streamer.begin_step(plan)
+    streamer.after_piece(0, 4)
+    streamer.begin_step(plan)
+    streamer.after_layer(0)
+    assert pile.blocks(0) == [7, 7, 3]
