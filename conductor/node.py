@@ -104,12 +104,14 @@ class ConductorNode:
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
     precision = config.precision(checkpoint.coding)
-    layout = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype, config.model.keep_hidden)
+    groups = config.page_groups(checkpoint.config)
+    block = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype, config.model.keep_hidden)
+    layout = groups.page_layout(block)
     return ModelFacts(
-        kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout),
+        kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout, groups.name),
         shape=Shape(
             block_tokens=config.block.tokens,
-            block_bytes=layout.block_bytes,
+            block_bytes=layout.block_bytes * max(groups.windows.count(0), 1),  # what grows with a prompt
             num_layers=layout.num_layers,
             chunk_tokens=config.prefill.chunk_tokens,
         ),

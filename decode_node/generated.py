@@ -13,6 +13,7 @@ from decode_node.writeback import FilledBlock, WriteBack
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
+from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 
 
@@ -72,13 +73,18 @@ class GeneratedBlocks:
             watched.next_blocks[sequence.request_id] = max(first, filled)
 
     def _offer(self, sequence: Sequence, index: int, pool_address: str) -> None:
-        block_id = sequence.block_table[index]
-        parent = sequence.block_keys[index - 1] if index else b""
-        engine = self.thread.engine
-        engine.block_pool.fork([block_id])
+        """With the pages that it still has of the block. Those of windows go before the first group's, without which
+        they are of no use."""
+        key, parent = sequence.block_keys[index], sequence.block_keys[index - 1] if index else b""
+        for group, (table, first) in enumerate(zip(sequence.tables, sequence.first_held, strict=True)):
+            if index >= first:
+                self._offer_page(table[index], page_key(key, group), key if group else parent, pool_address)
+
+    def _offer_page(self, page: int, key: BlockKey, parent: bytes, pool_address: str) -> None:
+        self.thread.engine.block_pool.fork([page])
 
         def done() -> None:
-            self.thread.call(lambda engine: engine.block_pool.release([block_id]))
+            self.thread.call(lambda engine: engine.block_pool.release([page]))
 
-        block = FilledBlock(pool_address, block_id, sequence.block_keys[index], parent, done)
+        block = FilledBlock(pool_address, page, key, parent, done)
         self._loop.call_soon_threadsafe(self._writeback.offer, block)

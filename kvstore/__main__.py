@@ -9,12 +9,13 @@ from mooncake.config import Config
 
 
 def build(config: Config) -> StoreNode:
-    """A slot holds ``store.block_bytes``, or one block of the configured model."""
+    """A slot holds ``store.block_bytes``, or one block of the configured model: a page of it, where it has several."""
     if config.store.block_bytes:
         return StoreNode(config, config.store.block_bytes, config.store.join)
-    checkpoint = open_checkpoint(config.model.path)
-    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
-    return StoreNode(config, layout.block_bytes, config.store.join)
+    checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
+    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
+    page = config.page_groups(checkpoint.config).page_layout(block)
+    return StoreNode(config, page.block_bytes, config.store.join)
 
 
 if __name__ == "__main__":

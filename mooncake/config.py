@@ -22,6 +22,8 @@ from msgspec.structs import replace
 from mooncake.adapters import parse_adapters
 from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.errors import ConfigError
+from mooncake.model_config import ModelConfig
+from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import KV_FORMATS, Coding, Precision, check_device, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
@@ -45,6 +47,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int = 64  # tokens in a block, the unit of everything
+    windows: bool = True  # on CPUs, layers with a sliding window keep what is in it; false: everything, as on GPUs
 
 
 class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,9 +250,28 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def precision(self, stored: Coding = "") -> Precision:
         """What "auto" means here: all nodes must have the same formats. ``stored`` is ``Checkpoint.coding``;
         what is not about weights does not depend on it. Raises ConfigError for an unknown one."""
-        devices = {self.prefill.device} if self.cluster.coupled else {self.prefill.device, self.decode.device}
         model = self.model
-        return resolve_precision(model.dtype, model.kv_dtype, model.weights, devices, model.key_scales, stored)
+        return resolve_precision(model.dtype, model.kv_dtype, model.weights, self._devices, model.key_scales, stored)
+
+    def page_groups(self, model: ModelConfig) -> PageGroups:
+        """In which groups layers keep KV: all nodes must have the same. Raises ConfigError for a context that the model
+        does not read.
+
+        Between nodes a prefix is known by its blocks from the first one on, so one group must keep them all. Blocks of
+        another deployment's layout, or with more in them than KV, are whole, and so are those of nodes that compute
+        with several processes.
+        """
+        prefill = self.prefill
+        reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
+        num_processes = max(prefill.pipeline_stages, prefill.context_parallel)
+        if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:
+            return UNIFORM
+        groups = groups_of(model, model.context(self.model.max_model_len))
+        return groups if self.cluster.coupled or not groups.windows[0] else UNIFORM
+
+    @property
+    def _devices(self) -> set[str]:
+        return {self.prefill.device} if self.cluster.coupled else {self.prefill.device, self.decode.device}
 
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:

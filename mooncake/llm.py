@@ -27,7 +27,7 @@ from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks, over_stages
+from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks, over_stages, plan_pages
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
@@ -170,13 +170,14 @@ class LLM:
             torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch falls over absurd numbers
         stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
-        layout = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
+        block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
+        groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, max(processes.values()))
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
-        if num_blocks < 1:
+        self.max_model_len = groups.max_model_len(num_blocks, config.most_at_once, block_tokens, config.max_model_len)
+        if self.max_model_len < 1:
             raise InvalidRequest(
-                f"kv_gb={kv_gb:g} does not hold one block of {layout.block_bytes / 1e6:.1f} MB", "kv_gb"
+                f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb"
             )
-        self.max_model_len = min(config.max_model_len, num_blocks * block_tokens)
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size
@@ -198,7 +199,7 @@ class LLM:
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens)
-        config = replace(config, max_model_len=self.max_model_len)
+        config = replace(config, max_model_len=self.max_model_len, groups=groups)
         self.engine = Engine(self._backend.model, self._backend.cache, config, self._guides, drafter)
         self._numbers = itertools.count()
 

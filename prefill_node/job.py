@@ -26,6 +26,7 @@ from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.hashing import Chain
+from mooncake.page_groups import page_key, page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import (
@@ -86,7 +87,8 @@ class PrefillJob:
         self._tokens = tokens_from_wire(request.tokens)
         self._sampling = sampling_from_wire(request.sampling)
         host = shop.host
-        self._layout = host.plan.layout
+        self._layout = host.plan.layout  # of a page, of which a block has one a group of layers
+        self._groups = host.plan.groups
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
         salt = request.cache_salt
@@ -97,10 +99,10 @@ class PrefillJob:
         self._has_started = asyncio.Event()
         self._foreign: ForeignPrefix | None = None  # what is loaded comes from there
         self._handoff: Sink | None = None
-        self._handoff_blocks: list[int] = []  # prompt block indices that the decode node wants
+        self._handoff_pages: list[int] = []  # numbers of those that the decode node wants
         self._committed = False
         self._pool: Sink | None = None
-        self._reservations: dict[int, Reservation] = {}  # by block index
+        self._reservations: dict[int, Reservation] = {}  # by page number
         self._sealed = False
         self._sealing: asyncio.Task[None] | None = None  # once everything is computed
         self._stream: Stream | None = None
@@ -140,6 +142,8 @@ class PrefillJob:
             adapter_start=self._request.adapter_start,
             is_chunk=self._is_chunk,
         )
+        if self._store is not None and self._keys:
+            sequence.kept_from = self._last_full_token
         self._open_outlets(own_blocks)
         tokens: dict[int, SampledToken] = {}
         computed_s = 0.0
@@ -216,11 +220,10 @@ class PrefillJob:
         keys = self._keys[:usable]
         if self._store is None or not keys:
             return 0
-        if self._shop.host.engine.block_pool.match(keys) == usable:
+        if self._shop.host.engine.match(keys) == usable:
             return 0
         try:
-            there = await self._store.exists(keys, timeout_s=CONTROL_TIMEOUT_S)
-            stored = next((i for i, found in enumerate(there) if not found), len(keys))
+            stored = await self._count_own(self._store, keys)
             if self._shop.foreign is None or stored == usable:
                 return stored
             request = self._request
@@ -241,14 +244,23 @@ class PrefillJob:
             self._foreign = foreign
         return max(stored, converted)
 
+    async def _count_own(self, store: StoreClient, keys: list[BlockKey]) -> int:
+        """Leading blocks in our layout that a prompt can go on behind."""
+        num_groups = self._groups.num_groups
+        pages = [page_key(key, group) for group in range(num_groups) for key in keys]
+        there = await store.exists(pages, timeout_s=CONTROL_TIMEOUT_S)
+        stored = next((i for i in range(len(keys)) if not there[i]), len(keys))
+        return self._groups.border(stored, lambda g, i: there[g * len(keys) + i], self._layout.block_tokens)
+
     def _make_load(self, blocks: list[BlockToLoad]) -> PrefixLoad:
         """On the engine's thread, when the sequence is admitted."""
         deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
-        keys = self._keys[: blocks[-1].index + 1]
+        prefix = max(block.index for block in blocks if block.group == 0) + 1
+        keys = self._keys[:prefix] + [block.key for block in blocks if block.group]
         assert self._store is not None
         lease = self._lease_foreign if self._foreign is not None else partial(self._lease, self._store)
         release = partial(self._release, self._store)
-        load = PrefixLoad(self._id, blocks, lambda: lease(keys), release, self._layout, deadline)
+        load = PrefixLoad(self._id, blocks, lambda: lease(keys), release, self._layout, deadline, groups=self._groups)
         self._shop.loader.submit(load)
         return load
 
@@ -363,7 +375,7 @@ class PrefillJob:
             self._pool_opening = asyncio.create_task(self._open_pool(self._pool, self._store, stored_blocks))
             self._tasks.append(self._pool_opening)
         hold = self._hold if self._pool is not None and self._handoff is None else None
-        self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold)
+        self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold, self._first_pages)
         if self._chunks:
             self._stream.on_admitted = self._take_chunks
         elif self._inheritance is not None:
@@ -374,7 +386,19 @@ class PrefillJob:
         """On the engine's thread."""
         self._loop.call_soon_threadsafe(self._has_started.set)
 
-    def _hold(self, block_ids: tuple[int, ...]) -> None:
+    @property
+    def _last_full_token(self) -> int:
+        """Of the last block that the prompt fills: who goes on behind that needs what it sees."""
+        return len(self._keys) * self._layout.block_tokens - 1
+
+    @property
+    def _first_pages(self) -> tuple[int, ...]:
+        """The first block of which a page of each group is wanted elsewhere: windows are handed on, and stored, at the
+        prompt's end alone."""
+        groups, block_tokens = self._groups, self._layout.block_tokens
+        return tuple(groups.first_page(g, self._last_full_token, block_tokens) for g in range(groups.num_groups))
+
+    def _hold(self, block_ids: list[int]) -> None:
         """On the engine's thread."""
         self._shop.host.engine.block_pool.fork(block_ids)
         self._held += block_ids
@@ -396,10 +420,14 @@ class PrefillJob:
         except grpc.aio.AioRpcError as error:
             sink.fail(error_from_rpc(error, "decode node"))
             return
-        self._handoff_blocks = [response.first_block + i for i in range(len(response.block_ids))]
+        spans = self._groups.spans_behind(len(self._tokens), response.first_block, self._layout.block_tokens)
+        self._handoff_pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
+        if len(self._handoff_pages) != len(response.block_ids):
+            sink.fail(InternalError(f"hand-off {self._id}: the decode node parts layers into other groups"))
+            return
         slots = {
-            index: (block_id, self._request.epoch)
-            for index, block_id in zip(self._handoff_blocks, response.block_ids, strict=True)
+            page: (block_id, self._request.epoch)
+            for page, block_id in zip(self._handoff_pages, response.block_ids, strict=True)
         }
         sink.open(Destination(segment_from_wire(response.segment), slots))
         self._shop.handoffs.kick(sink)
@@ -411,7 +439,10 @@ class PrefillJob:
         await self._has_started.wait()
         end = len(self._keys) if self._num_exact is None else self._num_exact // self._layout.block_tokens
         parents: list[bytes] = [b"", *self._keys]
-        blocks = [(self._keys[i], parents[i]) for i in range(first, end)]
+        wanted = [(0, index) for index in range(first, end)]
+        for group in range(1, self._groups.num_groups):  # each goes before its block, without which it is of no use
+            wanted += [(group, index) for index in range(max(first, self._first_pages[group]), end)]
+        blocks = [(page_key(self._keys[i], group), self._keys[i] if group else parents[i]) for group, i in wanted]
         if not blocks:
             return
         try:
@@ -426,7 +457,8 @@ class PrefillJob:
             log.info("%s: not stored: %s", self._id, error.message)
             sink.fail(error)
             return
-        self._reservations = {first + i: slot for i, slot in enumerate(slots) if slot is not None}
+        found = zip(wanted, slots, strict=True)
+        self._reservations = {page_number(*page): slot for page, slot in found if slot is not None}
         if not self._reservations:
             return
         segment = next(iter(self._reservations.values())).segment
@@ -455,10 +487,10 @@ class PrefillJob:
     async def _commit(self, first_tokens: list[SampledToken]) -> None:
         assert self._handoff is not None
         checksums = self._handoff.checksums
-        missing = [i for i in self._handoff_blocks if i not in checksums]
+        missing = [page for page in self._handoff_pages if page not in checksums]
         if missing:
             raise InternalError(f"hand-off {self._id}: blocks {missing[:4]} were never written")
-        sums = [checksums[i] for i in self._handoff_blocks]
+        sums = [checksums[page] for page in self._handoff_pages]
         request = decode_pb2.CommitHandoffRequest(
             handoff_id=self._request.handoff_id,
             epoch=self._request.epoch,
@@ -483,9 +515,14 @@ class PrefillJob:
             self._shop.host.thread.call(self._let_go)
             if not self._reservations:
                 return
-            sealings = [(slot, self._pool.checksums[i]) for i, slot in self._reservations.items()]
+            sums = self._pool.checksums
+            sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
             await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
             self._sealed = True
+            # What a prefix in our cache had no page of, for nothing behind it sees one.
+            not_there = [slot for page, slot in self._reservations.items() if page not in sums]
+            if not_there:
+                await self._store.abort(not_there)
         except MooncakeError as error:
             log.debug("%s: not stored: %s", self._id, error.message)
 

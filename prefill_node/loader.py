@@ -26,6 +26,7 @@ from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.engine.kv_cache import HERE, Arrival, Mirror
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.foreign import ForeignLease
 
@@ -47,9 +48,12 @@ class LeasedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class BlockToLoad:
+    """A page of a block: of the first group of layers, or of another."""
+
     index: int  # in what is leased
     block_id: int  # in the cache
     key: BlockKey
+    group: int = 0
 
 
 class PrefixLoad:
@@ -65,13 +69,16 @@ class PrefixLoad:
         deadline: float,
         order: Sequence[int] | None = None,
         aside: Mapping[int, npt.NDArray[np.uint8]] | None = None,
+        groups: PageGroups = UNIFORM,
     ) -> None:
         """``lease`` gets a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
         ``release`` gives it back together with the keys whose bytes were wrong. ``order`` has the layers of ``layout``
-        to read, in turn; None: all. Those in ``aside`` go there, [blocks, layer_bytes], not to the cache."""
+        to read, in turn; None: all. Those in ``aside`` go there, [blocks, layer_bytes], not to the cache. With several
+        ``groups`` of layers, ``layout`` is a page's."""
         self.request_id = request_id
         self.load_ms = 0.0
-        self.num_blocks = len(blocks)
+        self.num_blocks = sum(block.group == 0 for block in blocks)
+        self._groups = groups
         self.transport = ""
         self._blocks = blocks
         self._block_ids = tuple(block.block_id for block in blocks)
@@ -79,7 +86,7 @@ class PrefixLoad:
         self._release = release
         self._layout = layout
         self._deadline = deadline
-        self._order = range(layout.num_layers) if order is None else order
+        self._order = range(len(groups.places) or layout.num_layers) if order is None else order
         self._turns = {layer: turn for turn, layer in enumerate(self._order)}
         self._aside = aside or {}
         self._arrivals: list[Arrival] = []  # of the layers that are ready, in order
@@ -164,26 +171,32 @@ class PrefixLoad:
         mirror: Mirror,
         corrupt: list[BlockKey],
     ) -> None:
-        offset, size = layer * self._layout.layer_bytes, self._layout.layer_bytes
+        group, row = self._groups.place_of(layer)
+        blocks = [block for block in self._blocks if block.group == group]
+        if not blocks:  # a window of one token
+            self._is_loaded([HERE])
+            return
+        offset, size = row * self._layout.layer_bytes, self._layout.layer_bytes
         aside = self._aside.get(layer)
         if aside is None:
-            targets = [mirror.memory[block.block_id, offset : offset + size] for block in self._blocks]
+            targets = [mirror.memory[block.block_id, offset : offset + size] for block in blocks]
         else:
             targets = list(aside)
         ranges = [
             ReadRange(lease.slots[block.index], offset, target.data)
-            for block, target in zip(self._blocks, targets, strict=True)
+            for block, target in zip(blocks, targets, strict=True)
         ]
         report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
         self.transport = report.transport
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
-        for block, target in zip(self._blocks, targets, strict=True):
-            if checksum(target.data) != lease.checksums[block.index][layer]:
+        for block, target in zip(blocks, targets, strict=True):
+            if checksum(target.data) != lease.checksums[block.index][row]:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
-        self._is_loaded([mirror.to_device(self._block_ids, layer) if aside is None else HERE])
+        here = [block.block_id for block in blocks]
+        self._is_loaded([mirror.to_device(here, row) if aside is None else HERE])
 
     def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
         """All layers at once: the pieces of another layout may hold several."""

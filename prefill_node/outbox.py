@@ -34,7 +34,7 @@ LAYERS_PER_TURN = 8  # written for one sink before the next sink of the same pee
 @dataclass(frozen=True, slots=True)
 class LayerRun:
     """Layer ``layer`` of the prompt's blocks ``first``, ``first + 1``, … is final, in these cache blocks: in host
-    memory once it has arrived there."""
+    memory once it has arrived there. (Of a group of layers: a row of its pages, by their numbers.)"""
 
     layer: int
     first: int

@@ -34,7 +34,7 @@ class PrefillRole:
     def serve(self, host: EngineHost, server: RpcServer) -> None:
         """Add the service; ``host`` runs."""
         self._host = host
-        self.hook.mirror = host.mirror
+        self.hook.mirror, self.hook.groups = host.mirror, host.plan.groups
         memory = host.mirror.memory
         self._transfer.register(memory.data)
         self._loader = Loader(self._transfer, host.mirror)

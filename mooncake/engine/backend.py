@@ -22,6 +22,7 @@ from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.pages import TORCH_DTYPES, SharedMemory
+from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.types import KVLayout
 
@@ -45,6 +46,15 @@ class Backend:
     mirror: Mirror | None = None
     close: Callable[[], None] = lambda: None
     watch: Callable[[Callable[[MooncakeError], None]], None] = lambda _: None
+
+
+def plan_pages(
+    checkpoint: Checkpoint, layout: KVLayout, context: int, device: str = "cpu", num_ranks: int = 1
+) -> tuple[PageGroups, KVLayout]:
+    """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
+    where ``layout`` is a whole block. On a GPU and over several processes all layers are one group."""
+    groups = groups_of(checkpoint.config, context) if device == "cpu" and num_ranks == 1 else UNIFORM
+    return groups, groups.page_layout(layout)
 
 
 def on_device(

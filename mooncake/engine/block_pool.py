@@ -9,7 +9,8 @@ A block is in exactly one of three places:
     cached    nobody refers to it, but its key is known: a later request can take it, or it is evicted for room
 
 Cached blocks stand in one line, least recently used first, and every cached block stands before its cached parent. So
-whatever is at the head of the line is a leaf: a prefix is never evicted before what builds on it.
+whatever is at the head of the line is a leaf: a prefix is never evicted before what builds on it. Pages of layers that
+see a window alone are sealed by themselves: nothing builds on them, and nobody is told of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Iterable, Sequence
 
 from mooncake.errors import InternalError, OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey
+
+_ALONE = b"alone"  # in place of a parent's key
 
 
 class BlockPool:
@@ -62,6 +65,9 @@ class BlockPool:
             if key not in known:
                 return count
         return len(keys)
+
+    def has(self, key: BlockKey) -> bool:
+        return key in self._by_key
 
     def num_idle(self, keys: Sequence[BlockKey]) -> int:
         """How many of these blocks, which are all here, nobody holds."""
@@ -120,6 +126,16 @@ class BlockPool:
                 if self._keep_events:
                     self._events.append(BlockEvent(True, key, parent))
             parent = key
+
+    def seal_alone(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """As ``seal``, for pages of which each is of use without those before it."""
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if self._references[block_id] == 0 or self._keys[block_id] not in (None, key):
+                raise InternalError(f"page {block_id} was sealed while nobody held it, or with another key")
+            if key not in self._by_key:
+                self._keys[block_id] = key
+                self._parents[block_id] = _ALONE
+                self._by_key[key] = block_id
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less to each block of a table, given in the table's order.
@@ -212,7 +228,7 @@ class BlockPool:
         key = self._keys[block_id]
         assert key is not None
         del self._by_key[key]
-        if self._keep_events:
+        if self._keep_events and self._parents[block_id] is not _ALONE:
             self._events.append(BlockEvent(False, key, self._parents[block_id]))
         self._keys[block_id] = None
         self._parents[block_id] = b""

@@ -19,6 +19,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
 
@@ -101,7 +102,8 @@ class StepHook(LayerHook, Protocol):
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         """The sequence has its blocks. ``to_load`` must be filled before their layers are read: (index in the
-        sequence, block id, key). Called once for each admission, also when there is nothing to load."""
+        sequence, block id, key), and with each what the sequence has of that block in other groups of layers. Called
+        once for each admission, also when there is nothing to load."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """The step's first layer is next. Called again for the same sequences after a step that was abandoned.
@@ -147,6 +149,12 @@ class EngineConfig:
     speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
     own_layers: range | None = None  # that are computed of tokens with another model's KV; None: there are none
+    groups: PageGroups = UNIFORM  # of the cache's layers
+
+    @property
+    def most_at_once(self) -> int:
+        """Prompt tokens of one step."""
+        return self.chunk_tokens or self.max_model_len
 
     def __post_init__(self) -> None:
         check_least({name: (getattr(self, name), least) for name, least in _LEAST.items()})
@@ -173,7 +181,8 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …"""
+    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …: with the pages
+    of the first group of layers, then those of the next (``PageGroups.spans_behind``)."""
 
     first_block: int
     block_ids: list[int]

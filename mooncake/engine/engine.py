@@ -1,7 +1,7 @@
 """The engine that both roles share: sequences in, steps of ragged batches, tokens out.
 
 ``Engine.step`` is the whole of it: plan, run, sample, advance, retire; ``run_ahead`` overlaps that with a device. One
-thread owns an engine; only ``load`` and ``block_pool.match`` may be called from others. It must not know where KV comes
+thread owns an engine; only ``load`` and ``match`` may be called from others. It must not know where KV comes
 from or goes to: that is the hook's.
 """
 
@@ -43,7 +43,7 @@ from mooncake.engine.step_costs import StepCosts
 from mooncake.engine.step_ends import ends_of, grown, score_prompts
 from mooncake.errors import Cancelled, ConfigError, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
 from mooncake.guides import Guides
-from mooncake.types import FinishReason, SampledToken, TokenLogprob
+from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
 __all__ = [
     "NO_HOOK",
@@ -90,9 +90,10 @@ class Engine:
             config.max_model_len,
             config.max_waiting,
             cache.num_places,
+            config.groups,
         )
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
-        self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens)
+        self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens, config.groups)
         self._roster = Roster()
         self._num_computed_tokens = self._num_blended_tokens = self._num_inherited_tokens = 0
         self._costs = StepCosts(config, self._scheduler.blocks.swap)
@@ -156,7 +157,9 @@ class Engine:
         sequence.num_cached_tokens = first_block * self.config.block_tokens
         sequence.num_sealed = first_block
         self._roster.enter(sequence)
-        return Reservation(first_block, sequence.block_table[first_block:])
+        spans = self.config.groups.spans_behind(sequence.num_tokens, first_block, self.config.block_tokens)
+        pages = [table[index] for table, span in zip(sequence.tables, spans, strict=True) for index in span]
+        return Reservation(first_block, pages)
 
     def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
         """The KV of all its tokens is in place, and each of its answers begins with one of ``first_tokens``; the next
@@ -256,6 +259,10 @@ class Engine:
             if is_meant and sequence.state in UNDER_WAY:  # else it ended with another beam of its search
                 self._break_off(sequence)
                 self._tell_end(sequence, error)
+
+    def match(self, keys: list[BlockKey]) -> int:
+        """How many leading blocks need not be computed; from any thread, where it is only a hint."""
+        return self._scheduler.blocks.match(keys)
 
     def drop_cached(self) -> None:
         """Forget every block that no sequence holds."""
@@ -442,14 +449,14 @@ class Engine:
             sequence.is_loading = False
             if (sequence.num_sealed + 1) * block_tokens <= num_computed:
                 self._seal(sequence)
+            if num_computed >= sequence.gives_up_at:
+                self._scheduler.blocks.give_up(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full now."""
         sequence.extend_keys(self.config.block_tokens)
-        keys, first = sequence.block_keys, sequence.num_sealed
-        end = max(first, sequence.num_shareable // self.config.block_tokens)
-        self.block_pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
-        sequence.num_sealed = end
+        end = max(sequence.num_sealed, sequence.num_shareable // self.config.block_tokens)
+        self._scheduler.blocks.seal(sequence, end)
 
     def _complete(self, sequence: Sequence) -> None:
         """It has its last token, or cannot have it."""

@@ -3,39 +3,73 @@
 Between the block pool, which knows numbers, and the scheduler, which knows turns. Pure. It must not know who runs next
 or who has to give way: where there is no room it says so, and nothing has changed. Copies that bytes need are noted as
 pairs (from, to), in order; numbers behind the cache's blocks are places of the swap space.
+
+A block is a page for each group of layers (``page_groups``), and each group has a table of its own. Groups that see a
+window have pages for that and for what the next step can write, and move along page for page: a prompt that has begun
+mostly lacks none. It does when a page that it gives up is still held by another one; whoever was let in last shares
+his pages with nobody, so he gets on, and the others after him. In the table of such a group, what is before
+``first_held`` is no page any more.
 """
 
 from __future__ import annotations
 
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.block_tables import BlockTables
-from mooncake.engine.sequence import Sequence
+from mooncake.engine.sequence import NEVER, Sequence
 from mooncake.engine.swap import Swapped, SwapSpace
+from mooncake.page_groups import UNIFORM, PageGroups, page_key
+from mooncake.types import BlockKey
 
 Copies = list[tuple[int, int]]
+
+_NO_PAGE = -1
 
 
 class Holdings:
     """The block tables of sequences, and what is kept of those that have none for now."""
 
-    def __init__(self, pool: BlockPool, max_sequences: int, max_model_len: int, num_places: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_sequences: int,
+        max_model_len: int,
+        num_places: int,
+        groups: PageGroups = UNIFORM,
+        most_at_once: int = 1,
+    ) -> None:
+        """``most_at_once``: tokens of one sequence in a step."""
         self.pool = pool
-        self.tables = BlockTables(max_sequences, -(-max_model_len // pool.block_tokens))
+        self.groups = groups
+        self.tables = BlockTables(max_sequences, -(-max_model_len // pool.block_tokens), groups.num_groups)
         self.swap = SwapSpace(pool.num_blocks, num_places)
         self.num_swapped = 0  # blocks that were kept while their sequences were preempted
         self.num_forks = 0  # sequences that began over blocks of another one
         self.num_shared = 0  # full blocks, which they will never copy
         self.num_copies = 0  # of blocks, because someone else would have seen a write
         self._block_tokens = pool.block_tokens
+        self._most_at_once = most_at_once
+        self._windowed = [group for group, window in enumerate(groups.windows) if window]
 
     def num_needed(self, sequence: Sequence) -> int:
-        """Blocks of all its tokens."""
-        return -(-sequence.num_tokens // self._block_tokens)
+        """Pages without which it cannot be computed."""
+        return self.groups.num_needed(self._num_blocks(sequence), self._most_at_once, self._block_tokens)
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
-        return self.num_needed(sequence) <= min(self.pool.num_blocks, self.tables.ids.shape[1])
+        has_columns = self._num_blocks(sequence) <= self.tables.ids.shape[1]
+        return has_columns and self.num_needed(sequence) <= self.pool.num_blocks
 
     # To have blocks
+
+    def match(self, keys: list[BlockKey]) -> int:
+        """Length of the longest leading run of blocks behind which a sequence can go on: groups that see everything
+        have all of it, those with a window its last blocks."""
+        count = len(keys)
+        for group, window in enumerate(self.groups.windows):
+            if not window:
+                count = self.pool.match([page_key(key, group) for key in keys[:count]] if group else keys[:count])
+        if not self._windowed:
+            return count
+        return self.groups.border(count, lambda g, i: self.pool.has(page_key(keys[i], g)), self._block_tokens)
 
     def num_usable(self, sequence: Sequence, spare: int) -> int:
         """How many leading blocks need not be computed if they are cached. The last token is, whatever is cached: into
@@ -44,77 +78,132 @@ class Holdings:
         if sequence.is_scoring:
             return 0
         usable = len(sequence.block_keys)
-        if usable * self._block_tokens < sequence.num_tokens or self.pool.match(sequence.block_keys) < usable:
+        if usable * self._block_tokens < sequence.num_tokens or self.match(sequence.block_keys) < usable:
             return usable
-        return usable if self._has_room(sequence, usable, spare + 1) else usable - 1
+        has_room = self._has_room(sequence, usable, sequence.num_tokens - 1, spare + self.groups.num_groups)
+        return usable if has_room else usable - 1
 
-    def num_cached(self, sequence: Sequence, usable: int, spare: int) -> int | None:
+    def num_ready(self, sequence: Sequence, num_cached: int, usable: int) -> int:
+        """Tokens that it need not compute once it has its blocks, of which so many are cached and ``usable`` may be
+        filled from elsewhere."""
+        if sequence.swapped is not None:
+            ready = max(num_cached * self._block_tokens, sequence.swapped.num_tokens)
+        else:
+            ready = max(num_cached, min(sequence.external_blocks, usable)) * self._block_tokens
+        return min(ready, sequence.num_tokens - 1)
+
+    def num_cached(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
         """How many of its first ``usable`` blocks are cached; None when there is no room for the others beside
-        ``spare`` blocks."""
-        num_cached = self.pool.match(sequence.block_keys[:usable])
-        return num_cached if self._has_room(sequence, num_cached, spare) else None
+        ``spare`` blocks. ``num_ready``: tokens that it will not compute, whatever is cached."""
+        num_cached = self.match(sequence.block_keys[:usable])
+        ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
+        return num_cached if self._has_room(sequence, num_cached, ready, spare) else None
 
-    def give(self, sequence: Sequence, usable: int, spare: int) -> int | None:
-        """A table for all its tokens; returns as ``num_cached`` how many of its blocks are filled."""
-        num_cached = self.num_cached(sequence, usable, spare)
+    def give(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
+        """Tables for all its tokens; returns as ``num_cached`` how many of its blocks are filled."""
+        num_cached = self.num_cached(sequence, usable, spare, num_ready)
         if num_cached is None:
             return None
-        table = self.pool.take_prefix(sequence.block_keys, num_cached)
-        self._enter(sequence, table + self.pool.allocate(self.num_needed(sequence) - num_cached))
+        ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
+        tables, spans = [], self._spans(sequence, num_cached, ready)
+        for group, span in enumerate(spans):  # all that is cached first: what is allocated is evicted somewhere
+            keys = self._keys(sequence, group, span, num_cached)
+            tables.append([_NO_PAGE] * span.start + self.pool.take_prefix(keys, len(keys)))
+        for table, span in zip(tables, spans, strict=True):
+            table += self.pool.allocate(span.stop - len(table))
+        self._enter(sequence, tables, [span.start for span in spans])
         return num_cached
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """``child``, whose tokens but the last ``parent`` has computed, gets the blocks of those tokens too."""
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
-        shared = parent.block_table[: -(-child.num_computed // self._block_tokens)]
+        tables = [table[: -(-child.num_computed // self._block_tokens)] for table in parent.tables]
         num_full = child.num_computed // self._block_tokens
-        self.pool.fork(shared)
+        for table, first in zip(tables, parent.first_held, strict=True):
+            self.pool.fork(table[first:])
+            self.num_shared += max(num_full - first, 0)
         self.num_forks += 1
-        self.num_shared += num_full
         parent.num_writable = 0
-        self._enter(child, list(shared))
+        self._enter(child, tables, list(parent.first_held))
         child.block_keys = parent.block_keys[:num_full]
         child.num_sealed = min(parent.num_sealed, num_full)
+
+    def held(self, sequence: Sequence) -> list[int]:
+        """All its pages."""
+        pairs = zip(sequence.tables, sequence.first_held, strict=True)
+        return [page for table, first in pairs for page in table[first:]]
 
     # To write into them
 
     def needs_copy(self, sequence: Sequence, position: int) -> bool:
         """Whether someone else would see a write there."""
-        held = sequence.block_table[position // self._block_tokens :]
-        return bool(held) and self.pool.needs_copy(held[0])
+        index = position // self._block_tokens
+        return any(self.pool.needs_copy(page) for table in sequence.tables for page in table[index : index + 1])
 
     def make_writable(self, sequence: Sequence, position: int, copies: Copies) -> bool:
         """See to it that ``position`` can be written: a block is there, and nobody else would see the write.
 
-        False when that takes a block and there is none.
+        False when that takes more pages than there are.
         """
         index = position // self._block_tokens
-        table = sequence.block_table
-        is_new = index == len(table)
-        if is_new or self.pool.needs_copy(table[index]):
-            if self.pool.num_available == 0:
-                return False
-            [block_id] = self.pool.allocate(1)
-            if is_new:
-                table.append(block_id)
+        needs_copy = self.pool.needs_copy
+        lacking = [g for g, table in enumerate(sequence.tables) if index == len(table) or needs_copy(table[index])]
+        if len(lacking) > self.pool.num_available:
+            return False
+        for group, page in zip(lacking, self.pool.allocate(len(lacking)), strict=True):
+            table = sequence.tables[group]
+            if index == len(table):
+                table.append(page)
             else:
-                copies.append((table[index], block_id))
+                copies.append((table[index], page))
                 self.num_copies += 1
                 self.pool.release([table[index]])
-                table[index] = block_id
-            self.tables.put(sequence.row, index, block_id)
+                table[index] = page
+            self.tables.put(sequence.row, index, page, group)
         sequence.num_writable = (index + 1) * self._block_tokens
         return True
+
+    def seal(self, sequence: Sequence, end: int) -> None:
+        """Let others share its blocks before ``end``, which are full."""
+        keys, first = sequence.block_keys, sequence.num_sealed
+        for group, table in enumerate(sequence.tables):
+            begin = max(first, sequence.first_held[group])
+            if group == 0:
+                self.pool.seal_chain(table[begin:end], keys[begin:end], keys[begin - 1] if begin else b"")
+            else:
+                self.pool.seal_alone(table[begin:end], [page_key(key, group) for key in keys[begin:end]])
+        sequence.num_sealed = end
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Give pages back that no token to come will see, and have as many behind them while the prompt needs some."""
+        for group in self._windowed:
+            table, first = sequence.tables[group], sequence.first_held[group]
+            last_seen_from = min(sequence.num_computed - 1, sequence.kept_from)
+            last = self.groups.first_page(group, last_seen_from, self._block_tokens)
+            if last > first:
+                given, table[first:last] = table[first:last], [_NO_PAGE] * (last - first)
+                sequence.first_held[group] = last
+                self.pool.release(given)
+                self._extend(sequence, group, min(len(table) + len(given), self._num_blocks(sequence)))
+        self._foresee(sequence)
+
+    def covered(self, sequence: Sequence, end: int) -> int:
+        """Of its tokens before ``end``, those for which it has pages, or is given some that are left."""
+        for group in self._windowed:
+            self._extend(sequence, group, -(-end // self._block_tokens))
+            end = min(end, len(sequence.tables[group]) * self._block_tokens)
+        return end
 
     # To have them no longer
 
     def roll_back(self, sequence: Sequence) -> None:
         """Take blocks back that only wrong guesses needed."""
         needed = -(-sequence.num_computed // self._block_tokens)
-        if needed < len(sequence.block_table):
-            self.pool.release(sequence.block_table[needed:])
-            del sequence.block_table[needed:]
-            sequence.num_writable = 0
+        for table in sequence.tables:
+            if needed < len(table):
+                self.pool.release(table[needed:])
+                del table[needed:]
+                sequence.num_writable = 0
 
     def take_row(self, sequence: Sequence) -> None:
         """It is in no step any more, but may keep its blocks. Idempotent."""
@@ -125,25 +214,33 @@ class Holdings:
     def take_back(self, sequence: Sequence) -> None:
         """All that it holds but what is swapped out. Idempotent."""
         self.take_row(sequence)
-        table, sequence.block_table = sequence.block_table, []
-        self.pool.release(table)
+        tables, firsts = sequence.tables, sequence.first_held
+        sequence.tables, sequence.first_held, sequence.block_table = [], [], []
+        for table, first in zip(tables, firsts, strict=True):
+            self.pool.release(table[first:])
 
     # To have them later
 
     def swap_out(self, victim: Sequence, copies: Copies) -> None:
         """Keep what it has computed, if there is room and copying is cheaper than computing it again."""
-        filled = victim.block_table[: -(-victim.num_computed // self._block_tokens)]
-        places = self.swap.take(len(filled), victim.num_computed) if filled and not victim.is_loading else []
+        end = -(-victim.num_computed // self._block_tokens)
+        filled = [range(first, end) for first in victim.first_held]
+        num_pages = sum(map(len, filled))
+        places = self.swap.take(num_pages, victim.num_computed) if num_pages and not victim.is_loading else []
         if places:
-            victim.swapped = Swapped(places, victim.num_computed)
+            victim.swapped = Swapped(places, filled, victim.num_computed)
             self.num_swapped += len(places)
-            copies += zip(filled, places, strict=True)
+            pages = (table[index] for table, span in zip(victim.tables, filled, strict=True) for index in span)
+            copies += zip(pages, places, strict=True)
 
     def swap_in(self, sequence: Sequence, copies: Copies) -> None:
         """Back into its new blocks, but for those that were found in the cache."""
         if sequence.swapped is not None:
-            first = sequence.num_sealed
-            copies += zip(sequence.swapped.places[first:], sequence.block_table[first:], strict=False)
+            places = iter(sequence.swapped.places)
+            for table, first, span in zip(sequence.tables, sequence.first_held, sequence.swapped.spans, strict=True):
+                missing = max(first, sequence.num_sealed)
+                kept = zip(span, places, strict=False)
+                copies += [(place, table[index]) for index, place in kept if index >= missing]
             self.forget_swapped(sequence)
 
     def forget_swapped(self, sequence: Sequence) -> None:
@@ -154,13 +251,57 @@ class Holdings:
 
     # Parts of these
 
-    def _has_room(self, sequence: Sequence, num_cached: int, spare: int) -> bool:
-        left = self.pool.num_available - (self.num_needed(sequence) - num_cached) - spare
-        if left < num_cached:  # those that nobody holds are part of what is available
-            left -= self.pool.num_idle(sequence.block_keys[:num_cached])
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Of all its tokens."""
+        return -(-sequence.num_tokens // self._block_tokens)
+
+    def _spans(self, sequence: Sequence, num_cached: int, num_ready: int) -> list[range]:
+        """The blocks of which each group has pages to begin with, when ``num_ready`` tokens need not be computed. Those
+        that are cached may be somebody else's, and come on top."""
+        num_blocks, spans = self._num_blocks(sequence), []
+        for group in range(self.groups.num_groups):
+            first = self.groups.first_page(group, num_ready, self._block_tokens)
+            most = self.groups.most_pages(group, self._most_at_once, self._block_tokens)
+            end = num_blocks if most is None else min(max(first, num_cached) + most, num_blocks)
+            spans.append(range(first, end))
+        return spans
+
+    def _extend(self, sequence: Sequence, group: int, num_blocks: int) -> None:
+        """Have pages for so many blocks, if there are enough."""
+        table = sequence.tables[group]
+        for page in self.pool.allocate(min(max(num_blocks - len(table), 0), self.pool.num_available)):
+            table.append(page)
+            self.tables.put(sequence.row, len(table) - 1, page, group)
+
+    def _keys(self, sequence: Sequence, group: int, span: range, num_cached: int) -> list[BlockKey]:
+        """Of its cached pages in the span."""
+        keys = sequence.block_keys[span.start : min(num_cached, span.stop)]
+        return [page_key(key, group) for key in keys] if group else keys
+
+    def _has_room(self, sequence: Sequence, num_cached: int, num_ready: int, spare: int) -> bool:
+        left, cached = self.pool.num_available - spare, 0
+        spans = self._spans(sequence, num_cached, num_ready)
+        for span in spans:
+            found = len(range(span.start, min(num_cached, span.stop)))
+            left -= len(span) - found
+            cached += found
+        if left < cached:  # those that nobody holds are part of what is available
+            left -= sum(self.pool.num_idle(self._keys(sequence, g, span, num_cached)) for g, span in enumerate(spans))
         return left >= 0
 
-    def _enter(self, sequence: Sequence, table: list[int]) -> None:
-        sequence.block_table = table
+    def _enter(self, sequence: Sequence, tables: list[list[int]], firsts: list[int]) -> None:
+        sequence.tables, sequence.first_held = tables, firsts
+        sequence.block_table = tables[0]
         sequence.num_writable = 0
-        sequence.row = self.tables.enter(table)
+        sequence.row = self.tables.enter(tables, firsts)
+        self._foresee(sequence)
+
+    def _foresee(self, sequence: Sequence) -> None:
+        """When ``give_up`` is due."""
+        sequence.gives_up_at = min(
+            (
+                (sequence.first_held[group] + 1) * self._block_tokens + self.groups.windows[group]
+                for group in self._windowed
+            ),
+            default=NEVER,
+        )

@@ -33,6 +33,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import PieceHook
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
 from mooncake.variants import Profile, read_profile
@@ -46,9 +47,10 @@ MAX_SAMPLES = 256  # measured steps kept between two heartbeats
 class CachePlan:
     """How large a node's paged cache is, and so how long a sequence may get."""
 
-    layout: KVLayout
-    num_blocks: int
+    layout: KVLayout  # of a page
+    num_blocks: int  # pages
     max_model_len: int  # tokens
+    groups: PageGroups = UNIFORM  # whose pages make up a block
 
     @property
     def num_bytes(self) -> int:
@@ -57,15 +59,18 @@ class CachePlan:
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
     """Raises ConfigError when not even two blocks fit into ``kv_gb``, or more is asked for than the model reads."""
-    layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
-    num_blocks = int(section.kv_gb * 1e9) // layout.block_bytes
-    if num_blocks < 2:
+    groups = config.page_groups(checkpoint.config)
+    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
+    layout = groups.page_layout(block)
+    num_pages = int(section.kv_gb * 1e9) // layout.block_bytes
+    asked = checkpoint.config.context(config.model.max_model_len)
+    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or asked, config.block.tokens, asked)
+    if num_pages < 2 * groups.num_groups:
         raise ConfigError(
-            f"kv_gb = {section.kv_gb:g} holds {num_blocks} blocks of {layout.block_bytes / 1e6:.1f} MB; "
-            f"at least 2 are needed: raise kv_gb or lower block.tokens"
+            f"kv_gb = {section.kv_gb:g} holds {num_pages} pages of {layout.block_bytes / 1e6:.1f} MB; at least "
+            f"{2 * groups.num_groups} are needed, for 2 blocks: raise kv_gb or lower block.tokens"
         )
-    max_model_len = min(checkpoint.config.context(config.model.max_model_len), num_blocks * config.block.tokens)
-    return CachePlan(layout, num_blocks, max_model_len)
+    return CachePlan(layout, num_pages, max_model_len, groups)
 
 
 class StepSamples:
@@ -142,7 +147,7 @@ class EngineHost:
         self.incarnation = secrets.randbits(63) | 1
         self._precision = config.precision(checkpoint.coding)
         self.content = self._precision.identity(checkpoint.digest)
-        self.fingerprint = kv_fingerprint(self.content, plan.layout)
+        self.fingerprint = kv_fingerprint(self.content, plan.layout, plan.groups.name)
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section
@@ -197,12 +202,13 @@ class EngineHost:
             max_sequences=self._section.max_sequences,
             max_model_len=self.plan.max_model_len,
             own_layers=self.variant.layers if self.variant else None,
+            groups=self.plan.groups,
         )
         self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
         log.info(
-            "%s ready on %s in %.1f s: weights %s, %d blocks of %d tokens (%.2f GB), context %d",
+            "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
             self._checkpoint.name,
             self.device,
             time.monotonic() - started_s,
@@ -210,6 +216,7 @@ class EngineHost:
             self.plan.num_blocks,
             self.config.block.tokens,
             self.plan.num_bytes / 1e9,
+            self.plan.groups.num_groups,
             self.plan.max_model_len,
         )
 

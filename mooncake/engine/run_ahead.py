@@ -107,8 +107,9 @@ class RunAhead:
         """Its blocks are about to be given back: the step under way keeps them, if it may touch them."""
         step = self._under_way
         if step is not None and sequence.block_table and any(entry.sequence is sequence for entry in step.entries):
-            self._scheduler.pool.fork(sequence.block_table)
-            step.kept.append(list(sequence.block_table))
+            held = self._scheduler.blocks.held(sequence)
+            self._scheduler.pool.fork(held)
+            step.kept.append(held)
 
     def give_up(self) -> None:
         """Wait for what is under way. Nobody wants its tokens any more."""

@@ -19,6 +19,7 @@ from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.holdings import Holdings
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey
 
 MOST_LOOKED_AT = 8  # waiting sequences that a long prompt leaves room for
@@ -82,21 +83,23 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int,
         num_places: int = 0,
+        groups: PageGroups = UNIFORM,
     ) -> None:
         """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of preempted
         sequences that can be kept."""
         self.pool = pool
-        self.blocks = Holdings(pool, max_sequences, max_model_len, num_places)
+        self._budget = chunk_tokens or max_model_len
+        self.blocks = Holdings(pool, max_sequences, max_model_len, num_places, groups, self._budget)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # whose turn comes first, first; the queue as well
         self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
         self.drafts = False  # whether to ask it
         self.num_preemptions = 0
         self._block_tokens = pool.block_tokens
+        self._num_groups = groups.num_groups
         self._max_sequences = max_sequences
         self._max_waiting = max_waiting
         self._splits_prompts = chunk_tokens > 0
-        self._budget = chunk_tokens or max_model_len
         self._arrivals = 0
 
     # Coming and going
@@ -120,7 +123,7 @@ class Scheduler:
         if self.waiting and (self.waiting[0].num_preemptions or self.waiting[0].choice):
             raise OutOfBlocks("sequences that have begun here come first")
         sequence.extend_keys(self._block_tokens)
-        num_cached = self.blocks.give(sequence, len(sequence.block_keys), self._headroom)
+        num_cached = self.blocks.give(sequence, len(sequence.block_keys), self._headroom, sequence.num_tokens)
         if num_cached is None:
             needed = self.blocks.num_needed(sequence)
             raise OutOfBlocks(f"{needed} blocks are needed, {self.pool.num_available} are available")
@@ -204,8 +207,8 @@ class Scheduler:
         if not draft:
             return 0
         held = len(sequence.block_table) * self._block_tokens
-        free = self.pool.num_available - len(self.running)  # each of which may need one
-        room = held + max(free, 0) * self._block_tokens - sequence.num_tokens
+        free = self.pool.num_available - len(self.running) * self._num_groups  # each of which may need one
+        room = held + max(free, 0) // self._num_groups * self._block_tokens - sequence.num_tokens
         draft = draft[: max(room, 0)]
         sequence.write_draft(draft)
         for position in range(held, sequence.num_tokens + len(draft), self._block_tokens):
@@ -215,7 +218,7 @@ class Scheduler:
     def make_room(self, entries: list[StepEntry]) -> bool:
         """See to it that these tokens can be written, unless someone would have to give a block back or copy one."""
         new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.num_writable]
-        if len(new) > self.pool.num_available:
+        if len(new) * self._num_groups > self.pool.num_available:
             return False
         if any(self.blocks.needs_copy(sequence, position) for sequence, position in new):
             return False
@@ -250,6 +253,7 @@ class Scheduler:
             left = entry.sequence.num_tokens - entry.end
             aligned = (entry.end + budget) // self._block_tokens * self._block_tokens - entry.end
             more = left if left <= budget else aligned
+            more = self.blocks.covered(entry.sequence, entry.end + more) - entry.end
             if left > 0 and more > 0:
                 plan.entries[index] = StepEntry(entry.sequence, entry.first, entry.num_tokens + more)
                 budget -= more
@@ -269,6 +273,9 @@ class Scheduler:
             if not self._splits_prompts or (aligned <= 0 and budget < self._budget):
                 return 0
             count = aligned if aligned > 0 else count
+        count = self.blocks.covered(sequence, first + count) - first
+        if count <= 0:  # pages of its windows are lacking: who was let in after it goes on, and leaves some
+            return 0
         entries.append(StepEntry(sequence, first, count))
         return count
 
@@ -278,7 +285,7 @@ class Scheduler:
             sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
             if sequence is None:
                 break
-            if self.blocks.num_needed(sequence) > self.pool.num_blocks:  # it grew, was preempted, and fits no more
+            if not self.blocks.can_ever_hold(sequence):  # it grew, was preempted, and fits no more
                 plan.failures.append((sequence, self._never_fits(sequence)))
                 self.finish(sequence)
                 continue
@@ -307,7 +314,7 @@ class Scheduler:
             return False
         usable = self.blocks.num_usable(sequence, self._headroom)
         has_room = self.blocks.num_cached(sequence, usable, self._headroom) is not None
-        return has_room or self.blocks.num_needed(sequence) > self.pool.num_blocks
+        return has_room or not self.blocks.can_ever_hold(sequence)
 
     def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
         """Blocks for all tokens: cached ones, ones to load, ones to compute."""
@@ -315,22 +322,20 @@ class Scheduler:
         num_cached = self.blocks.give(sequence, usable, self._headroom)
         if num_cached is None:
             return None
-        num_other = sequence.num_tokens - 1
+        num_ready = self.blocks.num_ready(sequence, num_cached, usable)
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(num_cached * self._block_tokens, num_other)
+            sequence.num_cached_tokens = min(num_cached * self._block_tokens, sequence.num_tokens - 1)
         sequence.num_sealed = num_cached
+        sequence.num_computed = num_ready
         sequence.inherits = range(0)
         if sequence.swapped is not None:
-            num_kept = sequence.swapped.num_tokens
-            sequence.num_computed = min(max(num_cached * self._block_tokens, num_kept), num_other)
             return Admission(sequence, [])
-        num_ready = max(num_cached, min(sequence.external_blocks, usable))
-        sequence.num_computed = min(num_ready * self._block_tokens, num_other)
-        num_inherited = min(sequence.inheritable_blocks, num_other // self._block_tokens)
-        if num_inherited > num_ready and not sequence.is_scoring:
-            sequence.inherits = range(sequence.num_computed, num_inherited * self._block_tokens)
-        sequence.is_loading = num_ready > num_cached or bool(sequence.inherits)
-        to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_ready)]
+        num_filled = max(num_cached, min(sequence.external_blocks, usable))
+        num_inherited = min(sequence.inheritable_blocks, (sequence.num_tokens - 1) // self._block_tokens)
+        if num_inherited > num_filled and not sequence.is_scoring:
+            sequence.inherits = range(num_ready, num_inherited * self._block_tokens)
+        sequence.is_loading = num_filled > num_cached or bool(sequence.inherits)
+        to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_filled)]
         return Admission(sequence, to_load)
 
     def _take_blocks_back(self, sequence: Sequence) -> None:

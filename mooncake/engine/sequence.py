@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from mooncake.engine.inherit import HiddenStates
     from mooncake.engine.speculation import DraftMemory
     from mooncake.engine.swap import Swapped
+
+
+NEVER = sys.maxsize
+"""More tokens than there are."""
 
 
 class SequenceState(StrEnum):
@@ -47,6 +52,7 @@ ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to compute.
+    Layers that see a window keep of it what the next tokens see.
 
     It is given the prompt (``num_prompt`` tokens) and what was generated before a retry. ``max_model_len`` bounds
     prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine after so many new tokens.
@@ -68,6 +74,7 @@ class Sequence:
     inheritable_blocks: int = 0  # leading ones of which another model's KV can be, where there is none of this one
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
+    kept_from: int = NEVER  # what this token sees in a window is kept too
     adapter: int = -1  # a place in the model's list of them; -1: none. It acts from token ``chain.start`` on
     is_first_leg: bool = field(init=False)  # another engine goes on with it
     edits_logits: bool = field(init=False)
@@ -92,7 +99,10 @@ class Sequence:
 
     # Its blocks
 
-    block_table: list[int] = field(default_factory=list, init=False)
+    block_table: list[int] = field(default_factory=list, init=False)  # pages of the first group of layers
+    tables: list[list[int]] = field(default_factory=list, init=False)  # of every group, the first's among them
+    first_held: list[int] = field(default_factory=list, init=False)  # in each; what is before was given up
+    gives_up_at: int = field(default=NEVER, init=False)  # computed tokens at which a page is outside of its window
     block_keys: list[BlockKey] = field(default_factory=list, init=False)  # of the full blocks
     num_sealed: int = field(default=0, init=False)  # blocks
     blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together

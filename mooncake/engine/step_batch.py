@@ -14,42 +14,47 @@ import torch
 from mooncake.engine.blend import reuse_of
 from mooncake.engine.block_tables import BlockTables
 from mooncake.engine.scheduler import StepEntry
-from mooncake.model.batch import ForwardBatch
+from mooncake.model.batch import ForwardBatch, Pages
+from mooncake.page_groups import UNIFORM, PageGroups
 
 
 class _Decodes:
     """The batch of so many decodes, over memory that is written anew for each step. (Filling ctypes' arrays takes half
     as long as filling numpy's.)"""
 
-    def __init__(self, count: int) -> None:
-        self.numbers = (ctypes.c_int64 * (3 * count))()  # tokens, positions, slots
+    def __init__(self, count: int, num_groups: int, places: torch.Tensor | None) -> None:
+        self.numbers = (ctypes.c_int64 * ((2 + num_groups) * count))()  # tokens, positions, slots a group
         self.lengths = (ctypes.c_int32 * count)()
-        self._columns = torch.frombuffer(self.numbers, dtype=torch.int64).view(3, count)
+        self._places = places
+        self._columns = torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, count)
         self._starts, self._rows = torch.arange(count + 1, dtype=torch.int32), torch.arange(count)
         self.tables: tuple[int, list[int]] = (-1, [])  # how often tables had changed when these rows of it were taken
         self.batch: ForwardBatch
 
-    def take(self, block_tables: npt.NDArray[np.int32], adapters: torch.Tensor | None) -> None:
-        """Another set of sequences, or other blocks."""
-        tokens, positions, slots = self._columns.unbind()
+    def take(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
+        """Another set of sequences, or other blocks: [G, B, M]."""
+        slots = self._columns[2:]
         self.batch = ForwardBatch(
-            tokens=tokens,
-            positions=positions,
+            tokens=self._columns[0],
+            positions=self._columns[1],
             query_starts=self._starts,
             context_lens=torch.frombuffer(self.lengths, dtype=torch.int32),
-            block_tables=torch.from_numpy(block_tables),
-            slots=slots,
+            block_tables=block_tables[0],
+            slots=slots[0],
             logit_rows=self._rows,
             adapters=adapters,
+            pages=None if self._places is None else Pages(self._places, block_tables, slots),
         )
 
 
 class BatchBuilder:
     """The batch it gives out is valid until the next one is built."""
 
-    def __init__(self, tables: BlockTables, block_tokens: int, max_tokens: int) -> None:
+    def __init__(self, tables: BlockTables, block_tokens: int, max_tokens: int, groups: PageGroups = UNIFORM) -> None:
         """``max_tokens`` is the usual size of a step, not a limit."""
         self._tables = tables
+        self._num_groups = groups.num_groups
+        self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.places else None
         self._block_tokens = block_tokens
         self._tokens = np.empty(max_tokens, np.int64)
         self._positions = np.empty(max_tokens, np.int64)
@@ -82,11 +87,18 @@ class BatchBuilder:
             slots.append(sequence.block_table[place // size] * size + place % size)
             lengths.append(place + 1)
             rows.append(sequence.row)
-        decodes = self._decodes_of.get(len(rows)) or self._decodes_of.setdefault(len(rows), _Decodes(len(rows)))
+        decodes = self._decodes_of.get(len(rows))
+        if decodes is None:
+            decodes = self._decodes_of[len(rows)] = _Decodes(len(rows), self._num_groups, self._places)
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
             longest = max(len(entry.sequence.block_table) for entry in entries)
-            decodes.take(self._tables.ids[rows, :longest], _adapters(entries))  # act on every newest token
+            decodes.take(self._tables_of(rows, longest), _adapters(entries))  # act on every newest token
+        for group in range(1, self._num_groups):
+            slots += [
+                entry.sequence.tables[group][place // size] * size + place % size
+                for entry, place in zip(entries, places, strict=True)
+            ]
         decodes.numbers[:] = [*newest, *places, *slots]
         decodes.lengths[:] = [*lengths]
         return decodes.batch
@@ -104,7 +116,11 @@ class BatchBuilder:
             tokens[start:end] = entry.sequence.window(entry.first, entry.end)
         np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
         indices, offsets = np.divmod(positions, self._block_tokens)
-        slots = self._tables.ids[np.repeat(rows, counts), indices].astype(np.int64) * self._block_tokens + offsets
+        of_tokens = np.repeat(rows, counts)
+        slots = torch.from_numpy(
+            np.stack([ids[of_tokens, indices] for ids in self._tables.of_groups]).astype(np.int64) * self._block_tokens
+            + offsets
+        )
         longest = -(-int(ends.max()) // self._block_tokens)
         complete = np.flatnonzero(ends >= totals)
         logit_rows = _logit_rows(starts, complete, (ends - totals)[complete])
@@ -114,18 +130,25 @@ class BatchBuilder:
                 for entry, start in zip(entries, starts.tolist(), strict=False)
             ]
             logit_rows = np.concatenate([logit_rows, *scored])
+        tables = self._tables_of(rows, longest)
         batch = ForwardBatch(
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
             query_starts=torch.from_numpy(starts),
             context_lens=torch.from_numpy(ends.astype(np.int32)),
-            block_tables=torch.from_numpy(self._tables.ids[rows, :longest]),
-            slots=torch.from_numpy(slots),
+            block_tables=tables[0],
+            slots=slots[0],
             logit_rows=torch.from_numpy(logit_rows),
             adapters=_acting(entries, positions, counts),
             reuse=reuse_of(entries),
+            pages=None if self._places is None else Pages(self._places, tables, slots),
         )
         return batch, [entries[index] for index in complete]
+
+    def _tables_of(self, rows: list[int] | npt.NDArray[np.int64], num_columns: int) -> torch.Tensor:
+        """[G, B, M]."""
+        tables = [ids[rows, :num_columns] for ids in self._tables.of_groups]
+        return torch.from_numpy(np.stack(tables) if len(tables) > 1 else tables[0][None])
 
     def _buffers(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         if count > len(self._tokens):

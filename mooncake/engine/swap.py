@@ -13,9 +13,10 @@ DECAY = 0.9  # of what was measured before, at each new measurement
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where a sequence's leading blocks wait."""
+    """Where a sequence's pages wait."""
 
     places: list[int]
+    spans: list[range]  # the blocks that they are of, for each group of layers
     num_tokens: int  # whose KV they hold
 
 

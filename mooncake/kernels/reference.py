@@ -244,14 +244,17 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[T, Hq, D]`` over each sequence's own context; returns ``[T, Hq, D]``.
 
-    Query head h reads key and value head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it.
+    Query head h reads key and value head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it;
+    blocks before the windows of all queries of a sequence are not read, whatever its table has there.
     With ``softcap`` c > 0 a score s counts as ``c * tanh(s / c)`` (Gemma 2).
     """
-    output = torch.empty_like(query)
+    output, block_tokens = torch.empty_like(query), cache_layer.shape[3]
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     for b, context in enumerate(contexts):
         rows = slice(starts[b], starts[b + 1])
-        scores, value = _scores(query[rows], cache_layer, block_tables[b], context, scale, softcap)
+        hidden = max(context - (rows.stop - rows.start) - window + 1, 0) // block_tokens if window else 0  # blocks
+        table, context = block_tables[b, hidden:], context - hidden * block_tokens
+        scores, value = _scores(query[rows], cache_layer, table, context, scale, softcap)
         scores.masked_fill_(~_visible(context, rows.stop - rows.start, window, scores.device), float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", scores.softmax(-1), value)
         output[rows] = mixed.flatten(1, 2).to(query.dtype)

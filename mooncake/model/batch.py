@@ -31,16 +31,29 @@ class Reuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Pages:
+    """Where a step's KV lies when layers are parted into several groups (``page_groups``), ``G`` of them."""
+
+    places: torch.Tensor  # int32 [layers of the cache, 2]: each one's group, and row of the group's pages
+    block_tables: torch.Tensor  # int32 [G, B, M], contiguous
+    slots: torch.Tensor  # int64 [G, T], contiguous
+
+    def of(self, sequences: torch.Tensor | slice, rows: torch.Tensor | slice) -> Pages:
+        return Pages(self.places, self.block_tables[:, sequences].contiguous(), self.slots[:, rows].contiguous())
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     tokens: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]: absolute position of each token in its sequence
     query_starts: torch.Tensor  # int32 [B+1]: tokens of sequence b are query_starts[b] ≤ t < query_starts[b+1]
     context_lens: torch.Tensor  # int32 [B]: KV tokens of each sequence once this step's own are written
-    block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with 0
+    block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with any; likewise before the windows of all queries
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
     adapters: torch.Tensor | None = None  # int32 [T]: place of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
+    pages: Pages | None = None  # None: all layers are one group, and the cache's layer l is row l of a page
 
     @classmethod
     def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:
@@ -56,6 +69,13 @@ class ForwardBatch:
             slots=positions,
             logit_rows=logit_rows,
         )
+
+    def pages_of(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Of the cache's ``layer``: its row of a page, block tables and slots."""
+        if self.pages is None:
+            return layer, self.block_tables, self.slots
+        group, row = self.pages.places[layer].tolist()
+        return row, self.pages.block_tables[group], self.pages.slots[group]
 
     def part(self, begin: int, end: int) -> ForwardBatch:
         """Its tokens ``begin`` ≤ t < ``end`` alone, at least one, without ``reuse``. Computed behind those before them,
@@ -74,7 +94,8 @@ class ForwardBatch:
             block_tables=self.block_tables[first:last],
             slots=self.slots[begin:end],
             logit_rows=rows[(rows >= begin) & (rows < end)] - begin,
-            adapters=None if self.adapters is None else self.adapters[first:last],
+            adapters=None if self.adapters is None else self.adapters[begin:end],
+            pages=None if self.pages is None else self.pages.of(slice(first, last), slice(begin, end)),
         )
 
     @property
@@ -106,6 +127,7 @@ class ForwardBatch:
             logit_rows=places[self.logit_rows],
             adapters=None if self.adapters is None else self.adapters[rows],
             reuse=None if self.reuse is None else self.reuse.of(rows),
+            pages=None if self.pages is None else self.pages.of(sequences, rows),
         )
 
 

@@ -65,8 +65,8 @@ class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
-        *((name, _POINTER) for name in ("entering", "leaving")),
-        *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits")),
+        *((name, _POINTER) for name in ("places", "entering", "leaving")),
+        *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits", "num_groups")),
         *((name, _LONG) for name in ("first_layer", "last_layer")),
     ]
 
@@ -206,21 +206,25 @@ class CpuDecoder:
         layers: range | None = None,
     ) -> torch.Tensor:
         """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
+        pages = batch.pages
+        tables, slots = (batch.block_tables, batch.slots) if pages is None else (pages.block_tables, pages.slots)
         step = _Step(
             batch.tokens.data_ptr(),
             batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
+            slots.data_ptr(),
             batch.logit_rows.data_ptr(),
             batch.query_starts.data_ptr(),
             batch.context_lens.data_ptr(),
-            batch.block_tables.data_ptr(),
+            tables.data_ptr(),
             None if batch.adapters is None else batch.adapters.data_ptr(),
+            None if pages is None else pages.places.data_ptr(),
             None if entering is None else entering.data_ptr(),
             None if leaving is None else leaving.data_ptr(),
-            batch.block_tables.stride(0),
+            tables.stride(-2),
             batch.tokens.shape[0],
             batch.num_sequences,
             batch.logit_rows.shape[0] if leaving is None else 0,
+            1 if pages is None else slots.shape[0],
             0 if layers is None else layers[0],
             self._last_layer if layers is None else layers[-1],
         )

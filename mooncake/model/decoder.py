@@ -43,10 +43,12 @@ class Step:
 
         ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten.
         """
-        batch, cache = self.batch, self.cache_layers[layer]
+        batch = self.batch
+        row, block_tables, slots = batch.pages_of(layer)
+        cache = self.cache_layers[row]
         self.hook.before_layer(layer)
         query = self.kernels.rope_write_kv(
-            qkv, *tables, batch.positions, cache, batch.slots, query_norm, key_norm, self.config.rms_eps
+            qkv, *tables, batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
         )
         self.hook.after_layer(layer)
         if self.attention is not None:
@@ -54,7 +56,7 @@ class Step:
         mixed = self.kernels.paged_attention(
             query,
             cache,
-            batch.block_tables,
+            block_tables,
             batch.query_starts,
             batch.context_lens,
             self.config.softmax_scale,

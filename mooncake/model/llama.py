@@ -157,15 +157,17 @@ class CausalLM:
             layer = self._layers[index - first]
             self._kept.write(index, residual, cache, batch.slots)
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
-            cache_layer = cache_layers[self._kv_layers[index]]
-            query = self._write(index, layer, qkv, batch, cache_layer, hook, blending)
+            row, block_tables, slots = batch.pages_of(self._kv_layers[index])
+            cache_layer = cache_layers[row]
+            query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook, blending)
             if index == last_kv and not wants_more:
                 return torch.empty((0, self.config.vocab_size), device=normed.device)
             if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
+                block_tables = batch.block_tables  # whoever blends has one group of layers
                 rows = rows_by_adapter(batch.adapters)
             if attention is None:
-                mixed = self._attend(index, query, batch, cache_layer)
+                mixed = self._attend(index, query, batch, cache_layer, block_tables)
             else:
                 mixed = attention(index, query).flatten(1)
             if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
@@ -194,8 +196,9 @@ class CausalLM:
         index: int,
         layer: DecoderLayer,
         qkv: torch.Tensor,
-        batch: ForwardBatch,
+        positions: torch.Tensor,
         cache_layer: torch.Tensor,
+        slots: torch.Tensor,
         hook: LayerHook,
         blending: Blending | None,
     ) -> torch.Tensor:
@@ -212,9 +215,9 @@ class CausalLM:
             qkv,
             self._cos,
             self._sin,
-            batch.positions,
+            positions,
             cache_layer,
-            batch.slots,
+            slots,
             layer.query_norm,
             layer.key_norm,
             self.config.rms_eps,
@@ -223,12 +226,19 @@ class CausalLM:
             hook.after_layer(kv_layer)
         return query
 
-    def _attend(self, index: int, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        batch: ForwardBatch,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> torch.Tensor:
         """Attention's output before its projection, ``[T, Hq * D]``."""
         mixed = self._kernels.paged_attention(
             query,
             cache_layer,
-            batch.block_tables,
+            block_tables,
             batch.query_starts,
             batch.context_lens,
             self.config.head_dim**-0.5,

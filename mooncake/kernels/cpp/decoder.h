@@ -29,12 +29,13 @@ struct Decoder {
 };
 
 struct Step {
-    const int64_t *tokens, *positions, *slots, *logit_rows;
-    const int32_t *query_starts, *context_lens, *block_tables;
+    const int64_t *tokens, *positions, *slots, *logit_rows;     // slots: [num_groups][num_tokens]
+    const int32_t *query_starts, *context_lens, *block_tables;  // tables: [num_groups][num_sequences][table_stride]
     const int32_t* adapters;  // [num_tokens] places, -1: none; null when no token of the step has one
+    const int32_t* places;    // (group, row of its pages) of each layer of the cache; null: there is one group
     const float* entering;    // [num_tokens][hidden]: the residual stream before the first layer; null: tokens are embedded
     float* leaving;           // the same behind the last layer; null: logits are wanted
-    int64_t table_stride, num_tokens, num_sequences, num_logits, first_layer, last_layer;
+    int64_t table_stride, num_tokens, num_sequences, num_logits, num_groups, first_layer, last_layer;
 };
 
 struct Cache {
@@ -64,6 +65,7 @@ public:
         qkv_ = memory.take(T * qkv_width);
         positions_ = step_.positions;
         slots_ = step_.slots;
+        tables_ = step_.block_tables;
         wide_ = memory.take(most * wide);
         call_ = {qkv_, qkv_width, mixed_, step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                  int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, model_.scale * 1.44269504f};
@@ -120,9 +122,21 @@ private:
             if (step_.logit_rows[r] < 0 || step_.logit_rows[r] >= step_.num_tokens) return BAD_TOKEN;
         const CacheLayer first = cache_layer(0);
         if (int status = check_positions(step_.positions, step_.num_tokens, rope(model_.layers[0]))) return status;
-        if (int status = check_slots(step_.slots, step_.num_tokens, first)) return status;
-        return check_tables(call_, first);
+        if (int status = check_slots(step_.slots, step_.num_groups * step_.num_tokens, first)) return status;
+        AttentionCall call = call_;
+        for (int64_t group = 0; group < step_.num_groups; group++) {
+            call.block_tables = tables_of(group);
+            if (int status = check_tables(call, first)) return status;
+        }
+        return OK;
     }
+
+    // Where the keys and values are that the layer attends to.
+    int32_t group_of(const DecoderLayer& layer) const { return step_.places ? step_.places[2 * layer.kv_layer] : 0; }
+    CacheLayer pages_of(const DecoderLayer& layer) const {
+        return cache_layer(step_.places ? step_.places[2 * layer.kv_layer + 1] : layer.kv_layer);
+    }
+    const int32_t* tables_of(int64_t group) const { return tables_ + group * call_.num_sequences * call_.table_stride; }
 
     CacheLayer cache_layer(int64_t index) const {
         return {cache_.base + index * cache_.layer_stride, cache_.num_blocks, cache_.block_stride, cache_.kv_stride,
@@ -175,11 +189,12 @@ private:
 
     // Keys and values of the step's tokens, where the layer has its own.
     int write(const DecoderLayer& layer, int64_t rows) {
-        CacheLayer cache = cache_layer(layer.kv_layer);
+        CacheLayer cache = pages_of(layer);
+        const int64_t* slots = slots_ + group_of(layer) * rows;
         if (!layer.owns_kv) cache.num_kv_heads = 0;
         if (layer.owns_kv && before_ && before_(layer.kv_layer)) return STOPPED_BY_HOOK;
         with_pages(cache_.kind, [&](auto page) {
-            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, cache, slots_, rows,
+            rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, cache, slots, rows,
                                           model_.num_heads, threads_);
         });
         return layer.owns_kv && after_ && after_(layer.kv_layer) ? STOPPED_BY_HOOK : OK;
@@ -188,8 +203,9 @@ private:
     int attend_to(int64_t index, const DecoderLayer& layer) {
         if (instead_) return instead_(int(index), qkv_, call_.query_stride, mixed_) ? STOPPED_BY_HOOK : OK;
         call_.window = layer.window;
-        const AttentionPlan& plan = plan_of(layer.window);
-        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, cache_layer(layer.kv_layer), threads_); });
+        call_.block_tables = tables_of(group_of(layer));
+        const AttentionPlan& plan = plan_of(layer.window ? layer.window : -group_of(layer));
+        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, pages_of(layer), threads_); });
         return OK;
     }
 
@@ -210,13 +226,14 @@ private:
         });
     }
 
-    // Of `call_`, which is the same in all layers with this window.
-    const AttentionPlan& plan_of(int32_t window) {
+    // Of `call_`, which is the same in all layers of one `kind`: those with this window, or, where tables matter because
+    // sequences share parts, those of one group.
+    const AttentionPlan& plan_of(int32_t kind) {
         for (size_t i = 0; i < num_plans_; i++)
-            if (plans_[i].first == window) return plans_[i].second;
+            if (plans_[i].first == kind) return plans_[i].second;
         if (plans_.size() == num_plans_) plans_.emplace_back();
-        auto& [its_window, plan] = plans_[num_plans_++];
-        its_window = window;
+        auto& [its_kind, plan] = plans_[num_plans_++];
+        its_kind = kind;
         Planner(call_, cache_.block_tokens, plan).run();
         return plan;
     }
@@ -233,16 +250,23 @@ private:
             if (is_first) {
                 to.query_starts.push_back(int32_t(r));
                 to.context_lens.push_back(0);
-                to.block_tables.insert(to.block_tables.end(), call_.table(seq), call_.table(seq) + call_.table_stride);
+                to.sequences.push_back(seq);
             }
             to.positions.push_back(step_.positions[row]);
-            to.slots.push_back(step_.slots[row]);
             to.context_lens.back() = call_.context_lens[seq] - (step_.query_starts[seq + 1] - 1 - int32_t(row));
         }
         to.query_starts.push_back(int32_t(step_.num_logits));
+        for (int64_t group = 0; group < step_.num_groups; group++) {
+            for (int64_t r = 0; r < step_.num_logits; r++)
+                to.slots.push_back(step_.slots[group * step_.num_tokens + step_.logit_rows[r]]);
+            for (int seq : to.sequences) {
+                const int32_t* table = tables_of(group) + seq * call_.table_stride;
+                to.block_tables.insert(to.block_tables.end(), table, table + call_.table_stride);
+            }
+        }
         positions_ = to.positions.data();
         slots_ = to.slots.data();
-        call_.block_tables = to.block_tables.data();
+        tables_ = to.block_tables.data();
         call_.query_starts = to.query_starts.data();
         call_.context_lens = to.context_lens.data();
         call_.num_sequences = int(to.context_lens.size());
@@ -251,7 +275,7 @@ private:
 
     struct Narrowed {
         std::vector<int64_t> positions, slots;
-        std::vector<int32_t> query_starts, context_lens, block_tables;
+        std::vector<int32_t> query_starts, context_lens, block_tables, sequences;
     };
 
     void keep_rows(float* rows, int64_t width) const {
@@ -269,10 +293,11 @@ private:
     const AttendCall instead_;
     const int threads_;
     float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
-    const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed
+    const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed, slots a group
+    const int32_t* tables_ = nullptr;                        // a group
     AttentionCall call_{};
     size_t num_plans_ = 0;
-    static thread_local std::vector<std::pair<int32_t, AttentionPlan>> plans_;  // by window, the first `num_plans_` of them
+    static thread_local std::vector<std::pair<int32_t, AttentionPlan>> plans_;  // by kind, the first `num_plans_` of them
     static thread_local Narrowed narrowed_;
     static thread_local Scratch turned_, narrow_;
     static thread_local std::vector<AdaptedRun> runs_;

@@ -1,0 +1,93 @@
+"""Groups of layers: the shapes of published models, and pages counted one by one against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.page_groups import UNIFORM, PageGroups, page_key, plan_groups
+from mooncake.types import BlockKey, KVLayout
+
+CONTEXT = 131072
+
+
+def every(period: int, num_layers: int, window: int) -> list[int]:
+    """One layer in ``period`` sees everything, as Gemma's do."""
+    return [0 if layer % period == period - 1 else window for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_global", "num_local", "num_rows", "num_empty"),
+    [
+        pytest.param(every(2, 26, 4096), 1, 1, 13, 0, id="gemma-2-2b"),
+        pytest.param(every(2, 42, 4096), 1, 1, 21, 0, id="gemma-2-9b"),
+        pytest.param(every(6, 26, 512), 1, 6, 4, 2, id="gemma-3-1b"),
+        pytest.param(every(6, 34, 1024), 1, 6, 5, 1, id="gemma-3-4b"),
+        pytest.param(every(6, 48, 1024), 1, 5, 8, 0, id="gemma-3-12b"),
+        pytest.param(every(6, 62, 1024), 1, 6, 10, 8, id="gemma-3-27b"),
+    ],
+)
+def test_published_models_are_parted_by_their_rarer_kind(
+    windows: list[int], num_global: int, num_local: int, num_rows: int, num_empty: int
+) -> None:
+    groups = plan_groups(windows, CONTEXT)
+    assert groups.windows == (0,) * num_global + (windows[0],) * num_local
+    assert (groups.num_rows, groups.num_empty_rows) == (num_rows, num_empty)
+    assert sorted(set(groups.places)) == sorted(groups.places), "two layers in one place"
+    assert [groups.windows[group] for group, _ in groups.places] == windows
+    layout = KVLayout(len(windows), 4, 64, 256, "bfloat16")
+    assert groups.page_layout(layout).block_bytes == num_rows * layout.layer_bytes
+
+
+@pytest.mark.parametrize(
+    ("windows", "context", "expected"),
+    [
+        ([0] * 12, CONTEXT, UNIFORM),
+        ([4096] * 12, CONTEXT, PageGroups((4096,))),
+        ([4096] * 12, 4096, UNIFORM),
+        (every(6, 24, 1024), 1024, UNIFORM),
+        ([512, *[0] * 30], CONTEXT, UNIFORM),
+        ([512, *[1024] * 30], CONTEXT, PageGroups((1024,))),
+    ],
+    ids=["none", "all", "all-seen", "both-seen", "hardly-any", "narrower"],
+)
+def test_what_saves_little_is_one_group(windows: list[int], context: int, expected: PageGroups) -> None:
+    groups = plan_groups(windows, context)
+    assert groups == expected
+    assert groups.num_empty_rows == 0 and groups.name == ""
+    layout = KVLayout(len(windows), 4, 64, 256, "bfloat16")
+    assert groups.page_layout(layout) == layout
+
+
+@pytest.mark.parametrize("block_tokens", [4, 7, 16])
+@pytest.mark.parametrize("window", [1, 5, 6, 16, 40])
+def test_formulas_count_pages(block_tokens: int, window: int) -> None:
+    groups = PageGroups((0, window, window))
+    for num_tokens in range(1, 120):
+        blocks = range(-(-num_tokens // block_tokens))
+        seen = {token // block_tokens for token in range(max(num_tokens - window, 0), num_tokens)}
+        assert groups.num_pages(num_tokens, block_tokens) == len(blocks) + 2 * len(seen)
+        for at_once in (1, 3, 16):
+            touched = {token // block_tokens for token in range(max(num_tokens - window, 0), num_tokens - 1 + at_once)}
+            most = groups.most_pages(1, at_once, block_tokens)
+            assert most is not None and len(touched) <= most
+
+
+def test_a_long_context_takes_what_the_papers_say() -> None:
+    """8192 tokens, 5 of 6 layers with a window of 1024: (1/6 + 5/6 · 1/8) of what all layers would keep."""
+    groups = plan_groups(every(6, 36, 1024), CONTEXT)
+    pages = groups.num_pages(8192, 64)
+    assert pages * groups.num_rows == 36 * 128 * (1 + 5 / 8) / 6
+
+
+def test_the_longest_sequence_is_the_last_one_that_fits() -> None:
+    groups = PageGroups((0, 24))
+    for num_pages in range(2, 60):
+        longest = groups.max_model_len(num_pages, 8, 4, 1000) // 4
+        assert groups.num_needed(longest, 8, 4) <= num_pages < groups.num_needed(longest + 1, 8, 4)
+    assert groups.max_model_len(10_000, 8, 4, 99) == 99
+
+
+def test_pages_of_all_groups_have_keys_of_their_own() -> None:
+    key = BlockKey(bytes(range(32)))
+    keys = [page_key(key, group) for group in range(8)]
+    assert keys[0] == key and len(set(keys)) == 8 and {len(key) for key in keys} == {32}

@@ -1,0 +1,170 @@
+"""A model with sliding windows through a whole cluster: of layers that see a window, only its pages are handed over,
+stored and read back, and the answers are those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+from drive import ask_all, leaks, status, wait_idle
+from live import running_cluster, small_config
+from tiny_lora import greedy
+from tiny_model import write_tiny_model
+
+from decode_node.node import DecodeNode
+from kvstore.__main__ import build
+from mooncake.checkpoint import open_checkpoint
+from mooncake.config import load_config
+from mooncake.rpc import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
+from mooncake.rpc.server import Channels
+from mooncake.types import SamplingParams
+from prefill_node.node import PrefillNode
+
+BLOCK, WINDOW, NEW = 8, 16, 20
+SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
+
+
+def write_model(folder: Path) -> Any:
+    """13 layers, of which every sixth sees everything: 7 groups of 2 rows, one of them empty."""
+    shape = {"sliding_window": WINDOW, "num_hidden_layers": 13, "hidden_size": 64, "head_dim": 16}
+    return write_tiny_model(folder, "gemma3_text", **shape, query_pre_attn_scalar=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [(), ("cluster.coupled=1",), ("model.kv_dtype=int8",)], ids=["fp32", "coupled", "int8"]
+)
+async def test_a_cluster_answers_as_transformers_do(settings: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    prompts = [np.random.default_rng(seed).integers(3, 320, 30 + 25 * seed).tolist() for seed in range(4)]
+    expected = [greedy(model, prompt, NEW) for prompt in prompts]
+    config = small_config(f"model.path={tmp_path}", "model.dtype=float32", *SMALL, *settings)
+    with running_cluster(config) as cluster:
+        async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+            answers = await ask_all(channel, prompts, NEW, at_once=3)
+            if not any("int8" in setting for setting in settings):
+                assert [answer.tokens for answer in answers] == expected
+            await wait_idle(channel)
+            turns = [[*prompt, *answer.tokens, 7, 8] for prompt, answer in zip(prompts, answers, strict=True)]
+            again = await ask_all(channel, turns, NEW, at_once=3)
+            if not any("int8" in setting for setting in settings):
+                assert [answer.tokens for answer in again] == [greedy(model, turn, NEW) for turn in turns]
+            assert all(answer.cached_tokens for answer in again)
+            await wait_idle(channel)
+            assert not leaks(await status(channel))
+
+
+class Nodes:
+    """A store, a decode node and prefill nodes without a conductor, so that what one request moved can be counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._settings = [f"model.path={folder}", "model.dtype=float32", "node.conductor='127.0.0.1:9'", *SMALL]
+        self._channels = Channels()
+        self._nodes: list[Any] = []
+        self._number = 0
+
+    async def start(self) -> None:
+        self.store = await self._start(build, "store")
+        self.decode = await self._start(DecodeNode, "decode")
+        self.first, self.second = [await self._start(PrefillNode, f"prefill{i}") for i in range(2)]
+
+    async def _start(self, make: Any, name: str) -> Any:
+        node = make(load_config(None, [*self._settings, f"node.id={name}"]))
+        await node.start()
+        self._nodes.append(node)
+        return node
+
+    async def stop(self) -> None:
+        await self._channels.close()
+        for node in reversed(self._nodes):
+            await node.stop()
+
+    async def ask(
+        self, prefill: PrefillNode, prompt: list[int], num_tokens: int
+    ) -> tuple[list[int], common_pb2.PrefillReport]:
+        self._number += 1
+        pools = [prefill_pb2.PoolTarget(control_address=self.store.control_address)]
+        common: dict[str, Any] = {
+            "request_id": f"r{self._number}",
+            "handoff_id": f"h{self._number}",
+            "epoch": self._number,
+            "tokens": tokens_to_wire(np.array(prompt, np.uint32)),
+            "num_prompt_tokens": len(prompt),
+            "sampling": sampling_to_wire(SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)),
+            "pools": pools,
+        }
+        answering = asyncio.create_task(self._answer(common))
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(prefill.control_address))
+        report: common_pb2.PrefillReport | None = None
+        async for response in stub.Run(
+            prefill_pb2.PrefillRequest(decode_address=self.decode.control_address, **common), timeout=60
+        ):
+            if response.HasField("report"):
+                report = response.report
+        assert report is not None
+        return await answering, report
+
+    async def _answer(self, common: dict[str, Any]) -> list[int]:
+        stub = decode_pb2_grpc.DecodeStub(self._channels.get(self.decode.control_address))
+        call = stub.Generate(decode_pb2.DecodeRequest(**common), timeout=60)
+        return [token.token_id async for response in call for token in response.tokens]
+
+
+@pytest_asyncio.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Nodes, Any]]:
+    model, nodes = write_model(tmp_path), Nodes(tmp_path)
+    await nodes.start()
+    try:
+        yield nodes, model
+    finally:
+        await nodes.stop()
+
+
+async def test_what_is_handed_over_stored_and_read_is_a_window_of_each_local_group(
+    nodes: tuple[Nodes, Any], tmp_path: Path
+) -> None:
+    cluster, model = nodes
+    page_bytes = open_checkpoint(str(tmp_path)).kv_layout(BLOCK, "float32").layer_bytes * 2
+    plan = cluster.first.host.plan
+    assert plan.layout.block_bytes == page_bytes and plan.groups.windows == (0, *[WINDOW] * 6)
+    before = cluster.decode.host.engine.load().computed_tokens
+    prompt = np.random.default_rng(1).integers(3, 320, 123).tolist()
+    answer, report = await cluster.ask(cluster.first, prompt, NEW)
+    assert answer == greedy(model, prompt, NEW)
+    # The next token, 123, sees from 108 on, in block 13; and so does who goes on behind the 15 full blocks.
+    assert report.sent_bytes == (16 + 6 * 3) * page_bytes
+    assert report.pool_bytes == (15 + 6 * 2) * page_bytes
+
+    turn = [*prompt, *answer, 5, 6, 7]
+    later, report = await cluster.ask(cluster.second, turn, NEW)
+    assert later == greedy(model, turn, NEW)
+    assert report.local_cached_tokens == 0
+    assert report.pool_cached_tokens in (15 * BLOCK, 17 * BLOCK), "as many as were written back by then"
+    computed = cluster.decode.host.engine.load().computed_tokens - before
+    assert computed == 2 * (NEW - 1), "the decode node computed a prompt"
+    await asyncio.gather(*(node.drained() for node in (cluster.first, cluster.second)))
+    for node in (cluster.first, cluster.second):
+        assert node.host.engine.block_pool.num_in_use == 0
+        node.host.engine.block_pool.check()
+
+
+async def test_a_prefix_whose_windows_are_gone_is_computed(nodes: tuple[Nodes, Any]) -> None:
+    """The pool has all blocks of the beginning, but windows only at the end of the prompt they were stored with."""
+    cluster, model = nodes
+    head = np.random.default_rng(2).integers(3, 320, 96).tolist()
+    longer = [*head, *np.random.default_rng(3).integers(3, 320, 40).tolist()]
+    await cluster.ask(cluster.first, longer, 2)
+    other = [*head, *np.random.default_rng(4).integers(3, 320, 30).tolist()]
+    answer, report = await cluster.ask(cluster.second, other, NEW)
+    assert answer == greedy(model, other, NEW)
+    assert (report.local_cached_tokens, report.pool_cached_tokens) == (0, 0)
+    # A node that has computed it still has the windows in the middle, as long as nobody needs their room.
+    _, report = await cluster.ask(cluster.first, other, 2)
+    assert report.local_cached_tokens == 96

@@ -1,0 +1,226 @@
+"""Layers with a window give up what no token to come sees: the same answers, from as many pages as the formula has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Rows
+
+import pytest
+
+from mooncake.engine.engine import Engine
+from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.page_groups import PageGroups, page_key, plan_groups
+from mooncake.types import BeamSearch, SamplingParams
+from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_prompt, run_all
+from tests.engine.windowed_model import HYBRID, LOCAL, true_answer, windowed_engine
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+WINDOW = 6
+
+
+def num_held(engine: Engine, sequence: Sequence) -> int:
+    return len(engine._scheduler.blocks.held(sequence))
+
+
+@pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
+@pytest.mark.parametrize("chunk_tokens", [0, 3, 8, 64])
+def test_answers_are_those_of_a_model_that_keeps_everything(windows: Rows[int], chunk_tokens: int) -> None:
+    engine, _ = windowed_engine(windows, chunk_tokens=chunk_tokens, max_sequences=3)
+    prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1, 4, 5, 9, 31, 32, 33])}
+    for name, prompt in prompts.items():
+        engine.add(hash_sequence(name, prompt))
+    assert answers(run_all(engine)) == {name: true_answer(prompt, 12, windows) for name, prompt in prompts.items()}
+    assert engine.block_pool.num_in_use == 0
+
+
+@pytest.mark.parametrize(("windows", "num_kept", "num_windowed"), [(HYBRID, 1, 2), (LOCAL, 0, 1)])
+def test_a_sequence_holds_the_pages_that_the_formula_has(windows: Rows[int], num_kept: int, num_windowed: int) -> None:
+    engine, _ = windowed_engine(windows)
+    sequence = hash_sequence("r", random_prompt(29, 0), SamplingParams(max_tokens=90, temperature=0.0))
+    engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+        n = sequence.num_computed
+        if sequence.state is SequenceState.RUNNING and sequence.is_decoding:
+            blocks, first = -(-n // BLOCK), max(n - WINDOW, 0) // BLOCK
+            assert num_held(engine, sequence) == num_kept * blocks + num_windowed * (blocks - first)
+            assert num_held(engine, sequence) == engine.config.groups.num_pages(n, BLOCK)
+            assert engine.block_pool.num_in_use == num_held(engine, sequence)
+
+
+def test_a_prompt_holds_no_more_than_a_window_and_a_chunk() -> None:
+    engine, _ = windowed_engine(LOCAL, chunk_tokens=8)
+    sequence = hash_sequence("r", random_prompt(180, 0))
+    engine.add(sequence)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.block_pool.num_in_use)
+    assert most == engine.config.groups.most_pages(0, 8, BLOCK) == 5
+
+
+def test_many_more_sequences_fit() -> None:
+    """As many tokens of context each, in as many bytes, at the same time."""
+    running = {}
+    for windows in (LOCAL, (0,) * len(LOCAL)):
+        engine, _ = windowed_engine(windows, num_pages=100, max_sequences=40, chunk_tokens=80)
+        for i in range(20):
+            engine.add(hash_sequence(f"r{i}", random_prompt(70, i), SamplingParams(max_tokens=30, temperature=0.0)))
+        most = 0
+        while engine.has_work:
+            engine.step()
+            most = max(most, engine.load().running)
+        running[windows] = most
+    assert running[LOCAL] >= 3 * running[(0,) * len(LOCAL)] > 0
+
+
+# What is found in the cache
+
+
+def answer_again(engine: Engine, name: str, prompt: list[int], windows: Rows[int]) -> int:
+    """Its answer must be right; how many tokens of the prompt were found."""
+    sequence = hash_sequence(name, prompt)
+    engine.add(sequence)
+    assert answers(run_all(engine)) == {name: true_answer(prompt, 12, windows)}
+    return sequence.num_cached_tokens
+
+
+@pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
+def test_a_second_turn_goes_on_where_the_first_ended(windows: Rows[int]) -> None:
+    engine, _ = windowed_engine(windows)
+    prompt = random_prompt(50, 0)
+    assert answer_again(engine, "first", prompt, windows) == 0
+    longer = [*prompt, *true_answer(prompt, 12, windows), *random_prompt(9, 1)]
+    assert answer_again(engine, "second", longer, windows) == 61 // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("length", [48, 49, 51])
+def test_of_a_prompt_that_is_cached_as_a_whole_only_the_end_is_computed(length: int) -> None:
+    engine, model = windowed_engine(HYBRID)
+    prompt = random_prompt(length, 0)
+    answer_again(engine, "first", prompt, HYBRID)
+    before = model.num_tokens
+    assert answer_again(engine, "again", prompt, HYBRID) == min(length // BLOCK * BLOCK, length - 1)
+    assert model.num_tokens - before == (1 if length == 48 else length - 48) + 11
+
+
+@pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
+@pytest.mark.parametrize("hole", [3, 7, 9, 10, 11])
+def test_a_prefix_is_as_long_as_all_groups_can_go_on_behind_it(windows: Rows[int], hole: int) -> None:
+    """One page of a window is evicted; the prefix ends before it, or behind the window in which it is needed."""
+    engine, _ = windowed_engine(windows)
+    prompt = random_prompt(12 * BLOCK, 0)
+    answer_again(engine, "first", prompt, windows)
+    probe = hash_sequence("probe", [*prompt, *random_prompt(6, 1)])
+    probe.extend_keys(BLOCK)
+    group = engine.config.groups.num_groups - 1
+    assert engine.block_pool.discard(page_key(probe.block_keys[hole], group))
+    # Behind block 12 the next token, or the last one, computed anew, sees from token 42 on: block 10.
+    expected = 12 if hole < 10 else hole
+    assert answer_again(engine, "second", probe.tokens.tolist(), windows) == expected * BLOCK
+
+
+def test_the_hit_rule_is_that_of_a_search_over_all_borders() -> None:
+    """Against the rule as a sentence, with random pages missing."""
+    rng = random.Random(5)
+    engine, _ = windowed_engine(HYBRID)
+    prompt = random_prompt(20 * BLOCK, 0)
+    groups, pool = engine.config.groups, engine.block_pool
+    for number in range(60):
+        engine.drop_cached()
+        probe = hash_sequence(f"r{number}", prompt)
+        engine.add(probe)
+        run_all(engine)
+        keys = probe.block_keys[:20]
+        missing = {(rng.randrange(groups.num_groups), rng.randrange(20)) for _ in range(rng.randint(0, 6))}
+        for group, index in missing:
+            pool.discard(page_key(keys[index], group))
+        there = {(g, i) for g in range(groups.num_groups) for i in range(20) if pool.has(page_key(keys[i], g))}
+        assert engine._scheduler.blocks.match(keys) == max(c for c in range(21) if seen_behind(c, groups) <= there)
+
+
+def seen_behind(num_blocks: int, groups: PageGroups) -> set[tuple[int, int]]:
+    """(group, block) of all pages of which the last of so many blocks, or the token behind it, sees something."""
+    last = num_blocks * BLOCK - 1
+    return {
+        (group, index)
+        for group, window in enumerate(groups.windows)
+        for index in range(num_blocks)
+        if not window or (index + 1) * BLOCK > last - window + 1
+    }
+
+
+# Whatever comes and goes
+
+
+@pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], seed: int) -> None:
+    """Several answers, beams, speculation, aborts, priorities, prompts that begin alike; tight pages and places."""
+    rng = random.Random(seed)
+    least = 18 * plan_groups(windows, 200).num_groups
+    engine, _ = windowed_engine(
+        windows,
+        num_pages=rng.randint(least, least + 12),
+        num_places=rng.choice([0, 6, 60]),
+        chunk_tokens=rng.choice([3, 8, 16]),
+        speculative_tokens=rng.choice([0, 4]),
+    )
+    places = engine._scheduler.blocks.swap.num_free
+    heads = [random_prompt(rng.randint(8, 30), seed * 10 + i) for i in range(2)]
+    prompts = {
+        f"r{i}": [*rng.choice(heads)[: rng.randint(4, 30)], *random_prompt(rng.randint(1, 14), 100 * seed + i)]
+        for i in range(12)
+    }
+    aborted, outputs, names = set(), [], list(prompts)
+    searches = set()
+    while names or engine.has_work:
+        if names and rng.random() < 0.5:
+            name = names.pop()
+            sampling = SamplingParams(max_tokens=24, temperature=0.0)
+            if rng.random() < 0.3:
+                sampling = SamplingParams(max_tokens=10, temperature=0.0, n=3)
+            elif rng.random() < 0.2:
+                sampling = SamplingParams(max_tokens=6, temperature=0.0, n=2, beam_search=BeamSearch())
+                searches.add(name)
+            engine.add(hash_sequence(name, prompts[name], sampling, priority=rng.randint(0, 2)))
+        if rng.random() < 0.05:
+            victim = rng.choice(list(prompts))
+            engine.abort(victim)
+            aborted.add(victim)
+        outputs += engine.step()
+        assert not (engine.is_stalled and engine.has_work)
+        engine.block_pool.check()
+    assert not [name for name, _ in engine.take_ended() if name not in aborted]
+    for name, tokens in answers(outputs).items():
+        request = name.partition("#")[0]
+        if request not in aborted | searches:
+            assert tokens == true_answer(prompts[request], len(tokens), windows) and len(tokens) in (10, 24)
+    assert engine.block_pool.num_in_use == 0
+    assert engine._scheduler.blocks.swap.num_free == places
+
+
+@pytest.mark.parametrize("windows", [(0, 24, 24), (24, 24)], ids=["hybrid", "local"])
+def test_prompts_that_share_a_window_get_on_though_pages_are_lacking(windows: Rows[int]) -> None:
+    """A page that one prompt gives up is still held by another, so that it cannot have a new one in its place."""
+    num_lacks = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        needed = plan_groups(windows, 200).num_needed(45, 8, BLOCK)
+        engine, _ = windowed_engine(windows, num_pages=needed + rng.randint(0, 3))
+        head = random_prompt(120, seed)
+        prompts = {f"r{i}": [*head, *random_prompt(rng.randint(10, 50), 100 * seed + i)] for i in range(5)}
+        outputs, names = [], list(prompts)
+        while names or engine.has_work:
+            if names and rng.random() < 0.3:
+                name = names.pop()
+                engine.add(hash_sequence(name, prompts[name]))
+            outputs += engine.step()
+            assert not (engine.is_stalled and engine.has_work)
+            num_lacks += any(
+                len(sequence.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
+                for sequence in engine._scheduler.running
+            )
+        assert answers(outputs) == {name: true_answer(prompt, 12, windows) for name, prompt in prompts.items()}
+        assert engine.block_pool.num_in_use == 0
+    assert num_lacks, "nothing was lacking"
