@@ -85,18 +85,12 @@ class LayerStreamer:
     streams: dict[str, Stream] = field(default_factory=dict)
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
     _step: list[StreamStep] = field(default_factory=list)
-    _inheriting: list[Stream] = field(default_factory=list)  # with tokens of which own layers alone are computed
+    _loads: list[PrefixLoad] = field(default_factory=list)  # that this step reads from
     _leaves: bool = False  # whether something becomes final in this step that has somewhere to go
 
     @property
     def wants_layers(self) -> bool:
-        return bool(self._leaves or self.listeners or self._loading)
-
-    @property
-    def _loading(self) -> list[PrefixLoad]:
-        """What this step may have to wait for: tokens that inherit read what is before them, and their own layers."""
-        loads = [load for part in self._step for load in part.stream.loads]
-        return loads + [stream.load for stream in self._inheriting if stream.load is not None]
+        return bool(self._leaves or self.listeners or self._loads)
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
@@ -111,19 +105,21 @@ class LayerStreamer:
             stream.on_admitted(sequence)
 
     def begin_step(self, plan: StepPlan) -> None:
-        self._step, self._inheriting = [], []
+        self._step, self._loads = [], []
         for entry in plan.inherited:
             stream = self._begin(entry.sequence.request_id)
             if stream is None or stream.inherited is None:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
             stream.inherited.wait_aside()
-            self._inheriting.append(stream)
+            if stream.load is not None:  # of what is before them; of the variant's KV they read nothing else
+                self._loads.append(stream.load)
         place = 0
         for entry in plan.entries:
             place += entry.num_tokens
             stream = self._begin(entry.sequence.request_id)
             if stream is None:
                 continue
+            self._loads += stream.loads
             is_last = entry.end == entry.sequence.num_tokens and not stream.has_ended
             num_full = entry.end // self.block_tokens
             end = stream.next_block if stream.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
@@ -140,7 +136,7 @@ class LayerStreamer:
         return stream
 
     def before_layer(self, layer: int) -> None:
-        for load in self._loading:
+        for load in self._loads:
             load.wait(layer)
 
     def after_layer(self, layer: int) -> None:
@@ -178,7 +174,7 @@ class LayerStreamer:
                 for sink, outbox in part.stream.outlets:
                     sink.end()
                     outbox.kick(sink)
-        self._step, self._inheriting, self._leaves = [], [], False
+        self._step, self._loads, self._leaves = [], [], False
 
     def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
         """The other groups' pages of these blocks come behind those of the whole prefix."""

@@ -11,6 +11,7 @@ from mooncake.engine.engine import StepPlan
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
 from mooncake.types import KVLayout, SamplingParams
 from prefill_node.outbox import LayerRun
 from prefill_node.streamer import LayerStreamer, Stream
@@ -40,7 +41,9 @@ class Pile:
 
 def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
     tokens = np.arange(num_tokens, dtype=np.uint32)
-    made = Sequence(name, tokens, num_tokens, SamplingParams(max_tokens=1), bytes(32), eos_ids=(), max_model_len=99)
+    made = Sequence(
+        name, tokens, num_tokens, SamplingParams(max_tokens=1), Chain(bytes(32)), eos_ids=(), max_model_len=99
+    )
     made.block_table = blocks
     return made
 
