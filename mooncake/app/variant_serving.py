@@ -47,9 +47,11 @@ async def first_tokens(
     keeps = (layers[0],) if layers[0] else ()
     prompts = _prompts(checkpoint, serving.prefix_tokens + TAIL)
     times: dict[str, list[float]] = {FULL: []}
+    link = ['transfer.transports=["tcp"]', f"transfer.max_mb_per_s={serving.link_mb_per_s}"]
+    link = link if serving.link_mb_per_s else []
     with tempfile.TemporaryDirectory() as folder:
         tell("starting the sender")
-        async with LocalCluster(_config(model, serving, f"model.keep_hidden={list(keeps)}")) as sender:
+        async with LocalCluster(_config(model, serving, f"model.keep_hidden={list(keeps)}", *link)) as sender:
             with Client(sender.grpc_address) as client:
                 pool = _nodes(client, Role.STORE)[0].info.control_address
             for name, inputs_first in ((INPUTS_FIRST, True), (KV_FIRST, False)):
@@ -107,7 +109,6 @@ def _counter(client: Client, name: str) -> int:
 
 
 def _config(model: str, serving: Serving, *more: str) -> Config:
-    link = ['transfer.transports=["tcp"]', f"transfer.max_mb_per_s={serving.link_mb_per_s}"]
     return load_config(
         None,
         [
@@ -123,7 +124,6 @@ def _config(model: str, serving: Serving, *more: str) -> Config:
             "decode.kv_gb=0.4",
             "decode.swap_gb=0",
             "store.dram_gb=0.5",
-            *(link if serving.link_mb_per_s else ()),
             *more,
         ],
     )
