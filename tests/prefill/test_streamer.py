@@ -44,7 +44,7 @@ def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
     made = Sequence(
         name, tokens, num_tokens, SamplingParams(max_tokens=1), Chain(bytes(32)), eos_ids=(), max_model_len=99
     )
-    made.block_table = blocks
+    made.block_table, made.tables, made.first_held = blocks, [blocks], [0]
     return made
 
 
