@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,7 +24,7 @@ from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, KVLoadFailed, MooncakeError
+from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
 from mooncake.page_groups import page_key, page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
@@ -43,18 +43,17 @@ from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
 from prefill_node.chunks import Chunk, ChunkDesk
 from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
 from prefill_node.inherit import Inheritance, Sender, find
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
+from prefill_node.leases import CONTROL_TIMEOUT_S, Leases
+from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
 
 log = logging.getLogger(__name__)
 
-CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
 CLOSE_TRIES = 3
 REPORT_PATIENCE_S = 0.25  # the report waits so long for the pool, and the answer for the report
 
 T = TypeVar("T")
-Lease = TypeVar("Lease", LeasedPrefix, ForeignLease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,7 @@ class PrefillJob:
         self._keys = chain.keys(self._tokens, self._layout.block_tokens)
         self._store = shop.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
+        self._leases = Leases(self._loop)
         self._has_started = asyncio.Event()
         self._foreign: ForeignPrefix | None = None  # what is loaded comes from there
         self._handoff: Sink | None = None
@@ -258,41 +258,15 @@ class PrefillJob:
         prefix = max(block.index for block in blocks if block.group == 0) + 1
         keys = self._keys[:prefix] + [block.key for block in blocks if block.group]
         assert self._store is not None
-        lease = self._lease_foreign if self._foreign is not None else partial(self._lease, self._store)
-        release = partial(self._release, self._store)
-        load = PrefixLoad(self._id, blocks, lambda: lease(keys), release, self._layout, deadline, groups=self._groups)
+        store, foreign, leases = self._store, self._foreign, self._leases
+
+        def lease() -> LeasedPrefix | ForeignLease:
+            return leases.take(store, keys) if foreign is None else leases.take_foreign(store, foreign, len(keys))
+
+        release = partial(leases.end, store)
+        load = PrefixLoad(self._id, blocks, lease, release, self._layout, deadline, groups=self._groups)
         self._shop.loader.submit(load)
         return load
-
-    def _lease(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
-        """On the loader's thread."""
-        return self._in_time(store, self._lease_stored(store, keys))
-
-    def _lease_foreign(self, keys: list[BlockKey]) -> ForeignLease:
-        """On the loader's thread: what as many blocks are made of in the others' layout."""
-        assert self._foreign is not None and self._store is not None
-        return self._in_time(self._store, self._foreign.lease(len(keys), CONTROL_TIMEOUT_S))
-
-    def _in_time(self, store: StoreClient, leasing: Coroutine[object, object, Lease]) -> Lease:
-        return lease_in_time(leasing, self._loop, CONTROL_TIMEOUT_S + 1, lambda late: self._release(store, late, []))
-
-    async def _lease_stored(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
-        lease = await store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
-        if len(lease.blocks) < len(keys):
-            await _quietly(store.release([lease]))
-            raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
-        return LeasedPrefix(
-            lease.segment,
-            [lease.lease_id],
-            lease.expires_s,
-            [block.slot for block in lease.blocks],
-            [block.checksums for block in lease.blocks],
-        )
-
-    def _release(self, store: StoreClient, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
-        """From any thread; nobody waits for it."""
-        call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
-        asyncio.run_coroutine_threadsafe(_quietly(call), self._loop)
 
     # A variant's KV
 
@@ -325,7 +299,7 @@ class PrefillJob:
         self._inherited_tokens = len(sequence.inherits)
         if found is not None and sequence.inherits:
             deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
-            stream.inherited = found.load(sequence, self._lease, self._release, deadline)
+            stream.inherited = found.load(sequence, self._leases.take, self._leases.end, deadline)
             self._num_exact = sequence.num_exact
             self._shop.loader.submit(stream.inherited)
 
@@ -576,8 +550,3 @@ class PrefillJob:
             return await asyncio.wait_for(future, self._left_s())
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed during prefill") from None
-
-
-async def _quietly(call: Awaitable[object]) -> None:
-    with contextlib.suppress(MooncakeError):
-        await call

@@ -1,0 +1,64 @@
+"""Blocks of the pool under lease, for threads that are not the event loop's: taken within a time, given back unheard.
+
+It must not know prompts, nor who reads the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.client import StoreClient
+from mooncake.errors import KVLoadFailed, MooncakeError
+from mooncake.types import BlockKey
+from prefill_node.foreign import ForeignLease, ForeignPrefix
+from prefill_node.loader import LeasedPrefix, lease_in_time
+
+CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
+
+Lease = TypeVar("Lease", LeasedPrefix, ForeignLease)
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """``loop`` is where stores are called."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def take(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
+        """All of these blocks. Raises KVLoadFailed, and what ``StoreClient.acquire`` does."""
+        return self._in_time(store, _acquire(store, keys))
+
+    def take_foreign(self, store: StoreClient, prefix: ForeignPrefix, num_blocks: int) -> ForeignLease:
+        """What as many blocks of ours are made of in the others' layout."""
+        return self._in_time(store, prefix.lease(num_blocks, CONTROL_TIMEOUT_S))
+
+    def end(self, store: StoreClient, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
+        """From any thread; nobody waits for it."""
+        call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(_quietly(call), self.loop)
+
+    def _in_time(self, store: StoreClient, leasing: Coroutine[object, object, Lease]) -> Lease:
+        return lease_in_time(leasing, self.loop, CONTROL_TIMEOUT_S + 1, lambda late: self.end(store, late, []))
+
+
+async def _acquire(store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
+    lease = await store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
+    if len(lease.blocks) < len(keys):
+        await _quietly(store.release([lease]))
+        raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
+    return LeasedPrefix(
+        lease.segment,
+        [lease.lease_id],
+        lease.expires_s,
+        [block.slot for block in lease.blocks],
+        [block.checksums for block in lease.blocks],
+    )
+
+
+async def _quietly(call: Awaitable[object]) -> None:
+    with contextlib.suppress(MooncakeError):
+        await call
