@@ -52,7 +52,8 @@ async def test_bytes_on_the_wire_and_in_the_pool_fall_by_what_is_shared(tmp_path
 
     def config_of(node_id: str) -> list[str]:
         nobody = "node.conductor='127.0.0.1:9'"  # there: nodes work without, they only are not found
-        return [f"node.id={node_id}", nobody, f"model.path={tmp_path}", "model.dtype=float32", *SMALL]
+        sharing_alone = "block.windows=false"  # else windows, too, make it fewer
+        return [f"node.id={node_id}", nobody, f"model.path={tmp_path}", "model.dtype=float32", sharing_alone, *SMALL]
 
     store = StoreNode(load_config(None, config_of("store-s")), block_bytes)
     decode, prefill = (

@@ -146,7 +146,7 @@ async def test_what_is_handed_over_stored_and_read_is_a_window_of_each_local_gro
     later, report = await cluster.ask(cluster.second, turn, NEW)
     assert later == greedy(model, turn, NEW)
     assert report.local_cached_tokens == 0
-    assert report.pool_cached_tokens in (15 * BLOCK, 17 * BLOCK), "as many as were written back by then"
+    assert report.pool_cached_tokens in (15 * BLOCK, 16 * BLOCK, 17 * BLOCK), "as many as were written back by then"
     computed = cluster.decode.host.engine.load().computed_tokens - before
     assert computed == 2 * (NEW - 1), "the decode node computed a prompt"
     await asyncio.gather(*(node.drained() for node in (cluster.first, cluster.second)))
