@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mooncake.config import load_config
+from mooncake.model_config import ModelConfig
 from mooncake.page_groups import UNIFORM, PageGroups, page_key, plan_groups
 from mooncake.types import BlockKey, KVLayout
 
@@ -91,3 +93,50 @@ def test_pages_of_all_groups_have_keys_of_their_own() -> None:
     key = BlockKey(bytes(range(32)))
     keys = [page_key(key, group) for group in range(8)]
     assert keys[0] == key and len(set(keys)) == 8 and {len(key) for key in keys} == {32}
+
+
+def model(windows: list[int]) -> ModelConfig:
+    return ModelConfig(
+        architecture="gemma3_text",
+        num_layers=len(windows),
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=320,
+        max_model_len=4096,
+        rope_theta=1e4,
+        rope_scaling=None,
+        rms_eps=1e-6,
+        tie_embeddings=True,
+        qkv_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        bos_id=None,
+        eos_ids=(),
+        layer_windows=tuple(windows),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_hybrid", "of_local"),
+    [
+        ((), (0, 64, 64), (0,)),
+        (("cluster.coupled=1",), (0, 64, 64), (64,)),
+        (("model.max_model_len=64",), (0,), (0,)),
+        (("block.windows=false",), (0,), (0,)),
+        (("decode.device=cuda",), (0,), (0,)),
+        (("pool_layout.tensor_parallel=2",), (0,), (0,)),
+        (("model.keep_hidden=[1]",), (0,), (0,)),
+        (("prefill.pipeline_stages=2",), (0,), (0,)),
+        (("prefill.context_parallel=2",), (0,), (0,)),
+    ],
+)
+def test_all_nodes_of_a_cluster_part_layers_alike(
+    settings: tuple[str, ...], of_hybrid: tuple[int, ...], of_local: tuple[int, ...]
+) -> None:
+    """In a cluster with hand-offs somebody must have every block, for a prefix is known by its first ones."""
+    config = load_config(None, list(settings))
+    assert config.page_groups(model(every(3, 6, 64))).windows == of_hybrid
+    assert config.page_groups(model([64] * 6)).windows == of_local
