@@ -68,7 +68,9 @@ class Family:
 
 
 @contextlib.asynccontextmanager
-async def family(folder: Path, layers: range, *settings: str, same: bool = False) -> AsyncIterator[Family]:
+async def family(
+    folder: Path, layers: range, *settings: str, same: bool = False, inputs_first: bool = True
+) -> AsyncIterator[Family]:
     sender, receiver = write_pair(folder, same=same)
     kept = f"model.keep_hidden={list(KEPT)}"
     layout = open_checkpoint(str(sender)).kv_layout(BLOCK, "float32", KEPT)
@@ -78,7 +80,7 @@ async def family(folder: Path, layers: range, *settings: str, same: bool = False
     await store.start()
     try:
         pool = store.control_address
-        variant = f"prefill.variant={profile(sender, receiver, layers)}"
+        variant = f"prefill.variant={profile(sender, receiver, layers, inputs_first=inputs_first)}"
         async with (
             node_pair(sender, kept, name="s", pool=pool) as theirs,
             node_pair(receiver, variant, *settings, name="r", pool=pool) as ours,
@@ -149,10 +151,12 @@ async def test_all_layers_computed_anew_are_the_receivers_own_answer(tmp_path: P
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("layers", [range(1, 3), range(3, 5), range(1)])
-async def test_a_group_is_computed_from_what_the_sender_kept(tmp_path: Path, layers: range) -> None:
+@pytest.mark.parametrize(
+    ("layers", "inputs_first"), [(range(1, 3), True), (range(1, 3), False), (range(3, 5), True), (range(1), True)]
+)
+async def test_a_group_is_computed_from_what_the_sender_kept(tmp_path: Path, layers: range, inputs_first: bool) -> None:
     prompt = some_tokens(8 * BLOCK + 3)
-    async with family(tmp_path, layers, "prefill.chunk_tokens=24") as nodes:
+    async with family(tmp_path, layers, "prefill.chunk_tokens=24", inputs_first=inputs_first) as nodes:
         await nodes.sender.ask(prompt)
         await nodes.stored(8)
         answer, report = await nodes.receiver.ask(prompt)
