@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import numpy as np
 
 from mooncake.errors import ConfigError, ModelError, NotFound
-from mooncake.types import TokenIds
+
+if TYPE_CHECKING:
+    from mooncake.types import TokenIds  # numpy, without which the command line comes to life sooner
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_FILE_BYTES = 2 << 30
@@ -65,10 +66,10 @@ def last_occurrence(tokens: TokenIds, wanted: Sequence[int]) -> int | None:
     num_places = len(tokens) - len(wanted) + 1
     if num_places < 1:
         return None
-    fits = np.ones(num_places, np.bool_)
-    for offset, token in enumerate(wanted):
+    fits = tokens[:num_places] == wanted[0]
+    for offset, token in enumerate(wanted[1:], 1):
         fits &= tokens[offset : offset + num_places] == token
-    places = np.flatnonzero(fits)
+    places = fits.nonzero()[0]
     return int(places[-1]) if len(places) else None
 
 

@@ -75,9 +75,7 @@ class ModelConfig:
         """Tokens of prompt plus answer where so many are ``asked`` for, or 0: all that the model reads. Raises
         ConfigError for more than those."""
         if asked > self.max_model_len:
-            raise ConfigError(
-                f"max_model_len = {asked} is more than the {self.max_model_len} tokens that the model reads"
-            )
+            raise ConfigError(f"max_model_len is {asked}, and the context of the model {self.max_model_len} tokens")
         return asked or self.max_model_len
 
     def for_context(self, asked: int) -> ModelConfig:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from mooncake.model_config import ModelConfig
-from mooncake.types import BlockKey, KVLayout
+
+if TYPE_CHECKING:
+    from mooncake.types import BlockKey, KVLayout  # numpy, without which the command line comes to life sooner
 
 MAX_GROUPS = 8  # each costs a step a block table and a list of slots
 WINDOWS_IN_CONTEXT = 8  # the context for which memory is weighed, in windows
@@ -138,7 +141,7 @@ def page_number(group: int, block: int) -> int:
 
 def page_key(key: BlockKey, group: int) -> BlockKey:
     """Of the group's page of a block, as long as every key. The first group has the block's own."""
-    return BlockKey(bytes((key[0] ^ group,)) + key[1:]) if group else key
+    return cast("BlockKey", bytes((key[0] ^ group,)) + key[1:]) if group else key
 
 
 def groups_of(config: ModelConfig, context: int) -> PageGroups:

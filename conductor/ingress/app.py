@@ -32,7 +32,7 @@ from mooncake.adapters import open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
-from mooncake.errors import ConfigError, MooncakeError
+from mooncake.errors import MooncakeError
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.rpc.server import RpcServer
@@ -143,13 +143,9 @@ class Ingress:
 
 def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
     """Raises ConfigError when more is asked of the model than it can do: nobody would see that it does less."""
-    own_len = checkpoint.config.max_model_len
-    if config.model.max_model_len > own_len:
-        what = f"model.max_model_len is {config.model.max_model_len}, and the context of {checkpoint.name} is {own_len}"
-        raise ConfigError(what)
     return ServedModel(
         name=config.model.name or checkpoint.name,
-        max_model_len=config.model.max_model_len or own_len,
+        max_model_len=checkpoint.config.context(config.model.max_model_len),
         vocab_size=checkpoint.config.vocab_size,
         block_tokens=config.block.tokens,
         dtype=config.precision().dtype,

@@ -76,7 +76,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (
             ["bench", "nothing"],
             2,
-            "no benchmark is called 'nothing'; there are: blend, chunked, conductor, context,",
+            "no benchmark is called 'nothing'; there are: blend, character, chunked, conductor,",
         ),
         (
             ["status", "--address", "127.0.0.1:9"],
@@ -91,7 +91,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (
             ["serve", "--max-model-len", "100000", "--http-port", "0", "--grpc-port", "0"],
             2,
-            "model.max_model_len is 100000, and the context of SmolLM2-135M-Instruct is 8192",
+            "max_model_len is 100000, and the context of the model 8192 tokens",
         ),
         (["serve", "--set", "store.dram_gb=1e6", "--http-port", "0", "--grpc-port", "0"], 2, "GB of memory"),
     ],

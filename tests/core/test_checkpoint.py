@@ -153,7 +153,7 @@ def test_scaled_positions_are_read_in_the_new_and_the_old_form(
 def test_more_context_than_the_model_reads_is_refused_and_not_cut(folder: Path) -> None:
     config = open_checkpoint(str(folder)).config
     assert (config.context(0), config.context(100), config.context(256)) == (256, 100, 256)
-    sentence = "max_model_len = 257 is more than the 256 tokens that the model reads"
+    sentence = "max_model_len is 257, and the context of the model 256 tokens"
     with pytest.raises(ConfigError, match=sentence):
         config.context(257)
     with pytest.raises(ConfigError, match=sentence):
