@@ -229,7 +229,7 @@ async def running_front(script=None, **limits):
     checkpoint = SimpleNamespace(
         name="bytes",
         digest="0123456789abcdef",
-        config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, vocab_size=257),
+        config=SimpleNamespace(context=lambda _: MAX_MODEL_LEN, vocab_size=257),
         sampling_defaults={"auto": defaults, "none": NEUTRAL}.get,
     )
     status = cluster_status()
