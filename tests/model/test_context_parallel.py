@@ -151,7 +151,7 @@ def test_ranks_of_an_engine_that_is_dropped_end(folder: Path) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_what_does_not_go_together_is_refused(folder: Path, others: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="goes neither with|do not go together"):
+    with pytest.raises(InvalidRequest, match=r"goes neither with|do not go together"):
         LLM(str(folder), context_parallel_size=2, **others)  # type: ignore[arg-type]
 
 
