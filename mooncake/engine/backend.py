@@ -118,10 +118,8 @@ def on_cpu(
     cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
     if context_ranks == 1:
         return Backend(model, cache, mirror=cache)
-    if adapters or precision.key_scales or can_blend or checkpoint.config.kv_sources:
-        raise ModelError(
-            "context parallelism goes without adapters, model.key_scales, blending and layers that share KV"
-        )
+    if adapters or precision.key_scales or can_blend:
+        raise ModelError("context parallelism goes without adapters, model.key_scales and blending")
     from mooncake.model.context_parallel import ContextParallelModel, Setup
 
     setup = Setup(

@@ -161,6 +161,8 @@ def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
     config = checkpoint.config
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
     shape = shape_of(checkpoint, setup)
+    if config.kv_sources:
+        raise ModelError(f"{checkpoint.name} shares KV between layers, which context parallel ranks do not")
     if has_windows and setup.method not in (None, Method.HEADS):
         raise ModelError(f"layers with a sliding window go by heads over context parallel ranks, not by {setup.method}")
     if (has_windows or setup.method is Method.HEADS) and not shape.can_part_heads(setup.size):

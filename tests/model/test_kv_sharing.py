@@ -19,7 +19,7 @@ from mooncake import LLM, SamplingParams
 from mooncake.adapters import Adapter, open_adapters
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.kv_cache import KVCache
-from mooncake.errors import ModelError
+from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales
 from mooncake.model import load_model
@@ -294,3 +294,18 @@ def test_what_does_not_go_together_is_refused(character: Written, tmp_path: Path
     adapter, _ = adapter_of(character, tmp_path, "q_proj", "k_proj")
     with pytest.raises(ModelError, match="adapts keys or values of a layer that has none of its own"):
         load_model(character.checkpoint, "float32", adapters=[adapter])
+    with pytest.raises(ConfigError, match="keep_hidden is for models with KV of each layer's own"):
+        character.checkpoint.kv_layout(BLOCK_TOKENS, "float32", (2,))
+
+
+@pytest.mark.parametrize(
+    ("processes", "why"),
+    [
+        ({"pipeline_parallel_size": 2}, "stages are for the Llama family with KV of each layer's own"),
+        ({"context_parallel_size": 2}, "shares KV between layers"),
+    ],
+    ids=["stages", "ranks"],
+)
+def test_layers_of_several_processes_do_not_share(character: Written, processes: dict[str, int], why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        LLM(str(character.folder), kv_gb=0.001, block_tokens=BLOCK_TOKENS, **processes)  # type: ignore[arg-type]
