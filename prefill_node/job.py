@@ -39,13 +39,14 @@ from mooncake.rpc.convert import (
 )
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
-from mooncake.types import BlockKey, PrefillReport, SampledToken, Timings
+from mooncake.types import PrefillReport, SampledToken, Timings
 from prefill_node.chunks import Chunk, ChunkDesk
-from prefill_node.foreign import ForeignLayout, ForeignLease, ForeignPrefix
+from prefill_node.foreign import ForeignLayout, ForeignPrefix
 from prefill_node.inherit import Inheritance, Sender, find
 from prefill_node.leases import CONTROL_TIMEOUT_S, Leases
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad
+from prefill_node.loader import BlockToLoad, Loader, PrefixLoad
 from prefill_node.outbox import Destination, Outbox, Sink
+from prefill_node.stored_prefix import StoredPrefix
 from prefill_node.streamer import LayerStreamer, Stream
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class PrefillJob:
         self._loop = asyncio.get_running_loop()
         self._leases = Leases(self._loop)
         self._has_started = asyncio.Event()
-        self._foreign: ForeignPrefix | None = None  # what is loaded comes from there
+        self._prefix = self._stored_prefix(self._store) if self._store is not None else None
         self._handoff: Sink | None = None
         self._handoff_pages: list[int] = []  # numbers of those that the decode node wants
         self._committed = False
@@ -122,7 +123,7 @@ class PrefillJob:
         """
         await self._shop.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
-        own_blocks = 0 if self._foreign is not None else stored_blocks
+        own_blocks = stored_blocks if self._prefix is None or self._prefix.is_ours else 0
         if (chunks := self._shop.chunks) is not None and self._may_be_inexact:
             self._chunks = await chunks.bring(self._request, self._tokens, self._store, self._compute_alone)
         if (sender := self._shop.sender) is not None and self._may_be_inexact:
@@ -211,60 +212,31 @@ class PrefillJob:
 
     # The prefix
 
+    def _stored_prefix(self, store: StoreClient) -> StoredPrefix:
+        request, layout = self._request, self._shop.foreign
+        named = (request.cache_salt, request.adapter, request.adapter_start)
+        foreign = None if layout is None else partial(ForeignPrefix, layout, store, self._tokens, *named)
+        return StoredPrefix(self._shop.host, store, self._leases, self._keys, foreign)
+
     async def _count_stored(self) -> int:
-        """How many leading blocks are to be had from the pool, in our layout or in another, when that is more than
-        this node holds itself: what the pool has, and no more than the conductor found worth reading."""
+        """How many leading blocks are to be had from the pool, when that is more than this node holds itself: what the
+        pool has, and no more than the conductor found worth reading."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._layout.block_tokens)
         if self._request.HasField("pool_tokens"):
             usable = min(usable, self._request.pool_tokens // self._layout.block_tokens)
-        keys = self._keys[:usable]
-        if self._store is None or not keys:
-            return 0
-        if self._shop.host.engine.match(keys) == usable:
+        if self._prefix is None or not usable or self._shop.host.engine.match(self._keys[:usable]) == usable:
             return 0
         try:
-            stored = await self._count_own(self._store, keys)
-            if self._shop.foreign is None or stored == usable:
-                return stored
-            request = self._request
-            foreign = ForeignPrefix(
-                self._shop.foreign,
-                self._store,
-                self._tokens,
-                request.cache_salt,
-                request.adapter,
-                request.adapter_start,
-            )
-            converted = min(usable, await foreign.count(CONTROL_TIMEOUT_S))
+            return await self._prefix.count(usable)
         except MooncakeError as error:
             log.info("the pool cannot be asked, going on without: %s", error.message)
-            self._store = None
+            self._store = self._prefix = None
             return 0
-        if converted > stored:
-            self._foreign = foreign
-        return max(stored, converted)
-
-    async def _count_own(self, store: StoreClient, keys: list[BlockKey]) -> int:
-        """Leading blocks in our layout that a prompt can go on behind."""
-        num_groups = self._groups.num_groups
-        pages = [page_key(key, group) for group in range(num_groups) for key in keys]
-        there = await store.exists(pages, timeout_s=CONTROL_TIMEOUT_S)
-        stored = next((i for i in range(len(keys)) if not there[i]), len(keys))
-        return self._groups.border(stored, lambda g, i: there[g * len(keys) + i], self._layout.block_tokens)
 
     def _make_load(self, blocks: list[BlockToLoad]) -> PrefixLoad:
         """On the engine's thread, when the sequence is admitted."""
-        deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
-        prefix = max(block.index for block in blocks if block.group == 0) + 1
-        keys = self._keys[:prefix] + [block.key for block in blocks if block.group]
-        assert self._store is not None
-        store, foreign, leases = self._store, self._foreign, self._leases
-
-        def lease() -> LeasedPrefix | ForeignLease:
-            return leases.take(store, keys) if foreign is None else leases.take_foreign(store, foreign, len(keys))
-
-        release = partial(leases.end, store)
-        load = PrefixLoad(self._id, blocks, lease, release, self._layout, deadline, groups=self._groups)
+        assert self._prefix is not None
+        load = self._prefix.load(self._id, blocks, self._deadline)
         self._shop.loader.submit(load)
         return load
 
