@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
+from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, common_pb2_grpc, replica_pb2_grpc, store_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import RpcServer, join_address
@@ -103,7 +103,7 @@ class StoreNode:
             )
         self._segment = Segment.create(self.node_id, self._block_bytes, num_blocks)
         self._cleanup.callback(self._segment.close)
-        self._populate_in_background()
+        prefault_in_background(self._segment.array)
 
     async def _start_store(self, board: Board | None, events: EventLog) -> None:
         config, cleanup, num_blocks = self.config, self._cleanup, self._segment.num_blocks
@@ -221,13 +221,6 @@ class StoreNode:
             self._block_bytes,
             tenant_bytes=int(config.tenant_ssd_gb * 1e9),
         )
-
-    def _populate_in_background(self) -> None:
-        stop = threading.Event()
-        thread = threading.Thread(target=self._segment.populate, args=(stop,), name="populate", daemon=True)
-        thread.start()
-        self._cleanup.callback(thread.join)
-        self._cleanup.callback(stop.set)
 
     async def _sweep(self) -> None:
         while True:

@@ -7,14 +7,12 @@ memory limits; it must not know what the blocks hold, who may write them, or how
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import mmap
 import os
 import resource
 import secrets
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +22,6 @@ from mooncake.errors import ConfigError, InvalidRequest
 
 # <linux/fcntl.h>: Python's fcntl names some of these only from 3.13 on.
 F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1034, 0x2, 0x4
-_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, Linux 5.14
-_POPULATE_STEP = 16 << 20
 
 MAX_BLOCK_BYTES = (1 << 32) - 1  # lengths and offsets travel as uint32
 MAX_BLOCKS = 1 << 24
@@ -72,21 +68,6 @@ class Segment:
         check_range(index, offset, length, self.block_bytes, self.num_blocks)
         start = index * self.block_bytes + offset
         return self.buffer[start : start + length]
-
-    def populate(self, stop: threading.Event | None = None) -> None:
-        """Have the kernel provide every page now. Blocking: call it in a thread.
-
-        A page costs about four times as much when it is first touched in the middle of a copy. Kernels before 5.14
-        do not know how; then pages come at first touch.
-        """
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        address, size = self.array.ctypes.data, self.array.nbytes
-        for start in range(0, size, _POPULATE_STEP):
-            if stop is not None and stop.is_set():
-                return
-            if madvise(address + start, min(_POPULATE_STEP, size - start), _MADV_POPULATE_WRITE) != 0:
-                return
 
     def close(self) -> None:
         """Give the memory back. Views that are still alive keep it until they die."""

@@ -23,6 +23,7 @@ from kvstore.transfer.sockets import has_ended, time_left
 from kvstore.transfer.tcp import stale_epoch
 from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
 from mooncake.errors import DeadlineExceeded, MooncakeError, StaleEpoch
+from mooncake.prefault import prefault_in_background
 from mooncake.types import SegmentAddress
 
 PATHS = 2  # threads that copy to or from one segment at a time: more only take turns at the memory
@@ -115,6 +116,7 @@ class _Mapping:
         self.is_broken = False  # let whoever still copies finish, but let nobody new in
         size = address.block_bytes * address.num_blocks
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(map_shared(segment_fd, size), dtype=np.uint8)
+        prefault_in_background(self.bytes)
         self._grants_map: mmap.mmap = map_shared(grants_fd, address.num_blocks * 8, writable=False)
         self.grants = memoryview(self._grants_map).cast("Q")
 

@@ -32,6 +32,7 @@ from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.spawned import spawned
 from mooncake.config import load_config
 from mooncake.errors import InternalError
+from mooncake.prefault import prefault
 
 POOL_BYTES = 2 << 30  # as theirs has
 MEMORY_BYTES = 256 << 20  # that is put from and read into, and as much of what is stored is read
@@ -346,7 +347,7 @@ def _keep(control: Connection, block_bytes: int) -> None:
         size = f"store.dram_gb={POOL_BYTES / 1e9 + 1e-6}"
         node = StoreNode(load_config(None, [size]), block_bytes, join_cluster=False)
         await node.start()
-        await asyncio.to_thread(node.segment.populate)
+        await asyncio.to_thread(prefault, node.segment.array)
         control.send(node.control_address)
         await asyncio.get_running_loop().create_future()
 

@@ -31,6 +31,7 @@ from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
 from mooncake.app.peers.rails import Rails
 from mooncake.app.peers.spawned import spawned
+from mooncake.prefault import prefault
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
@@ -349,7 +350,7 @@ def _cpu_s(pid: int) -> float:
 def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:
     """The other process: says its segment, the address of a bare socket over the same memory, and its id."""
     segment = Segment.create("bench", block_bytes, num_blocks)
-    segment.populate()
+    prefault(segment.array)
     server = SegmentServer(segment, "bench")
     server.start()
     server.grant(range(num_blocks), EPOCH)

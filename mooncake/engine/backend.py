@@ -24,6 +24,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.pages import TORCH_DTYPES, SharedMemory
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
+from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
 
@@ -116,6 +117,7 @@ def on_cpu(
     many processes, which share the threads of this one. Raises ModelError."""
     model = _model(checkpoint, precision, size, None, adapters, can_blend)
     cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
+    prefault_in_background(cache.memory)
     if context_ranks == 1:
         return Backend(model, cache, mirror=cache)
     if adapters or precision.key_scales or can_blend:

@@ -29,6 +29,7 @@ from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
 from mooncake.model.ranks import batch_of, live_with_first
 from mooncake.precision import Coding
+from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
 
@@ -100,6 +101,7 @@ class Stage:
         self._model = model
         self._layers = range(task.first_layer, task.end_layer)
         cache = SharedMemory(task.cache, task.num_blocks * task.layout.block_bytes)
+        prefault_in_background(cache.bytes)
         self._cache = pages_over(cache.bytes, task.layout, task.num_blocks)
         width = model.config.hidden_size
         most_tokens = task.num_blocks * task.layout.block_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +34,6 @@ def test_a_view_outlives_the_segment() -> None:
     array[-1] = 7
     segment.close()
     assert array[-1] == 7
-
-
-def test_populating_keeps_what_is_there_and_can_be_stopped() -> None:
-    segment = Segment.create("test", 1 << 20, 40)
-    segment.block(39)[:3] = b"abc"
-    segment.populate()
-    assert bytes(segment.block(39)[:4]) == b"abc\0"
-    stop = threading.Event()
-    stop.set()
-    segment.populate(stop)
-    segment.close()
 
 
 def test_too_much_memory_is_one_clear_sentence() -> None:

@@ -251,7 +251,7 @@ def test_what_a_dead_owner_left_is_let_go_of(own, engine_over, eventually: Event
     owner.kill()
 
     eventually(lambda: engine.stats() == [])
-    assert _open_files() <= before
+    eventually(lambda: _open_files() <= before)  # giving much memory back takes the system a moment
 
 
 def test_the_lives_of_a_peer_are_told_as_one(own, engine_over):

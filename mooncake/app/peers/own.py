@@ -24,6 +24,7 @@ from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.precision import Precision
+from mooncake.prefault import prefault_in_background
 from mooncake.types import SamplingParams
 
 CHOICES = 20  # timed
@@ -85,6 +86,7 @@ class OwnEngine:
             load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding, codes=precision.codes)
         )
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
+        prefault_in_background(self.cache.memory)
         self.core = Engine(self._model, self.cache, config)
         self._sampler = Sampler()
         self._num_requests = 0
