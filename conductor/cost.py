@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, KeysView
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
 FORGETTING = 0.98  # a sample's weight after one newer sample: about the last 50 count
+NEVER = 1.0  # forgets nothing
 PRIOR_SAMPLES = 2.0  # how many samples of its own the experience of all nodes is worth to a node
 MAX_FITS = 100_000  # pairs of peers remembered
 ALL_NODES = ""
@@ -99,6 +101,7 @@ class LinearFit:
 
     __slots__ = (
         "_coefficients",
+        "_forgetting",
         "_last_share",
         "_moment",
         "_power",
@@ -111,9 +114,16 @@ class LinearFit:
         "num_samples",
     )
 
-    def __init__(self, scales: Coefficients, relative: float = 1.0, last_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        scales: Coefficients,
+        relative: float = 1.0,
+        last_share: float = 0.0,
+        forgetting: float = FORGETTING,
+    ) -> None:
         size = len(scales)
         self._scales = scales
+        self._forgetting = forgetting
         self._relative = relative
         self._last_share = last_share
         self._moment = [[0.0] * size for _ in range(size)]
@@ -134,7 +144,7 @@ class LinearFit:
                 return
         weight = self._judge(features, ms)
         # What was true before counts for less when it is far from what is measured now.
-        forgetting = max(FORGETTING - 0.25 * max(self.error - LOST, 0.0), 0.5)
+        forgetting = max(self._forgetting - 0.25 * max(self.error - LOST, 0.0), 0.5)
         unit = ms**self._relative
         x = [value / scale / unit for value, scale in zip(features, self._scales, strict=True)]
         y = ms / unit
@@ -286,12 +296,12 @@ class CostModel:
     """One owner. Answers are cached until the node itself reports again; what all nodes together show is asked for
     under ALL_NODES. ``take_changed`` names whose answers have changed since it was asked last."""
 
-    def __init__(self, start: StartCosts | None = None) -> None:
+    def __init__(self, start: StartCosts | None = None, forgetting: float = FORGETTING) -> None:
         # Prompts wait for one another: a ms that is wrong by the long ones matters as well. Squares of errors over ms
         # are what errors of many independent parts ask for.
-        self._prefill = _Fits(_PREFILL_SCALES, relative=0.7, last_share=ATTENTION_SHARE)
-        self._decode = _Fits(_DECODE_SCALES)
-        self._transfer = _Fits(_TRANSFER_SCALES)
+        self._prefill = _Fits(_PREFILL_SCALES, forgetting, relative=0.7, last_share=ATTENTION_SHARE)
+        self._decode = _Fits(_DECODE_SCALES, forgetting)
+        self._transfer = _Fits(_TRANSFER_SCALES, forgetting)
         if start is not None:
             self.start_from(start)
 
@@ -365,11 +375,9 @@ class CostModel:
 class _Fits:
     """One fit a name, and one over all of them that stands in for names without samples."""
 
-    def __init__(self, scales: Coefficients, relative: float = 1.0, last_share: float = 0.0) -> None:
-        self._scales = scales
-        self._relative = relative
-        self._last_share = last_share
-        self._all = LinearFit(scales, relative, last_share)
+    def __init__(self, scales: Coefficients, forgetting: float, relative: float = 1.0, last_share: float = 0.0) -> None:
+        self._make_fit = partial(LinearFit, scales, relative, last_share, forgetting)
+        self._all = self._make_fit()
         self._fits: dict[str, LinearFit] = {}
         self._cached: dict[str, Coefficients | None] = {}
         self.changed: dict[str, None] = {}  # a set that keeps its order
@@ -384,7 +392,7 @@ class _Fits:
         if fit is None:
             if len(self._fits) >= MAX_FITS:
                 return
-            fit = self._fits[name] = LinearFit(self._scales, self._relative, self._last_share)
+            fit = self._fits[name] = self._make_fit()
         fit.observe(features, ms)
         self._cached.pop(name, None)
         self.changed[name] = None

@@ -13,19 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.cost import ALL_NODES, CostModel, DecodeCost, PrefillCost
+from conductor.cost import ALL_NODES, NEVER, CostModel, DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer, Served, Traffic
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
 
 ROUNDS = 3  # each over all sizes, so that no size has only seconds in which the machine was slow
-PROMPTS = ((96, 4), (640, 4), (32, 4), (1280, 2), (256, 4))  # tokens, how many at once
+PROMPTS = ((640, 4), (32, 4), (1280, 2), (96, 4), (256, 4))  # tokens, how many at once
+WITH_HANDOFF = 2  # new tokens: a single one would not reach the decode node
 CONTEXTS = (96, 640)  # of those, decoded from: one a round
 BATCHES = (1, 2, 4)
 STEPS = 32
-BESIDE_TOKENS = (96, 256)  # of the prompts that are computed beside decoding: one size a round
+BESIDE_TOKENS = (96, 256)  # of the prompts that are computed beside decoding: those measured last before
 BESIDE_PROMPTS, BESIDE_BATCH, DECODED_TOKENS = 4, 2, 32
-STEPS_BESIDE = 150  # of each of the batch, while prompts are computed
+STEPS_BESIDE = 240  # of each of the batch, while prompts are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class PairSamples:
     a shared machine is not equally fast from minute to minute."""
 
     def __init__(self) -> None:
-        self._fitted = CostModel()
+        self._fitted = CostModel(forgetting=NEVER)  # what was measured first holds as much as what was last
         self._request_ms: list[float] = []
         self._handoff_ms: list[float] = []
         self._tails: list[float] = []
@@ -67,21 +68,21 @@ class PairSamples:
     async def _measure_once(
         self, served: Served, traffic: Traffic, longest: int, turn: int, tell: Callable[[str], None]
     ) -> None:
-        context_tokens, beside_tokens = CONTEXTS[turn % len(CONTEXTS)], BESIDE_TOKENS[turn % len(BESIDE_TOKENS)]
+        context_tokens = CONTEXTS[turn % len(CONTEXTS)]
         asked: dict[int, list[list[int]]] = {}  # by their tokens, from here on cached
         alone_ms: dict[int, float] = {}  # of one of them
         for tokens, count in PROMPTS:
             if tokens <= max(longest, *BESIDE_TOKENS):
                 tell(f"prefill of {tokens} tokens")
                 asked[tokens] = [traffic.prompt(tokens) for _ in range(count)]
-                alone_ms[tokens], beside_ms = _one_by_one(await _ask_all(served, asked[tokens], 2))
+                alone_ms[tokens], more_ms = _one_by_one(await _ask_all(served, asked[tokens], WITH_HANDOFF))
                 self._fitted.observe_prefill(ALL_NODES, tokens, 0, alone_ms[tokens])
-                self._request_ms.append(beside_ms)
+                self._request_ms.append(more_ms)
         alone = await self._measure_decode(served, asked[min(context_tokens, max(asked))], tell)
         tell("both at once")
-        beside = await _measure_beside(served, traffic, beside_tokens)
+        beside = await _measure_beside(served, traffic)
         more_ms = self._fitted.decode(ALL_NODES).context_ms * (beside.steps.context - alone.context)
-        self._prefill_slower.append(beside.prefill_ms / alone_ms[beside_tokens])
+        self._prefill_slower.append(beside.prefill_ms / sum(alone_ms[tokens] for tokens in BESIDE_TOKENS))
         self._decode_slower.append(beside.steps.ms / (alone.ms + more_ms))
 
     async def _measure_decode(self, served: Served, prompts: list[list[int]], tell: Callable[[str], None]) -> _Steps:
@@ -118,7 +119,7 @@ class _Steps(NamedTuple):
 
 
 class _Beside(NamedTuple):
-    """While both nodes work: ms of a prompt, and decode steps."""
+    """While both nodes work: ms of a prompt of each size, together, and decode steps."""
 
     prefill_ms: float
     steps: _Steps
@@ -158,7 +159,7 @@ def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: flo
     return _Steps(statistics.mean(step_ms), sum(contexts), statistics.mean(tails))
 
 
-async def _measure_beside(served: Served, traffic: Traffic, prompt_tokens: int) -> _Beside:
+async def _measure_beside(served: Served, traffic: Traffic) -> _Beside:
     """Prompts computed while others are decoded."""
     all_run, running = asyncio.Event(), set[int]()
 
@@ -174,9 +175,11 @@ async def _measure_beside(served: Served, traffic: Traffic, prompt_tokens: int) 
     decoding = [asyncio.create_task(decode(client)) for client in range(BESIDE_BATCH)]
     try:
         await all_run.wait()
-        prompts = [traffic.prompt(prompt_tokens) for _ in range(BESIDE_PROMPTS)]
-        answers = await _ask_all(served, prompts, 1)
-        each_ms, _ = _one_by_one(answers)
+        answers, each_ms = list[Answer](), 0.0
+        for tokens in BESIDE_TOKENS:
+            prompts = [traffic.prompt(tokens) for _ in range(BESIDE_PROMPTS)]
+            answers += (found := await _ask_all(served, prompts, WITH_HANDOFF))
+            each_ms += _one_by_one(found)[0]
         begin = min(answer.sent_s for answer in answers)
         end = max(answer.token_times_s[0] for answer in answers)
         steps = _steps_within(await asyncio.gather(*decoding), DECODED_TOKENS, begin, end)
