@@ -1,7 +1,8 @@
 """Memory that the kernel has provided before anybody has to wait for it.
 
-A page is zeroed when it is first touched, and on a virtual machine whose host takes back what lies unused, the host has to
-find it, too: a prompt that is the first to use its blocks would wait for that at both ends of its hand-off and in the pool.
+A page is zeroed when it is first touched, and on a virtual machine whose host takes back what lies unused, the host
+has to find it, too: a prompt that is the first to use its blocks would wait for that at both ends of its hand-off and in
+the pool.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def parse(args: list[str]) -> Options:
     flags = Flags("validate", __doc__)
     add = flags.add
     add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; without one a conversation is generated")
-    add("--requests", type=int, default=120, help="the first so many of the trace")
+    add("--requests", type=int, default=240, help="the first so many of the trace")
     add("--tokens-per-block", type=int, default=8, help="that stand for a block of 512 in a prompt")
     add("--output-per-block", type=int, default=32, help="and in an answer")
     add("--rate", type=positive("--rate"), default=0.6, help="requests a second")
