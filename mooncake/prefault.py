@@ -42,7 +42,9 @@ def prefault_in_background(memory: Bytes) -> None:
     Whatever memory has an owner with another lifetime must be held by ``memory`` (as numpy's ``base``)."""
     if memory.nbytes >= _STEP_BYTES:
         held = (weakref.ref(memory), memory.nbytes)
-        threading.Thread(target=_prefault_when_idle, args=held, name="prefault", daemon=True).start()
+        thread = threading.Thread(target=_prefault_when_idle, args=held, name="prefault", daemon=True)
+        with contextlib.suppress(RuntimeError):  # there is no room for one more
+            thread.start()
 
 
 def _prefault_when_idle(memory: weakref.ref[Bytes], num_bytes: int) -> None:

@@ -97,3 +97,14 @@ def test_little_memory_is_not_worth_a_thread() -> None:
     memory = fresh(PAGE)
     prefault_in_background(memory)
     assert not prefaulting()
+
+
+def test_a_process_without_threads_goes_on() -> None:
+    memory = fresh(4 * MIB)
+    threading.stack_size(1 << 46)  # more than there is address space: no thread can be started
+    try:
+        prefault_in_background(memory)
+    finally:
+        threading.stack_size(0)
+    assert not prefaulting()
+    assert resident(memory) == 0.0
