@@ -117,7 +117,8 @@ def on_cpu(
     many processes, which share the threads of this one. Raises ModelError."""
     model = _model(checkpoint, precision, size, None, adapters, can_blend)
     cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
-    prefault_in_background(cache.memory)
+    if buffer is None:  # else whoever lent it sees to that
+        prefault_in_background(cache.memory)
     if context_ranks == 1:
         return Backend(model, cache, mirror=cache)
     if adapters or precision.key_scales or can_blend:
