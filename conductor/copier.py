@@ -1,4 +1,4 @@
-"""Carries out what ``Replicator`` decides: tells stores to fetch hot prefixes, and to drop copies that nobody asks for.
+"""Carries out what ``Replicator`` decides: tells stores to fetch hot prefixes, and to give them up when nobody asks.
 
 I/O only, in the background; a copy that fails costs nothing but its second try.
 """
@@ -17,15 +17,14 @@ from conductor.replication import Copy, Reclaim, ReplicationLimits, Replicator
 from conductor.scheduler import Placement
 from conductor.view import Question
 from mooncake.config import ConductorSection
-from mooncake.rpc import replica_pb2, store_pb2
+from mooncake.rpc import replica_pb2
 from mooncake.rpc.replica_pb2_grpc import ReplicaStub
 from mooncake.rpc.server import Channels
-from mooncake.rpc.store_pb2_grpc import StoreStub
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-REMOVE_TIMEOUT_S = 5.0
+GIVE_UP_TIMEOUT_S = 5.0
 
 
 class Copier:
@@ -53,7 +52,7 @@ class Copier:
             return
         self._look_at = now + LOOK_S
         for action in self.replicator.tick(self._fleet.view(now), self._fleet.index, now):
-            self._begin(self._copy(action) if isinstance(action, Copy) else self._remove(action))
+            self._begin(self._copy(action) if isinstance(action, Copy) else self._give_up(action))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -81,13 +80,12 @@ class Copier:
         if ok:
             log.info("a hot prefix of %d blocks is on %s too", held, copy.target)
 
-    async def _remove(self, reclaim: Reclaim) -> None:
+    async def _give_up(self, reclaim: Reclaim) -> None:
         node = self._registry.get(reclaim.node_id)
         if node is None:
             return
-        stub = StoreStub(self._channels.get(node.info.control_address))
-        leaves_first = store_pb2.RemoveRequest(keys=reclaim.keys[::-1])
+        stub = ReplicaStub(self._channels.get(node.info.control_address))
         try:
-            await stub.Remove(leaves_first, timeout=REMOVE_TIMEOUT_S)
+            await stub.GiveUp(replica_pb2.GiveUpRequest(keys=reclaim.keys), timeout=GIVE_UP_TIMEOUT_S)
         except grpc.RpcError as error:
             log.info("a copy on %s is left to its eviction: %s", reclaim.node_id, error)

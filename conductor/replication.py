@@ -2,24 +2,29 @@
 
 Pure. Replicas mostly follow from placement: whoever fetches a prefix has it from then on. That is too slow when a crowd
 comes at once, because all of them fetch from one host. So prefixes are watched at a few depths; one that needs more
-nodes than hold it is copied in the background, the copies bounded in number and in flight. A copy that nobody asks for
-during its time to live is given up; what a node came to hold by itself is left to its own eviction.
+nodes than hold it is copied in the background, as far as all who ask for it are alike, the copies bounded in number and
+in flight. When nobody has asked for it during its time to live, the nodes that came to hold it for the crowd, by a copy
+or by a fetch, give it up where nothing was built on it; those that had it before keep it.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from conductor.prefix_index import PrefixIndex
 from conductor.view import NONE, Bools, Question, View
+from mooncake.types import BlockKey
 
 DEPTHS = tuple(2**power for power in range(2, 16))  # blocks at which prefixes are watched
 MAX_WATCHED = 4096
+NOBODY = 0.5  # requests of lately: who comes now has a prefix to himself
 
 
 class Copy(NamedTuple):
@@ -27,14 +32,14 @@ class Copy(NamedTuple):
 
     source: str
     target: str
-    keys: tuple[bytes, ...]
+    keys: tuple[BlockKey, ...]
 
 
 class Reclaim(NamedTuple):
-    """``node_id`` may drop these blocks first."""
+    """``node_id`` is to give up these blocks, from the last one on, as far as nothing is built on them."""
 
     node_id: str
-    keys: tuple[bytes, ...]
+    keys: tuple[BlockKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,23 @@ class ReplicationLimits:
 
 @dataclass(slots=True)
 class _Watched:
-    keys: tuple[bytes, ...]
+    """A prefix of a depth that is watched."""
+
+    keys: tuple[BlockKey, ...]  # that all who asked for it lately had in common: it, and perhaps more
+    homes: frozenset[str]  # stores that had it before they came
     heat: float = 0.0  # ms of prefill asked for, decayed
     requests: float = 0.0  # decayed
     heated_at: float = 0.0
     asked_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Crowd:
+    """A prefix that took more nodes than one."""
+
+    keys: tuple[BlockKey, ...]
+    homes: frozenset[str]  # that had it before
+    copies: set[str] = field(default_factory=set)  # nodes that were sent it
 
 
 class Replicator:
@@ -62,30 +79,28 @@ class Replicator:
 
     def __init__(self, limits: ReplicationLimits | None = None) -> None:
         self.limits = limits or ReplicationLimits()
-        self._watched: OrderedDict[bytes, _Watched] = OrderedDict()  # by the prefix's last key
-        self._in_flight: dict[tuple[str, bytes], float] = {}  # (target, last key) → since
-        self._copies: dict[tuple[str, bytes], tuple[bytes, ...]] = {}  # made here
-        self._hot: set[bytes] = set()
-
-    @property
-    def num_copies(self) -> int:
-        return len(self._copies)
+        self._watched: OrderedDict[bytes, _Watched] = OrderedDict()  # by the last key of what is watched
+        self._hot: set[bytes] = set()  # of those, that one node cannot do alone
+        self._crowds: dict[bytes, _Crowd] = {}  # by their last key
+        self._in_flight: dict[Copy, float] = {}  # since when
 
     def asked(self, question: Question, prefill_ms: float, now: float) -> None:
         """A request came that takes ``prefill_ms`` of a prefill node that holds its prefix."""
-        keys = question.facts.keys
-        for depth in DEPTHS:
-            if depth > len(keys):
-                return
+        keys = cast("Sequence[BlockKey]", question.facts.keys)
+        whole = tuple(keys[: DEPTHS[-1]])
+        runs = question.store_runs
+        for depth in _depths(keys):
             name = keys[depth - 1]
             watched = self._watched.get(name)
-            if watched is None:
-                watched = self._watched[name] = _Watched(tuple(keys[:depth]), heated_at=now)
+            fading = self._fading(watched, now) if watched is not None else 0.0
+            if watched is None or watched.requests * fading < NOBODY:
+                homes = frozenset(_names(question.view, runs >= depth))
+                watched = self._watched[name] = _Watched(whole, homes)
                 if len(self._watched) > MAX_WATCHED:
                     self._hot.discard(self._watched.popitem(last=False)[0])
             else:
-                self._watched.move_to_end(name)
-            fading = self._fading(watched, now)
+                watched.keys = _in_common(watched.keys, whole)
+            self._watched.move_to_end(name)
             watched.heat = watched.heat * fading + prefill_ms
             watched.requests = watched.requests * fading + 1.0
             watched.heated_at = watched.asked_at = now
@@ -94,47 +109,52 @@ class Replicator:
 
     def tick(self, view: View, index: PrefixIndex, now: float) -> list[Copy | Reclaim]:
         """What to copy and what to give up."""
-        for flight, since in list(self._in_flight.items()):
+        for copy, since in list(self._in_flight.items()):
             if now - since > self.limits.copy_timeout_s:
-                del self._in_flight[flight]
-        return [*self._reclaims(now), *self._new_copies(view, index, now)]
+                del self._in_flight[copy]
+        return [*self._reclaims(view, index, now), *self._new_copies(view, index, now)]
 
     def copied(self, copy: Copy, ok: bool) -> None:
         """A copy has ended. One that failed may be tried again."""
-        flight = (copy.target, copy.keys[-1])
-        if self._in_flight.pop(flight, None) is not None and ok:
-            self._copies[flight] = copy.keys
+        if self._in_flight.pop(copy, None) is not None and ok:
+            self._crowds[copy.keys[-1]].copies.add(copy.target)
 
     def node_gone(self, node_id: str) -> None:
-        self._copies = {name: keys for name, keys in self._copies.items() if name[0] != node_id}
-        self._in_flight = {name: since for name, since in self._in_flight.items() if name[0] != node_id}
+        for crowd in self._crowds.values():
+            crowd.copies.discard(node_id)
+        self._in_flight = {copy: since for copy, since in self._in_flight.items() if copy.target != node_id}
 
     def _new_copies(self, view: View, index: PrefixIndex, now: float) -> list[Copy]:
-        """For the hottest prefixes first, the deepest of several that are one another's beginning."""
+        """For the longest prefixes first: whoever is sent one has all its beginnings."""
         copies: list[Copy] = []
-        for name in sorted(self._hot, key=lambda name: (-len(self._watched[name].keys), name)):
+        done: set[bytes] = set()
+        hot = ((-len(self._watched[name].keys), -self._watched[name].heat, name) for name in self._hot)
+        for *_, name in sorted(hot):
             watched = self._watched[name]
             needed = self._nodes_needed(watched, now)
             if needed <= 1:
                 self._hot.discard(name)
                 continue
-            runs = index.runs(watched.keys)[view.stores.slots]
-            holds = runs >= len(watched.keys)
-            missing = needed - int(holds.sum()) - self._copies_coming(name)
-            if not holds.any() or missing <= 0:
+            keys = watched.keys
+            holds = self._holders(view, index, keys)
+            if keys[-1] in done or not holds.any():
                 continue
-            for target in self._targets(view, holds, name, missing):
+            done.add(keys[-1])
+            crowd = self._crowds.get(keys[-1])
+            if crowd is None:
+                crowd = self._crowds[keys[-1]] = _Crowd(keys, watched.homes)
+            coming = {copy.target for copy in self._in_flight if copy.keys[: len(keys)] == keys}
+            missing = min(needed - int(holds.sum()), self.limits.max_copies - len(crowd.copies)) - len(coming)
+            for target in self._targets(view, holds, coming, missing):
                 if len(self._in_flight) >= self.limits.max_in_flight:
                     return copies
-                source = self._source(view, holds)
-                copies.append(Copy(source, target, watched.keys))
-                self._in_flight[target, name] = now
+                copy = Copy(self._source(view, holds), target, keys)
+                copies.append(copy)
+                self._in_flight[copy] = now
         return copies
 
-    def _targets(self, view: View, holds: Bools, name: bytes, count: int) -> list[str]:
+    def _targets(self, view: View, holds: Bools, coming: set[str], count: int) -> list[str]:
         """Stores without the prefix, those first whose prefill nodes have the least to do."""
-        made = sum(key == name for _, key in self._copies)
-        count = min(count, self.limits.max_copies - made)
         busy = np.full(len(view.stores.nodes), np.inf)
         for p, home in enumerate(view.prefill.home):
             if home != NONE:
@@ -144,7 +164,7 @@ class Replicator:
             target = view.stores.nodes[int(at)].node_id
             if len(found) >= count or not np.isfinite(busy[at]):
                 break
-            if not holds[int(at)] and (target, name) not in self._in_flight:
+            if not holds[int(at)] and target not in coming:
                 found.append(target)
         return found
 
@@ -153,18 +173,30 @@ class Replicator:
         flows = np.where(holds, view.stores.sending_flows, np.inf)
         return view.stores.nodes[int(flows.argmin())].node_id
 
-    def _reclaims(self, now: float) -> list[Reclaim]:
-        """Copies of prefixes that nobody has asked for."""
-        old = []
-        for (node_id, name), keys in list(self._copies.items()):
-            watched = self._watched.get(name)
-            if watched is None or now - watched.asked_at > self.limits.ttl_s:
-                del self._copies[node_id, name]
-                old.append(Reclaim(node_id, keys))
-        return old
+    def _reclaims(self, view: View, index: PrefixIndex, now: float) -> list[Reclaim]:
+        """What nodes have for the sake of crowds that are gone."""
+        found: list[Reclaim] = []
+        for end, crowd in list(self._crowds.items()):
+            wanted = self._wanted_part(crowd.keys, now)
+            if wanted == _depths(crowd.keys)[-1] or any(copy.keys[-1] == end for copy in self._in_flight):
+                continue
+            del self._crowds[end]
+            holders = _names(view, self._holders(view, index, crowd.keys))
+            spared = crowd.homes if crowd.homes.intersection(holders) else holders[:1]
+            found += (Reclaim(node_id, crowd.keys[wanted:]) for node_id in holders if node_id not in spared)
+        return found
 
-    def _copies_coming(self, name: bytes) -> int:
-        return sum(key == name for _, key in self._in_flight)
+    def _holders(self, view: View, index: PrefixIndex, keys: tuple[BlockKey, ...]) -> Bools:
+        holds: Bools = index.runs(keys)[view.stores.slots] >= len(keys)
+        return holds
+
+    def _wanted_part(self, keys: tuple[BlockKey, ...], now: float) -> int:
+        """How many of the first blocks somebody has asked for during the time to live."""
+        for depth in reversed(_depths(keys)):
+            watched = self._watched.get(keys[depth - 1])
+            if watched is not None and now - watched.asked_at <= self.limits.ttl_s:
+                return depth
+        return 0
 
     def _fading(self, watched: _Watched, now: float) -> float:
         return math.pow(0.5, (now - watched.heated_at) / self.limits.half_life_s)
@@ -176,3 +208,20 @@ class Replicator:
             return 1
         busy_nodes = watched.heat * fading * math.log(2) / self.limits.half_life_s / 1e3
         return math.ceil(busy_nodes / self.limits.busy)
+
+
+def _depths(keys: Sequence[BlockKey]) -> Sequence[int]:
+    """At which this prefix is watched."""
+    return DEPTHS[: bisect_right(DEPTHS, len(keys))]
+
+
+def _names(view: View, chosen: Bools) -> list[str]:
+    return [view.stores.nodes[int(at)].node_id for at in np.flatnonzero(chosen)]
+
+
+def _in_common(mine: tuple[BlockKey, ...], theirs: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+    """A key stands for all before it, so what differs is the rest."""
+    end = min(len(mine), len(theirs))
+    if mine[end - 1] != theirs[end - 1]:
+        end = bisect_left(range(end), True, key=lambda at: mine[at] != theirs[at])
+    return mine if end == len(mine) else mine[:end]

@@ -319,6 +319,22 @@ class StoreIndex:
                 self._table.set_free(index)
         return len(found)
 
+    def give_up(self, keys: Sequence[BlockKey], now: float) -> int:
+        """Make a chain unreadable from its last block on, until one that something builds on, that is leased or pinned.
+        Those that are not here are passed over. Returns how many went."""
+        self._expire(now)
+        count = 0
+        for key in reversed(keys):
+            index = self._table.sealed.get(key)
+            if index is None:
+                continue
+            if self._table.is_built_on(key) or self._table.slots[index].leases or key in self._pins:
+                break
+            self._hide(index, now)
+            self._table.set_free(index)
+            count += 1
+        return count
+
     def drop_corrupt(self, keys: Iterable[BlockKey], now: float) -> int:
         """Drop blocks whose bytes are wrong, leased or not: their readers check checksums. Returns how many."""
         found = [slot for slot in map(self._table.sealed.get, dict.fromkeys(keys)) if slot is not None]

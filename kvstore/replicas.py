@@ -51,10 +51,11 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         await self._channels.close()
         self._transfer.close()
 
+    async def GiveUp(self, request: pb.GiveUpRequest, context: Any) -> pb.GiveUpResponse:  # noqa: N802
+        return pb.GiveUpResponse(given_up=self._store.give_up(_checked_keys(request.keys)))
+
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:  # noqa: N802
-        if not 1 <= len(request.keys) <= MAX_BLOCKS:
-            raise InvalidRequest(f"a prefix has 1 to {MAX_BLOCKS} blocks, got {len(request.keys)}", "keys")
-        keys = [checked_key(key) for key in request.keys]
+        keys = _checked_keys(request.keys)
         deadline = time.monotonic() + remaining_s(context, DEFAULT_TIMEOUT_S)
         source = StoreClient(request.source, self._transfer, self._channels)
         copied = 0
@@ -103,6 +104,13 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
             return 0
         finally:  # of what has been sealed there is nothing to give up
             self._store.abort(grant for _, grant in wanted)
+
+
+def _checked_keys(keys: Sequence[bytes]) -> list[BlockKey]:
+    """Raises InvalidRequest for what is no prefix."""
+    if not 1 <= len(keys) <= MAX_BLOCKS:
+        raise InvalidRequest(f"a prefix has 1 to {MAX_BLOCKS} blocks, got {len(keys)}", "keys")
+    return [checked_key(key) for key in keys]
 
 
 def _check_alike(blocks: Sequence[StoredBlock], num_keys: int) -> None:

@@ -218,6 +218,16 @@ class Store:
             await self._ssd.committed()
         return count
 
+    def give_up(self, keys: Sequence[BlockKey]) -> int:
+        """Free DRAM of a chain from its last block on, as far as nothing here builds on a block, nobody reads it and it
+        is not pinned. What the SSD has of it stays there. Returns how many blocks went."""
+        self.ahead.catch_up()
+        self._hear_readers()
+        count = self._index.give_up(keys, time.monotonic())
+        self._saving.room_came()
+        self._publish()
+        return count
+
     def _drop_everywhere(self, keys: Iterable[BlockKey]) -> int:
         return self._ssd.drop(keys) if self._ssd is not None else 0
 

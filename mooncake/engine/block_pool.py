@@ -16,7 +16,7 @@ see a window alone are sealed by themselves: nothing builds on them, and nobody 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mooncake.errors import InternalError, OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey
@@ -68,6 +68,10 @@ class BlockPool:
 
     def has(self, key: BlockKey) -> bool:
         return key in self._by_key
+
+    def parents(self) -> Iterator[bytes]:
+        """Of each block that can be found here, the key that it comes right after."""
+        return (self._parents[block_id] for block_id in self._by_key.values())
 
     def num_idle(self, keys: Sequence[BlockKey]) -> int:
         """How many of these blocks, which are all here, nobody holds."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amooncake/rpc/replica.proto\x12\x0bmooncake.v1\",\n\x0c\x46\x65tchRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"-\n\rFetchResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0e\n\x06\x63opied\x18\x02 \x01(\r2I\n\x07Replica\x12>\n\x05\x46\x65tch\x12\x19.mooncake.v1.FetchRequest\x1a\x1a.mooncake.v1.FetchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amooncake/rpc/replica.proto\x12\x0bmooncake.v1\",\n\x0c\x46\x65tchRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"-\n\rFetchResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0e\n\x06\x63opied\x18\x02 \x01(\r\"\x1d\n\rGiveUpRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"\"\n\x0eGiveUpResponse\x12\x10\n\x08given_up\x18\x01 \x01(\r2\x8c\x01\n\x07Replica\x12>\n\x05\x46\x65tch\x12\x19.mooncake.v1.FetchRequest\x1a\x1a.mooncake.v1.FetchResponse\x12\x41\n\x06GiveUp\x12\x1a.mooncake.v1.GiveUpRequest\x1a\x1b.mooncake.v1.GiveUpResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FETCHREQUEST']._serialized_end=87
   _globals['_FETCHRESPONSE']._serialized_start=89
   _globals['_FETCHRESPONSE']._serialized_end=134
-  _globals['_REPLICA']._serialized_start=136
-  _globals['_REPLICA']._serialized_end=209
+  _globals['_GIVEUPREQUEST']._serialized_start=136
+  _globals['_GIVEUPREQUEST']._serialized_end=165
+  _globals['_GIVEUPRESPONSE']._serialized_start=167
+  _globals['_GIVEUPRESPONSE']._serialized_end=201
+  _globals['_REPLICA']._serialized_start=204
+  _globals['_REPLICA']._serialized_end=344
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class ReplicaStub:
                 request_serializer=mooncake_dot_rpc_dot_replica__pb2.FetchRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_replica__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.GiveUp = channel.unary_unary(
+                '/mooncake.v1.Replica/GiveUp',
+                request_serializer=mooncake_dot_rpc_dot_replica__pb2.GiveUpRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_replica__pb2.GiveUpResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServicer:
@@ -52,6 +57,14 @@ class ReplicaServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GiveUp(self, request, context):
+        """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
+        builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=mooncake_dot_rpc_dot_replica__pb2.FetchRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_replica__pb2.FetchResponse.SerializeToString,
+            ),
+            'GiveUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.GiveUp,
+                    request_deserializer=mooncake_dot_rpc_dot_replica__pb2.GiveUpRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_replica__pb2.GiveUpResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Replica:
             '/mooncake.v1.Replica/Fetch',
             mooncake_dot_rpc_dot_replica__pb2.FetchRequest.SerializeToString,
             mooncake_dot_rpc_dot_replica__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GiveUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Replica/GiveUp',
+            mooncake_dot_rpc_dot_replica__pb2.GiveUpRequest.SerializeToString,
+            mooncake_dot_rpc_dot_replica__pb2.GiveUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

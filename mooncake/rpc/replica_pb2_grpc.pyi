@@ -35,6 +35,10 @@ class ReplicaStub:
     """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
     here. Blocks that are here already are left alone. What it lacks room for is not an error.
     """
+    GiveUp: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GiveUpRequest, _replica_pb2.GiveUpResponse]
+    """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
+    builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
+    """
 
 @_typing.type_check_only
 class ReplicaAsyncStub(ReplicaStub):
@@ -42,6 +46,10 @@ class ReplicaAsyncStub(ReplicaStub):
     Fetch: _aio.UnaryUnaryMultiCallable[_replica_pb2.FetchRequest, _replica_pb2.FetchResponse]  # type: ignore[assignment]
     """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
     here. Blocks that are here already are left alone. What it lacks room for is not an error.
+    """
+    GiveUp: _aio.UnaryUnaryMultiCallable[_replica_pb2.GiveUpRequest, _replica_pb2.GiveUpResponse]  # type: ignore[assignment]
+    """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
+    builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
     """
 
 class ReplicaServicer(metaclass=_abc_1.ABCMeta):
@@ -53,6 +61,16 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_replica_pb2.FetchResponse, _abc.Awaitable[_replica_pb2.FetchResponse]]:
         """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
         here. Blocks that are here already are left alone. What it lacks room for is not an error.
+        """
+
+    @_abc_1.abstractmethod
+    def GiveUp(
+        self,
+        request: _replica_pb2.GiveUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.GiveUpResponse, _abc.Awaitable[_replica_pb2.GiveUpResponse]]:
+        """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
+        builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
         """
 
 def add_ReplicaServicer_to_server(servicer: ReplicaServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -69,7 +69,9 @@ def test_the_copies_go_when_the_crowd_has_gone() -> None:
     assert crowd.given_up == []
     crowd.run(15, a_second=0)
     assert crowd.holders == {"s0": 1}, "what was there by itself stays"
-    assert crowd.replicator.num_copies == 0
+    given_up = len(crowd.given_up)
+    crowd.run(200, a_second=0)
+    assert len(crowd.given_up) == given_up, "once"
 
 
 def test_no_host_is_sent_the_same_twice_and_flights_are_few() -> None:
@@ -97,10 +99,55 @@ def test_a_failed_copy_is_tried_again_and_a_dead_node_forgotten() -> None:
     for copy in copies:
         assert isinstance(copy, Copy)
         crowd.replicator.copied(copy, ok=False)
-    assert crowd.replicator.num_copies == 0
     assert crowd.replicator.tick(view, crowd.cluster.fleet.index, 100.0) == copies
     for copy in copies:
         assert isinstance(copy, Copy)
         crowd.replicator.copied(copy, ok=True)
         crowd.replicator.node_gone(copy.target)
-    assert crowd.replicator.num_copies == 0
+    assert crowd.replicator.tick(view, crowd.cluster.fleet.index, 100.0) == copies, "none of them has it any more"
+
+
+def test_what_is_copied_is_what_all_who_ask_have_in_common() -> None:
+    crowd = Crowd()
+    crowd.cluster.fleet.index.apply("s0", [BlockEvent(True, key) for key in HOT])
+    for guest in range(50):
+        own = [BlockKey(bytes([8, guest, block]) * 16) for block in range(20)]
+        facts = RequestFacts(4096, [*HOT[:41], *own])
+        crowd.replicator.asked(crowd.cluster.scheduler.ask(facts, 100.0), 100.0, 100.0)
+    copies = crowd.replicator.tick(crowd.cluster.fleet.view(100.0), crowd.cluster.fleet.index, 100.0)
+    assert {copy.keys for copy in copies if isinstance(copy, Copy)} == {tuple(HOT[:41])}
+    targets = [copy.target for copy in copies if isinstance(copy, Copy)]
+    assert len(set(targets)) == len(targets), "its beginnings, which are watched as well, come along"
+
+
+def test_who_fetched_a_prefix_for_a_crowd_gives_it_up_as_copies_are() -> None:
+    crowd = Crowd()
+    crowd.replicator = Replicator(ReplicationLimits(max_copies=0))
+    crowd.run(1, a_second=30)
+    for name in ("s3", "s5"):
+        crowd.tell(name, tuple(HOT), stored=True)
+    crowd.run(1, a_second=30)
+    assert len(crowd.holders) == 3
+    crowd.run(130, a_second=0)
+    assert crowd.holders == {"s0": 1}
+    assert {reclaim.node_id for reclaim in crowd.given_up} == {"s3", "s5"}
+
+
+def test_a_beginning_that_others_still_ask_for_is_kept() -> None:
+    crowd = Crowd()
+    crowd.run(6, a_second=30)
+    shared = RequestFacts(8 * 64, HOT[:8])
+    for _ in range(130):
+        crowd.run(1, a_second=0)
+        crowd.replicator.asked(crowd.cluster.scheduler.ask(shared, crowd.cluster.now), 1.0, crowd.cluster.now)
+    assert crowd.given_up and all(reclaim.keys == tuple(HOT[8:]) for reclaim in crowd.given_up)
+
+
+def test_the_last_who_has_a_prefix_keeps_it() -> None:
+    """Whoever had it before the crowd came has lost it meanwhile."""
+    crowd = Crowd()
+    crowd.run(6, a_second=30)
+    crowd.tell("s0", tuple(HOT), stored=False)
+    assert len(crowd.holders) > 1
+    crowd.run(130, a_second=0)
+    assert len(crowd.holders) == 1

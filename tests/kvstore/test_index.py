@@ -195,6 +195,32 @@ def test_removing_a_leased_block_hides_it_at_once_and_frees_it_later() -> None:
     assert [event.stored for event in index.take_events()] == [True, False]
 
 
+def test_a_chain_is_given_up_from_its_end_as_far_as_nobody_needs_it() -> None:
+    def given_up(index: StoreIndex, *names: object) -> int:
+        count = index.give_up([key(name) for name in names], 1.0)
+        index.check()
+        return count
+
+    index = make(8)
+    store(index, chain("a", "b", "c", "d"))
+    assert given_up(index, "a", "b", "c", "d", "gone") == 4
+    assert index.counts.free == 8
+
+    store(index, chain("a", "b", "c", "d"))
+    store(index, [BlockName(key("other"), key("b"))])
+    assert given_up(index, "a", "b", "c", "d") == 2
+    assert stored(index, "a", "b", "c", "d", "other") == [True, True, False, False, True]
+
+    lease = index.acquire([key("a"), key("b"), key("other")], 1.0)
+    assert given_up(index, "a", "b", "other") == 0, "somebody reads it"
+    index.release(lease.lease_id)
+    index.pin([key("b")], True, 60.0, 1.0)
+    assert given_up(index, "a", "b", "other") == 1, "a client keeps the rest"
+    index.unpin([key("b")])
+    index.reserve([BlockName(key("new"), key("b"))], "w", 100, 1, 1.0)
+    assert given_up(index, "a", "b") == 0, "somebody is writing what comes after it"
+
+
 def test_a_corrupt_block_goes_at_once_though_it_is_leased() -> None:
     index = make(1)
     store(index, chain("a"))
@@ -312,6 +338,25 @@ class Life(RuleBasedStateMachine):
         dropped = self.index.drop_corrupt(keys, self.now) if corrupt else self.index.remove(keys, self.now)
         assert dropped == expected
         self.dropping = True
+        self.follow_events()
+
+    @rule(end=st.sampled_from(range(12, 16)))
+    def give_up(self, end: int) -> None:
+        """A whole chain, one of four."""
+        keys = [key(number) for number in range(end % 4, end + 1, 4)]
+        here = {*self.content, *(name.key for name, _ in self.open.values())}
+        leased = {block for expires, blocks in self.leases.values() if expires > self.now for block in blocks}
+        gone: list[BlockKey] = []
+        for each in reversed(keys):
+            if each in self.content:
+                if any(name.parent == each and name.key in here for name in NAMES):
+                    break
+                if (each, self.content[each].slot) in leased:
+                    break
+                here.discard(each)
+                gone.append(each)
+        assert self.index.give_up(keys, self.now) == len(gone)
+        assert not any(self.index.exists(gone))
         self.follow_events()
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 9.0]))

@@ -85,6 +85,14 @@ async def test_no_name_and_no_answer_of_a_source_hurts_the_store_that_copies(
         fetched = await stub.Fetch(replica_pb2.FetchRequest(source=address, keys=[key, b"two", b"three"]), timeout=10)
         assert (fetched.held, fetched.copied) == (2, 2) and store.ask("counts")["sealed"] == 2
 
+        for keys in ([], [key, b"k" * 257], [b""]):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.GiveUp(replica_pb2.GiveUpRequest(keys=keys), timeout=10)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        for keys, given_up, left in (([key], 0, 2), ([key, b"two"], 2, 0), ([key, b"two"], 0, 0)):
+            response = await stub.GiveUp(replica_pb2.GiveUpRequest(keys=keys), timeout=10)
+            assert (response.given_up, store.ask("counts")["sealed"]) == (given_up, left)
+
 
 async def test_nobody_gets_a_slot_that_a_slow_copy_still_writes_into(
     source: Source, start_actor: Callable[..., Any]

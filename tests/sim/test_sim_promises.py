@@ -153,6 +153,51 @@ def test_a_slow_machine_stays_slow_beside_a_busy_one() -> None:
     assert beside == pytest.approx(alone, rel=0.02)
 
 
+def flash_crowd(requests: int = 1500) -> list[TraceRequest]:
+    """Prompts of 40 shared blocks, a hundred a second, and a few of the trace, before and long after."""
+    prefix = tuple(range(10**6, 10**6 + 40))
+    crowd = [TraceRequest(5000 + at * 10, 40 * 512 + 100, 20, (*prefix, 10**7 + at)) for at in range(requests)]
+    first = TraceRequest(0, 40 * 512 + 100, 20, (*prefix, 10**7 - 1))
+    later = [TraceRequest(60_000 + at * 5000, 1024, 20, (at * 2, at * 2 + 1)) for at in range(60)]
+    return [first, *crowd, *later]
+
+
+CROWDED = load_preset("paper-16").with_conductor(policy="longest_prefix", replicates=True)  # which does not spread work
+
+
+@pytest.mark.parametrize("ssd", [None, Ssd(tokens=2_000_000)])
+def test_a_crowd_s_prefix_is_copied_and_given_up_where_it_was_not_before(ssd: Ssd | None) -> None:
+    trace = flash_crowd()
+    simulation = Simulation(CROWDED.with_machines("prefill", ssd=ssd), trace, Run(jitter_s=0.0))
+    hot = simulation.block_keys(trace[0])
+    held: list[int] = []
+
+    def look() -> None:
+        held.append(sum(machine.cache.match(hot) == len(hot) for machine in simulation.prefill.values()))
+
+    for at_s in (4.0, 25.0, 320.0):
+        simulation.agenda.at(at_s, look)
+    simulation.run()
+    check_promises(simulation)
+    before, during, after = held
+    assert before == after == 1 and during > 2
+    assert simulation.copies.made == during - 1
+    assert simulation.copies.given_up == during - 1
+
+
+@pytest.mark.parametrize("dies", ["prefill-0", "prefill-1", "prefill-2", "prefill-3"])
+def test_copies_from_and_to_a_machine_that_dies_are_forgotten(dies: str) -> None:
+    """Slow links, so that copies are surely on their way then."""
+    slow = CROWDED.with_machines(nic_gb_per_s=2.0)
+    simulation = Simulation(slow, flash_crowd(800), Run(jitter_s=0.0), [Fault(6.5, dies, 20.0), Fault(40.0, dies, 5.0)])
+    on_their_way: list[int] = []
+    simulation.agenda.at(6.4, lambda: on_their_way.append(len(simulation.copies._moving)))
+    simulation.run()
+    check_promises(simulation)
+    assert on_their_way[0] > 0
+    assert not simulation.copies._moving
+
+
 def test_a_machine_that_comes_back_gets_work_again() -> None:
     simulation = play(small_cluster(), 3, [Fault(5.0, "prefill-0", 5.0)], 300)
     check_promises(simulation)

@@ -18,6 +18,7 @@ from conductor.fleet import Fleet
 from conductor.policies import POLICIES
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
+from conductor.replication import Copy, Reclaim, ReplicationLimits, Replicator
 from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.view import RequestFacts, Shape
@@ -64,6 +65,9 @@ class Brain:
             rule, mode = ADMISSIONS[settings.admission], Mode(settings.admission_mode)
             self.admission = Admission(rule, limits, mode, rng=admission_rng)
         self.balancer = Balancer(cluster.slo.tbt_ms, model.block_tokens) if settings.balances_roles else None
+        self.replicator: Replicator | None = None
+        if settings.replicates:
+            self.replicator = Replicator(ReplicationLimits(ttl_s=settings.replica_ttl_s))
         self.stats = DispatchStats()
         self.stats.recent_output_tokens.append(round(settings.expected_output_tokens))
         self._block_tokens = model.block_tokens
@@ -87,6 +91,8 @@ class Brain:
         if self.balancer is not None and flight.attempts == 0:
             work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
             self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
+        if self.replicator is not None and flight.attempts == 0:
+            self.replicator.asked(question, placement.breakdown.prefill_ms, now)
         if self.admission is not None and flight.attempts == 0:  # a retry has cost something already: it goes on
             verdict = self.admission.decide(question, placement, now, self._max_tokens)
             if self.kept is not None:
@@ -183,6 +189,14 @@ class Brain:
         """The machine that is to change its role now."""
         return self.balancer.tick(self.fleet.view(now), now) if self.balancer is not None else None
 
+    def replications(self, now: float) -> list[Copy | Reclaim]:
+        """Which prefixes are to be copied now, and which copies to be given up."""
+        return self.replicator.tick(self.fleet.view(now), self.index, now) if self.replicator is not None else []
+
+    def copied(self, copy: Copy, ok: bool) -> None:
+        if self.replicator is not None:
+            self.replicator.copied(copy, ok)
+
     def call_failed(self, node_id: str, now: float) -> int:
         """A call found nobody there. Returns the incarnation that is dead."""
         node = self.registry.get(node_id)
@@ -199,6 +213,8 @@ class Brain:
         self.index.forget(info.node_id)
         self.costs.forget(info.node_id)
         self.fleet.forget(info.node_id)
+        if self.replicator is not None:
+            self.replicator.node_gone(info.node_id)
 
     def _register(
         self, node_id: str, host: str, role: Role, max_sequences: int, now: float, is_tiered: bool = False
@@ -214,6 +230,10 @@ class Brain:
 
 def store_id(host: str) -> str:
     return f"store-{host}"
+
+
+def host_of(store: str) -> str:
+    return store.removeprefix("store-")
 
 
 def start_costs(cluster: Cluster) -> StartCosts:

@@ -6,6 +6,7 @@ never a block that somebody holds. Times and bytes are others' business.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -44,6 +45,20 @@ class HostCache:
 
     def release(self, held: list[int]) -> None:
         self.pool.release(held)
+
+    def give_up(self, keys: Keys) -> int:
+        """Free a chain from its last block on, as far as nothing builds on it and nobody holds it. Returns how many
+        blocks went."""
+        pool, children, count = self.pool, Counter(self.pool.parents()), 0
+        for parent, key in reversed(list(zip((b"", *keys), keys, strict=False))):
+            if not pool.has(key):
+                continue
+            if children[key] or not pool.num_idle([key]):
+                break
+            pool.discard(key)
+            children[parent] -= 1
+            count += 1
+        return count
 
     def die(self) -> None:
         """The host has lost its memory: nobody asks here any more."""

@@ -21,6 +21,7 @@ from conductor.registry import NodeLoad
 from mooncake.app.sim.brain import Brain, Refused, store_id
 from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
+from mooncake.app.sim.copies import Copies
 from mooncake.app.sim.coupled import CoupledMachine
 from mooncake.app.sim.decode import DecodeMachine
 from mooncake.app.sim.disk import Disk
@@ -103,6 +104,9 @@ class Simulation:
         self.fetches = Fetches(
             cluster, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
         )
+        self.copies = Copies(
+            cluster.model, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
+        )
         self._faults = faults
         self._flying: dict[Flight, None] = {}  # requests under way
         self._beats = 0
@@ -131,6 +135,8 @@ class Simulation:
         self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
         if any(group.beside != 1.0 for group in self.cluster.machines):
             self._look_beside()
+        if self.brain.replicator is not None and self.cluster.count("prefill") > 1:
+            self._look_for_copies()
         self.agenda.run()
         return self.results
 
@@ -356,6 +362,7 @@ class Simulation:
         self._died.add(name)
         for flight in [flight for flight in self._flying if flight.source_id == name]:
             self.fetches.lose_source(flight)
+        self.copies.lose(name)
         on_it = [flight for flight in self._flying if self._is_on(flight, name)]
         if name in self.decode:
             self.decode[name].fail()
@@ -399,6 +406,11 @@ class Simulation:
                     machine.disturb(slowdown)
         if self._flying or self._next < len(self._order):
             self.agenda.after(LOOK_BESIDE_S, self._look_beside)
+
+    def _look_for_copies(self) -> None:
+        again_s = self.copies.look()
+        if self._flying or self._next < len(self._order):
+            self.agenda.after(again_s, self._look_for_copies)
 
     # What nodes report
 

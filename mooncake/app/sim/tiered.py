@@ -118,6 +118,11 @@ class TieredCache:
             self._store_waiting()
         self._save(self._demotion.prepare(now))
 
+    def give_up(self, keys: Keys) -> int:
+        """Free DRAM of a chain from its last block on, as far as nothing builds on it and nobody holds it. Returns of
+        how many blocks."""
+        return self.index.give_up(keys, self._agenda.now)
+
     def load(self, keys: Keys, on_end: Callable[[int], None]) -> Loading | None:
         """Bring what only the SSD has of the leading run of ``keys`` to DRAM. None when there is nothing to bring."""
         index, now, disk = self.index, self._agenda.now, self.disk

@@ -1,0 +1,131 @@
+"""Copies of hot prefixes in virtual time. Which prefix goes to which host, and which copies are given up again, the
+shipped replicator says; here the bytes take their time, beside everything else that moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from conductor.copier import LOOK_S
+from conductor.replication import Copy, Reclaim
+from mooncake.app.sim.brain import Brain, host_of
+from mooncake.app.sim.cluster import Model
+from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.links import Flow, Network
+from mooncake.app.sim.prefill import PrefillMachine
+from mooncake.app.sim.tiered import Loading, TieredCache
+
+
+class Tell(Protocol):
+    def __call__(self, machine: str) -> None:
+        """Publish what has changed in a machine's cache."""
+
+
+@dataclass(eq=False, slots=True)
+class _Moving:
+    """A copy on its way: read from the source's SSD first, or between the hosts."""
+
+    copy: Copy
+    loading: Loading | None = None
+    flow: Flow | None = None
+    held: list[int] = field(default_factory=list)  # in the source's memory
+
+
+class Copies:
+    """``machines`` and ``down``, those that are dead, are others' to change."""
+
+    def __init__(
+        self,
+        model: Model,
+        agenda: Agenda,
+        network: Network,
+        brain: Brain,
+        machines: Mapping[str, PrefillMachine],
+        down: Collection[str],
+        tell: Tell,
+    ) -> None:
+        self.made = 0
+        self.given_up = 0
+        self._block_bytes = model.block_tokens * model.token_bytes
+        self._agenda = agenda
+        self._network = network
+        self._brain = brain
+        self._machines = machines
+        self._down = down
+        self._tell = tell
+        self._moving: dict[_Moving, None] = {}
+
+    def look(self) -> float:
+        """Begin what the conductor wants now. Returns after how long (s) it looks again."""
+        for action in self._brain.replications(self._agenda.now):
+            if isinstance(action, Copy):
+                self._begin(action)
+            else:
+                self._give_up(action)
+        return LOOK_S
+
+    def lose(self, machine: str) -> None:
+        """It died: nothing comes from it or gets there any more."""
+        for moving in list(self._moving):
+            if machine in (host_of(moving.copy.source), host_of(moving.copy.target)):
+                self._end(moving, ok=False)
+
+    def _begin(self, copy: Copy) -> None:
+        moving = _Moving(copy)
+        self._moving[moving] = None
+        source, target = host_of(copy.source), host_of(copy.target)
+        if source in self._down or target in self._down:  # the conductor has not heard yet: its call finds nobody
+            self._end(moving, ok=False)
+            return
+        store = self._machines[source].cache
+        if isinstance(store, TieredCache):
+            moving.loading = store.load(copy.keys, partial(self._loaded, moving))
+        if moving.loading is None:
+            self._send(moving)
+
+    def _loaded(self, moving: _Moving, num_blocks: int) -> None:
+        moving.loading = None
+        self._tell(host_of(moving.copy.source))
+        self._send(moving)
+
+    def _send(self, moving: _Moving) -> None:
+        copy = moving.copy
+        source, target = host_of(copy.source), host_of(copy.target)
+        store, num_blocks = self._machines[source].cache, len(copy.keys)
+        if store.match(copy.keys) < num_blocks:  # it has left meanwhile
+            self._end(moving, ok=False)
+            return
+        moving.held = store.hold(copy.keys, num_blocks)
+        lacking = num_blocks - self._machines[target].cache.match(copy.keys)
+        moving.flow = self._network.send(source, target, lacking * self._block_bytes, partial(self._sent, moving))
+
+    def _sent(self, moving: _Moving, flow: Flow) -> None:
+        moving.flow = None
+        target = host_of(moving.copy.target)
+        cache = self._machines[target].cache
+        cache.add(moving.copy.keys, [], into_dram=True)
+        self._tell(target)
+        self._end(moving, ok=cache.match(moving.copy.keys) == len(moving.copy.keys))
+
+    def _end(self, moving: _Moving, ok: bool) -> None:
+        del self._moving[moving]
+        if moving.loading is not None:
+            moving.loading.cancel()
+        if moving.flow is not None:
+            self._network.cancel(moving.flow)
+        if moving.held:
+            source = host_of(moving.copy.source)
+            self._machines[source].cache.release(moving.held)
+            self._tell(source)
+        self.made += ok
+        self._brain.copied(moving.copy, ok)
+
+    def _give_up(self, reclaim: Reclaim) -> None:
+        machine = host_of(reclaim.node_id)
+        if machine in self._down:
+            return
+        self.given_up += self._machines[machine].cache.give_up(reclaim.keys) > 0
+        self._tell(machine)
