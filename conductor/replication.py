@@ -89,12 +89,13 @@ class Replicator:
         keys = cast("Sequence[BlockKey]", question.facts.keys)
         whole = tuple(keys[: DEPTHS[-1]])
         runs = question.store_runs
+        longest = float(runs.max(initial=0.0))
         for depth in _depths(keys):
             name = keys[depth - 1]
             watched = self._watched.get(name)
             fading = self._fading(watched, now) if watched is not None else 0.0
             if watched is None or watched.requests * fading < NOBODY:
-                homes = frozenset(_names(question.view, runs >= depth))
+                homes = frozenset(_names(question.view, runs >= depth)) if depth <= longest else frozenset()
                 watched = self._watched[name] = _Watched(whole, homes)
                 if len(self._watched) > MAX_WATCHED:
                     self._hot.discard(self._watched.popitem(last=False)[0])
