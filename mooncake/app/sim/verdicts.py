@@ -23,6 +23,7 @@ FIG10_POINTS = 5.0
 FIG13_ERROR = 0.25
 FIG15_TBT_ERROR = 0.15
 TABLE3_OFF = 0.05  # that a ratio of rejections may be
+SWING_TOGETHER, SWING_PREFILL_LOAD = -0.4, 0.25  # at most the correlation, at least the deviation, of loads that swing
 FASTER, BETTER = 0.02, 0.02  # a rival whose mean TTFT is lower by that share; that has so much more of all inside 30 s
 
 
@@ -148,10 +149,27 @@ def rejections(rows: Rows) -> Verdict:
         + f", though goodput is {goodput['baseline']:.0f} % with the baseline, "
         f"{goodput['early']:.0f} % with early and {goodput['predicted']:.0f} % with predicted "
         f"rejection (look-ahead: {goodput['lookahead']:.0f} %)"
-        + ("; prediction or look-ahead damps the swing" if calmer else "; the swing is not damped")
+        + ("; prediction or look-ahead damps the swing" if calmer else "; the loads hardly swing here, and nothing damps that (see the oscillation)")
         + f"; the shares are not: {late:.0f}% of the baseline's rejections are for decoding here, which is where the "
         f"rules differ, and the published machines, with {FIG8_TTFT_S / calm_s:.0f} times our mean TTFT before any "
         "overload, were probably short of prefill as well, for which all rules reject alike",
+    )
+
+
+def oscillation(rows: Rows) -> Verdict:
+    found = {row.what: row.measured for row in rows}
+    [damped] = [row for row in rows if row.what.endswith("look-ahead / early")]
+    prefill = {a: found[f"{a}: deviation of prefill load, share of the machines"] for a in ("early", "predicted")}
+    decode = {a: found[f"{a}: deviation of decode load, share of its mean"] for a in ("early", "predicted")}
+    together = found["early: correlation of both"]
+    swings = together <= SWING_TOGETHER and prefill["early"] >= SWING_PREFILL_LOAD
+    calmed = {what: of["predicted"] < of["early"] for what, of in (("prefill", prefill), ("decode", decode))}
+    return Verdict(
+        reproduced(swings and all(calmed.values()) and damped.is_kept, swings and damped.is_kept),
+        f"with early rejection the loads {'swing against each other' if swings else 'do not swing'} (correlation "
+        f"{together:.2f}); prediction as published calms "
+        + (" and ".join(what for what, is_calmed in calmed.items() if is_calmed) or "neither")
+        + f" load; look-ahead leaves {damped.measured:.2f} of the decode load's deviation",
     )
 
 
