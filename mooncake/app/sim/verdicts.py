@@ -149,7 +149,11 @@ def rejections(rows: Rows) -> Verdict:
         + f", though goodput is {goodput['baseline']:.0f} % with the baseline, "
         f"{goodput['early']:.0f} % with early and {goodput['predicted']:.0f} % with predicted "
         f"rejection (look-ahead: {goodput['lookahead']:.0f} %)"
-        + ("; prediction or look-ahead damps the swing" if calmer else "; the loads hardly swing here, and nothing damps that (see the oscillation)")
+        + (
+            "; prediction or look-ahead damps the swing"
+            if calmer
+            else "; the loads hardly swing here, and nothing damps that (see the oscillation)"
+        )
         + f"; the shares are not: {late:.0f}% of the baseline's rejections are for decoding here, which is where the "
         f"rules differ, and the published machines, with {FIG8_TTFT_S / calm_s:.0f} times our mean TTFT before any "
         "overload, were probably short of prefill as well, for which all rules reject alike",
