@@ -13,7 +13,7 @@ import grpc
 
 from conductor.fleet import Fleet
 from conductor.registry import Registry
-from conductor.replication import Copy, Reclaim, ReplicationLimits, Replicator
+from conductor.replication import LOOK_S, Copy, Reclaim, ReplicationLimits, Replicator
 from conductor.scheduler import Placement
 from conductor.view import Question
 from mooncake.config import ConductorSection
@@ -23,7 +23,6 @@ from mooncake.rpc.server import Channels
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.25
 GIVE_UP_TIMEOUT_S = 5.0
 
 
@@ -51,6 +50,8 @@ class Copier:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
+        if not self.replicator.has_crowds:
+            return
         for action in self.replicator.tick(self._fleet.view(now), self._fleet.index, now):
             self._begin(self._copy(action) if isinstance(action, Copy) else self._give_up(action))
 

@@ -24,6 +24,7 @@ from mooncake.types import BlockKey
 
 DEPTHS = tuple(2**power for power in range(2, 16))  # blocks at which prefixes are watched
 MAX_WATCHED = 4096
+LOOK_S = 0.25  # between two ticks
 NOBODY = 0.5  # requests of lately: who comes now has a prefix to himself
 
 
@@ -83,6 +84,11 @@ class Replicator:
         self._hot: set[bytes] = set()  # of those, that one node cannot do alone
         self._crowds: dict[bytes, _Crowd] = {}  # by their last key
         self._in_flight: dict[Copy, float] = {}  # since when
+
+    @property
+    def has_crowds(self) -> bool:
+        """Whether a ``tick`` may say anything."""
+        return bool(self._hot or self._crowds)
 
     def asked(self, question: Question, prefill_ms: float, now: float) -> None:
         """A request came that takes ``prefill_ms`` of a prefill node that holds its prefix."""

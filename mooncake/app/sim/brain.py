@@ -191,7 +191,9 @@ class Brain:
 
     def replications(self, now: float) -> list[Copy | Reclaim]:
         """Which prefixes are to be copied now, and which copies to be given up."""
-        return self.replicator.tick(self.fleet.view(now), self.index, now) if self.replicator is not None else []
+        if self.replicator is None or not self.replicator.has_crowds:
+            return []
+        return self.replicator.tick(self.fleet.view(now), self.index, now)
 
     def copied(self, copy: Copy, ok: bool) -> None:
         if self.replicator is not None:

@@ -4,12 +4,10 @@ shipped replicator says; here the bytes take their time, beside everything else 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
-from conductor.copier import LOOK_S
 from conductor.replication import Copy, Reclaim
 from mooncake.app.sim.brain import Brain, host_of
 from mooncake.app.sim.cluster import Model
@@ -17,11 +15,6 @@ from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.prefill import PrefillMachine
 from mooncake.app.sim.tiered import Loading, TieredCache
-
-
-class Tell(Protocol):
-    def __call__(self, machine: str) -> None:
-        """Publish what has changed in a machine's cache."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +28,8 @@ class _Moving:
 
 
 class Copies:
-    """``machines`` and ``down``, those that are dead, are others' to change."""
+    """``machines`` and ``down``, those that are dead, are others' to change; ``tell`` publishes what has changed in a
+    machine's cache."""
 
     def __init__(
         self,
@@ -45,7 +39,7 @@ class Copies:
         brain: Brain,
         machines: Mapping[str, PrefillMachine],
         down: Collection[str],
-        tell: Tell,
+        tell: Callable[[str], None],
     ) -> None:
         self.made = 0
         self.given_up = 0
@@ -58,14 +52,13 @@ class Copies:
         self._tell = tell
         self._moving: dict[_Moving, None] = {}
 
-    def look(self) -> float:
-        """Begin what the conductor wants now. Returns after how long (s) it looks again."""
+    def look(self) -> None:
+        """Begin what the conductor wants now."""
         for action in self._brain.replications(self._agenda.now):
             if isinstance(action, Copy):
                 self._begin(action)
             else:
                 self._give_up(action)
-        return LOOK_S
 
     def lose(self, machine: str) -> None:
         """It died: nothing comes from it or gets there any more."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from conductor.balance import Switch, SwitchState
 from conductor.registry import NodeLoad
+from conductor.replication import LOOK_S
 from mooncake.app.sim.brain import Brain, Refused, store_id
 from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
@@ -408,9 +409,9 @@ class Simulation:
             self.agenda.after(LOOK_BESIDE_S, self._look_beside)
 
     def _look_for_copies(self) -> None:
-        again_s = self.copies.look()
+        self.copies.look()
         if self._flying or self._next < len(self._order):
-            self.agenda.after(again_s, self._look_for_copies)
+            self.agenda.after(LOOK_S, self._look_for_copies)
 
     # What nodes report
 

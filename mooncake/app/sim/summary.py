@@ -50,6 +50,8 @@ class Summary:
     prefill_use_max: float
     decode_use: float
     bytes_moved_gb: float
+    copies_made: int  # of hot prefixes, ahead of need
+    copies_given_up: int  # of those, and of what was fetched for their crowds
     ssd_read_gb: float
     ssd_written_gb: float  # with what is copied within its log
 
@@ -105,6 +107,8 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
         prefill_use_max=max(busy["prefill"], default=0.0) / duration_s,
         decode_use=_mean(busy["decode"]) / duration_s,
         bytes_moved_gb=simulation.network.bytes_moved / 1e9,
+        copies_made=simulation.copies.made,
+        copies_given_up=simulation.copies.given_up,
         ssd_read_gb=sum(disk.bytes_read for disk in simulation.disks.values()) / 1e9,
         ssd_written_gb=sum(disk.bytes_written for disk in simulation.disks.values()) / 1e9,
     )
