@@ -281,6 +281,7 @@ def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalC
         arguments = ("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address)
         with started(*arguments) as process:
             wait_until(lambda: client.status().requests_total > before and not client.status().requests_running)
+            time.sleep(1.0)  # the client has yet to read what was answered; its next request is a minute away
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
     assert process.returncode == 130
