@@ -274,19 +274,22 @@ def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) 
 
 
 def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalCluster, tmp_path: Path) -> None:
-    lines = [{"timestamp": 60_000 * n, "input_length": 512, "output_length": 64, "hash_ids": [n]} for n in range(2)]
+    """One request at a time: that the second has been sent says that the client has read the first one's answer."""
+    lines = [
+        {"timestamp": at_ms, "input_length": 512, "output_length": output, "hash_ids": [at_ms]}
+        for at_ms, output in ((0, 64), (1, 4096), (60_000, 64))
+    ]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with Client(cluster.grpc_address) as client:
         before = client.status().requests_total
-        arguments = ("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address)
+        arguments = ("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address, "--concurrency", "1")
         with started(*arguments) as process:
-            wait_until(lambda: client.status().requests_total > before and not client.status().requests_running)
-            time.sleep(1.0)  # the client has yet to read what was answered; its next request is a minute away
+            wait_until(lambda: client.status().requests_total == before + 2)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "1 of 2 requests" in out
-    assert "stopped early: 1 of 2 requests sent, 1 answered" in out
+    assert "1 of 3 requests" in out
+    assert "stopped early: 2 of 3 requests sent, 1 answered" in out
     assert err.endswith("mooncake: stopped before the end of the trace\n")
 
 
