@@ -24,6 +24,7 @@ from mooncake.types import BlockKey
 
 DEPTHS = tuple(2**power for power in range(2, 16))  # blocks at which prefixes are watched
 MAX_WATCHED = 4096
+MAX_CROWDS = 256
 LOOK_S = 0.25  # between two ticks
 NOBODY = 0.5  # requests of lately: who comes now has a prefix to himself
 
@@ -123,8 +124,9 @@ class Replicator:
 
     def copied(self, copy: Copy, ok: bool) -> None:
         """A copy has ended. One that failed may be tried again."""
-        if self._in_flight.pop(copy, None) is not None and ok:
-            self._crowds[copy.keys[-1]].copies.add(copy.target)
+        crowd = self._crowds.get(copy.keys[-1])
+        if self._in_flight.pop(copy, None) is not None and ok and crowd is not None:
+            crowd.copies.add(copy.target)
 
     def node_gone(self, node_id: str) -> None:
         for crowd in self._crowds.values():
@@ -150,6 +152,8 @@ class Replicator:
             crowd = self._crowds.get(keys[-1])
             if crowd is None:
                 crowd = self._crowds[keys[-1]] = _Crowd(keys, watched.homes)
+                if len(self._crowds) > MAX_CROWDS:  # what the oldest one left is for eviction
+                    del self._crowds[next(iter(self._crowds))]
             coming = {copy.target for copy in self._in_flight if copy.keys[: len(keys)] == keys}
             missing = min(needed - int(holds.sum()), self.limits.max_copies - len(crowd.copies)) - len(coming)
             for target in self._targets(view, holds, coming, missing):

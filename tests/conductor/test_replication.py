@@ -4,7 +4,7 @@ from collections import Counter
 
 from placing import Cluster
 
-from conductor.replication import Copy, Reclaim, ReplicationLimits, Replicator
+from conductor.replication import MAX_CROWDS, Copy, Reclaim, ReplicationLimits, Replicator
 from conductor.view import RequestFacts
 from mooncake.types import BlockEvent, BlockKey
 
@@ -141,6 +141,23 @@ def test_a_beginning_that_others_still_ask_for_is_kept() -> None:
         crowd.run(1, a_second=0)
         crowd.replicator.asked(crowd.cluster.scheduler.ask(shared, crowd.cluster.now), 1.0, crowd.cluster.now)
     assert crowd.given_up and all(reclaim.keys == tuple(HOT[8:]) for reclaim in crowd.given_up)
+
+
+def test_however_many_crowds_come_few_are_remembered() -> None:
+    """Bursts with pauses: each finds a longer beginning in common, under one that is always asked for."""
+    crowd = Crowd()
+    for burst in range(MAX_CROWDS + 20):
+        crowd.cluster.now += 30.0
+        own = BlockKey(burst.to_bytes(2, "big") * 16)
+        crowd.cluster.fleet.index.apply("s0", [BlockEvent(True, own, HOT[31])])
+        for _ in range(60):
+            facts = RequestFacts(4096, [*HOT[:32], own])
+            crowd.replicator.asked(crowd.cluster.scheduler.ask(facts, crowd.cluster.now), 100.0, crowd.cluster.now)
+        view = crowd.cluster.fleet.view(crowd.cluster.now)
+        for action in crowd.replicator.tick(view, crowd.cluster.fleet.index, crowd.cluster.now):
+            assert isinstance(action, Copy)
+            crowd.replicator.copied(action, ok=False)
+    assert len(crowd.replicator._crowds) == MAX_CROWDS
 
 
 def test_the_last_who_has_a_prefix_keeps_it() -> None:
