@@ -10,13 +10,17 @@
 
 #include "board.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
+
+#include "../mooncake/python_module.h"
 
 namespace {
 
@@ -29,6 +33,8 @@ void* map(int fd, size_t bytes, bool writable) {
     return memory;
 }
 
+constexpr int64_t kSureNs = 100000;
+
 // A client's: the board, its own mailbox, and the segment.
 struct Reader {
     Board board;
@@ -36,17 +42,26 @@ struct Reader {
     uint8_t* segment;
     size_t segment_bytes;
     int sock;
+    std::atomic<int64_t> is_sure_until_ns{0};  // of the monotonic clock
 
-    // The store closes its end when it ends, however that comes.
-    bool is_alone() const {
-        char byte;
+    // The store closes its end when it ends, however that comes. What was read of a store that ended just before is right,
+    // so that it need not be looked for each time.
+    bool is_alone() {
         if (board.head->is_closed.load(std::memory_order_acquire)) return true;
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        const int64_t now_ns = now.tv_sec * 1000000000 + now.tv_nsec;
+        if (now_ns < is_sure_until_ns.load(std::memory_order_relaxed)) return false;
+        char byte;
         const ssize_t got = recv(sock, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-        return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return true;
+        is_sure_until_ns.store(now_ns + kSureNs, std::memory_order_relaxed);
+        return false;
     }
 };
 
-constexpr int kPopulateWrite = 23;      // MADV_POPULATE_WRITE of <linux/mman.h>, Linux 5.14
+constexpr uint64_t kInlineBytes = 4 << 20;  // at most, for a copy on the thread that asks for it
+constexpr uint64_t kLockedBytes = 64 << 10;  // at most, for one under Python's lock
 constexpr uint32_t kMaxArrived = 64;    // that the loop has not heard of; what comes beyond them it is asked about
 constexpr uint32_t kMarks = 1 << 20;
 
@@ -106,7 +121,7 @@ Outcome read_block(const Reader& reader, const uint8_t* key, uint32_t key_bytes,
     if (!look_up(board, key, key_bytes, listed)) return kChanged;
     if (listed.slot < 0) return kMissing;
     length = listed.length;
-    if (length < least || length > most) return kChanged;
+    if (length < least || length > most || listed.ranges == 0) return kChanged;
     const uint64_t part = listed.length / listed.ranges;
     const uint8_t* from = reader.segment + static_cast<uint64_t>(listed.slot) * board.head->block_bytes;
     bool is_right = true;
@@ -321,13 +336,8 @@ Reader* board_open(int board_fd, int mailbox_fd, int segment_fd, int sock) {
                                      static_cast<uint8_t*>(segment), segment_bytes, sock};
 }
 
-// Have the kernel map so much of the segment now: a page costs as much again when it is first touched in a copy. Returns
-// where to go on, 0 at the end or when the kernel does not know how.
-uint64_t board_populate(const Reader* reader, uint64_t from, uint64_t bytes) {
-    const uint64_t size = bytes < reader->segment_bytes - from ? bytes : reader->segment_bytes - from;
-    if (madvise(reader->segment + from, size, kPopulateWrite) != 0) return 0;
-    return from + size < reader->segment_bytes ? from + size : 0;
-}
+uint8_t* board_segment(const Reader* reader) { return reader->segment; }
+uint64_t board_segment_bytes(const Reader* reader) { return reader->segment_bytes; }
 
 void board_leave(Reader* reader) {
     munmap(reader->board.head, reader->board.bytes());
@@ -359,7 +369,7 @@ void board_write(const Reader* reader, uint32_t slot, const uint8_t* from, uint6
 
 // ``keys`` one after the other, ``ends`` where each one ends. How many are here, and for each whether it is; -1 when the
 // store is gone.
-int32_t board_exists(const Reader* reader, const uint8_t* keys, const uint32_t* ends, uint32_t count, uint8_t* here) {
+int32_t board_exists(Reader* reader, const uint8_t* keys, const uint32_t* ends, uint32_t count, uint8_t* here) {
     int32_t found = 0;
     uint64_t epoch;
     for (uint32_t i = 0, start = 0; i < count; start = ends[i++]) {
@@ -379,18 +389,37 @@ int64_t board_length(const Reader* reader, const uint8_t* key, uint32_t key_byte
 }
 
 // Copies one block of ``expected`` bytes and checks the copy. An ``Outcome``; -1 when the store is gone.
-int32_t board_read(const Reader* reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into,
-                   uint64_t expected) {
+int32_t board_read(Reader* reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into, uint64_t expected) {
     uint64_t length;
     const Outcome outcome = read_block(*reader, key, key_bytes, into, expected, expected, length);
     return reader->is_alone() ? -1 : outcome;
 }
 
-// Copies one block of at most ``room`` bytes and checks the copy. Its length; -1 when that cannot be.
-int64_t board_get(const Reader* reader, const uint8_t* key, uint32_t key_bytes, uint8_t* into, uint64_t room) {
+}  // extern "C"
+
+namespace {
+
+// Copies one block into memory of Python's, if it is short and fits, and checks the copy. Its length; None when it is not to be
+// had so, for whatever reason.
+PyObject* get(Reader* reader, PyObject* key, PyObject* into) {
+    constexpr int kWritable = 1;
+    char* name;
+    ssize_t name_bytes;
+    Py_buffer room;
+    if (PyBytes_AsStringAndSize(key, &name, &name_bytes) != 0) return nullptr;
+    if (PyObject_GetBuffer(into, &room, kWritable) != 0) return PyErr_Clear(), python::none();
+    const uint64_t most = std::min<uint64_t>(room.size, kInlineBytes);
     uint64_t length;
-    const Outcome outcome = read_block(*reader, key, key_bytes, into, 1, room, length);
-    return outcome == kRead && !reader->is_alone() ? static_cast<int64_t>(length) : -1;
+    bool is_read;
+    {
+        const python::Unlocked unlocked(most > kLockedBytes);
+        is_read = read_block(*reader, reinterpret_cast<const uint8_t*>(name), name_bytes, static_cast<uint8_t*>(room.data), 1,
+                             most, length) == kRead && !reader->is_alone();
+    }
+    PyBuffer_Release(&room);
+    return is_read ? PyLong_FromLongLong(length) : python::none();
 }
 
-}  // extern "C"
+}  // namespace
+
+PYTHON_MODULE("board", python::method<get>("get"))

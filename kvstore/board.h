@@ -169,8 +169,8 @@ inline bool look_up(const Board& board, const uint8_t* key, uint32_t key_bytes, 
     if (listed.slot < 0) return true;
     const Record& record = board.records[listed.slot];
     listed.length = record.length;
-    listed.ranges = record.ranges;
-    memcpy(listed.sums, record.sums, sizeof listed.sums);
+    listed.ranges = record.ranges <= kMaxRanges ? record.ranges : 0;  // it may be changing
+    memcpy(listed.sums, record.sums, listed.ranges * sizeof *listed.sums);
     return board.is_still(listed.slot, listed.epoch);
 }
 

@@ -16,8 +16,7 @@ import mmap
 import os
 import socket
 import struct
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -28,16 +27,17 @@ from kvstore.checksum import Checksums
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, is_sealed_size
 from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES, Arrival, Landed
 from mooncake.errors import NodeUnavailable
-from mooncake.native import BuildFailed, load_native
+from mooncake.native import MODULE_HEADER, BuildFailed, load_module, load_native
+from mooncake.prefault import prefault_in_background
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("board.cpp")
+HEADERS = [SOURCE.with_name("board.h"), SOURCE.with_name("xxh3.h")]
 FILES = 3  # that a client gets: the board, its mailbox, the segment
 GREETING = b"board 1\n"
 WRITER_ID_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
-POPULATE_STEP_BYTES = 2 << 20  # short: who maps memory in this process waits for a step
 MAX_ARRIVED = 64  # blocks that have been listed by others, taken at a time
 MAX_NOTES = 1024  # of what a client has read
 MAX_GIFTS = 8  # slots for a client to fill
@@ -69,12 +69,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_give": (ctypes.c_int, [_ADDRESS, _U64, _U64]),
     "board_receive": (ctypes.c_int, [_ADDRESS, _ADDRESS]),
     "board_open": (_ADDRESS, [ctypes.c_int] * 4),
-    "board_populate": (_U64, [_ADDRESS, _U64, _U64]),
+    "board_segment": (_ADDRESS, [_ADDRESS]),
+    "board_segment_bytes": (_U64, [_ADDRESS]),
     "board_leave": (None, [_ADDRESS]),
     "board_exists": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _ADDRESS, _U32, ctypes.c_char_p]),
     "board_length": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32]),
     "board_block_bytes": (_U64, [_ADDRESS]),
-    "board_get": (ctypes.c_int64, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
     "board_write": (None, [_ADDRESS, _U32, _ADDRESS, _U64, _U32, _ADDRESS]),
     "board_read": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
 }
@@ -104,7 +104,7 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = load_native("board", SOURCE, [SOURCE.with_name("board.h"), SOURCE.with_name("xxh3.h")])
+        library = load_native("board", SOURCE, [MODULE_HEADER, *HEADERS])
     except BuildFailed as error:
         log.warning("blocks on this host are looked up over the wire, not in shared memory: %s", error)
         return None
@@ -245,18 +245,38 @@ class Board:
         os.close(self.wake_fd)
 
 
-class BoardReader:
-    """A client's side, from any thread. Not to be used after ``close``."""
+class _Mapped:
+    """What a reader has mapped: as long as anybody holds this."""
 
-    def __init__(self, library: ctypes.CDLL, sock: socket.socket, reader: int, writer_id: str) -> None:
-        self.writer_id = writer_id  # under which the store gives us slots to fill
-        self._block_bytes = int(library.board_block_bytes(reader))
+    def __init__(self, library: ctypes.CDLL, reader: int, sock: socket.socket) -> None:
+        self.reader = reader
         self._library = library
         self._sock = sock  # as long as it is open, the store is there
-        self._reader = reader
-        self._lock = threading.Lock()  # of what follows
-        self._users = 0
-        self._is_closed = False
+
+    def __del__(self) -> None:
+        self._library.board_leave(self.reader)
+        self._sock.close()
+
+    def segment(self) -> npt.NDArray[np.uint8]:
+        """The store's slots, shape [bytes]."""
+        size = self._library.board_segment_bytes(self.reader)
+        memory = (ctypes.c_uint8 * size).from_address(self._library.board_segment(self.reader))
+        memory._owner = self
+        return np.frombuffer(memory, dtype=np.uint8)
+
+
+class BoardReader:
+    """A client's side, from any thread. After ``close`` nothing is there."""
+
+    def __init__(self, library: ctypes.CDLL, mapped: _Mapped, writer_id: str) -> None:
+        self.writer_id = writer_id  # under which the store gives us slots to fill
+        self._library = library
+        self._get: Callable[[int, bytes, object], int | None] = load_module("board", SOURCE, HEADERS).get
+        self._block_bytes = int(library.board_block_bytes(mapped.reader))
+        # Whoever reads has taken it first: it is unmapped when this has been closed and nobody reads any more.
+        self._mapped: _Mapped | None = mapped
+        self._segment: npt.NDArray[np.uint8] | None = mapped.segment()
+        prefault_in_background(self._segment)  # a page costs as much again when it is first touched in a copy
 
     @classmethod
     def open(cls, path: str) -> BoardReader | None:
@@ -275,7 +295,7 @@ class BoardReader:
                 sock.setblocking(False)
                 reader = library.board_open(*files, sock.fileno())
                 if reader:
-                    return cls(library, sock, reader, writer_id)
+                    return cls(library, _Mapped(library, reader, sock), writer_id)
         except OSError as error:
             log.debug("no board at %s: %s", path, error)
         finally:
@@ -284,81 +304,52 @@ class BoardReader:
         sock.close()
         return None
 
-    def populate(self) -> None:
-        """Map the segment ahead of its use, a little at a time. Blocking: call it in a thread."""
-        at = 0
-        while self._enter():
-            try:
-                at = int(self._library.board_populate(self._reader, at, POPULATE_STEP_BYTES))
-            finally:
-                self._leave()
-            if not at:
-                return
-
     @property
     def lists_all(self) -> bool:
         """Whether it lists all that the store has in DRAM: not what it has in very many or very short ranges."""
-        if not self._enter():
-            return False
-        try:
-            return bool(self._library.board_lists_all(self._reader))
-        finally:
-            self._leave()
+        mapped = self._mapped
+        return mapped is not None and bool(self._library.board_lists_all(mapped.reader))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Whether each is listed; None when the store is gone."""
+        mapped = self._mapped
+        if mapped is None:
+            return None
         ends = np.cumsum(np.fromiter(map(len, keys), dtype=np.uint32, count=len(keys)), dtype=np.uint32)
         here = ctypes.create_string_buffer(len(keys))
-        if not self._enter():
-            return None
-        try:
-            found = self._library.board_exists(
-                self._reader, b"".join(keys), ends.ctypes.data_as(_ADDRESS), len(keys), here
-            )
-        finally:
-            self._leave()
+        places = ends.ctypes.data_as(_ADDRESS)
+        found = self._library.board_exists(mapped.reader, b"".join(keys), places, len(keys), here)
         return None if found < 0 else [byte == 1 for byte in here.raw]
 
     def length(self, key: bytes) -> int | None:
         """Of a listed block."""
-        if not self._enter():
+        mapped = self._mapped
+        if mapped is None:
             return None
-        try:
-            length = int(self._library.board_length(self._reader, key, len(key)))
-        finally:
-            self._leave()
+        length = int(self._library.board_length(mapped.reader, key, len(key)))
         return length if length >= 0 else None
 
     def read(self, key: bytes, into: memoryview) -> Outcome:
         """Copy a block of just so many bytes, and check the copy, in one pass."""
-        if not self._enter():
+        mapped = self._mapped
+        if mapped is None:
             return Outcome.GONE
-        try:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(into))
-            return _OUTCOMES[self._library.board_read(self._reader, key, len(key), address, into.nbytes)]
-        finally:
-            self._leave()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+        return _OUTCOMES[self._library.board_read(mapped.reader, key, len(key), address, into.nbytes)]
 
-    def get(self, key: bytes, into: memoryview) -> int | None:
-        """Copy a block that fits, and check the copy. Its length; None when it cannot be had so."""
-        if not self._enter():
-            return None
-        try:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(into))
-            length = int(self._library.board_get(self._reader, key, len(key), address, into.nbytes))
-            return length if length >= 0 else None
-        finally:
-            self._leave()
+    def get(self, key: bytes, into: object) -> int | None:
+        """Copy a block of at most 4 MiB that fits, and check the copy, in one call. Its length; None when it cannot be had
+        so, also because ``into`` is not a contiguous buffer that can be written."""
+        mapped = self._mapped
+        return self._get(mapped.reader, key, into) if mapped is not None else None
 
     def receive(self) -> tuple[int, int] | None:
         """A slot that the store lets us fill, with its epoch. On the client's event loop alone."""
-        if not self._enter():
+        mapped = self._mapped
+        gift = (ctypes.c_uint64 * 2)()
+        if mapped is None or not self._library.board_receive(mapped.reader, gift):
             return None
-        try:
-            gift = (ctypes.c_uint64 * 2)()
-            return (gift[0], gift[1]) if self._library.board_receive(self._reader, gift) else None
-        finally:
-            self._leave()
+        return gift[0], gift[1]
 
     def takes(self, nbytes: int, ranges: int) -> bool:
         """Whether a block like this can be written and then listed."""
@@ -368,43 +359,18 @@ class BoardReader:
     def write(self, slot: int, data: memoryview, ranges: int) -> Checksums:
         """Copy into a slot that is ours to write, and make the checksums of what is copied, in one pass. Raises
         NodeUnavailable once this has been closed."""
-        if not self._enter():
+        mapped = self._mapped
+        if mapped is None:
             raise NodeUnavailable("this client of the store has been closed")
         sums: Checksums = np.zeros(ranges, dtype=np.uint64)
-        try:
-            source = np.frombuffer(data, dtype=np.uint8)
-            self._library.board_write(
-                self._reader,
-                slot,
-                source.ctypes.data_as(_ADDRESS),
-                len(source),
-                ranges,
-                sums.ctypes.data_as(_ADDRESS),
-            )
-        finally:
-            self._leave()
+        source = np.frombuffer(data, dtype=np.uint8)
+        at, sums_at = source.ctypes.data_as(_ADDRESS), sums.ctypes.data_as(_ADDRESS)
+        self._library.board_write(mapped.reader, slot, at, len(source), ranges, sums_at)
         return sums
 
     def close(self) -> None:
         """From now on nothing is there. Whoever is still reading reads to the end."""
-        with self._lock:
-            self._is_closed = True
-            self._users += 1
-        self._leave()
-
-    def _enter(self) -> bool:
-        with self._lock:
-            self._users += not self._is_closed
-            return not self._is_closed
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            is_last = self._is_closed and not self._users
-        if is_last and self._reader:
-            self._library.board_leave(self._reader)
-            self._reader = 0
-            self._sock.close()
+        self._mapped = self._segment = None
 
 
 def is_same_user(sock: socket.socket) -> bool:

@@ -52,20 +52,19 @@ class NearStore:
         self._has_ssd = stats.ssd_capacity_bytes > 0
         if not stats.board_path or self.board is not None:
             return
-        opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # of its own: either may take seconds
+        opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # of its own: it may take seconds
         opening = asyncio.get_running_loop().run_in_executor(opener, BoardReader.open, stats.board_path)
         try:
             await to_its_end(opening)
         finally:
-            self._take(opening.result(), opener)
-            opener.shutdown(wait=False)  # once that is done
+            self._take(opening.result())
+            opener.shutdown(wait=False)
 
-    def _take(self, board: BoardReader | None, opener: ThreadPoolExecutor) -> None:
+    def _take(self, board: BoardReader | None) -> None:
         if board is not None and self.board is not None:  # somebody was quicker
             board.close()
         elif board is not None:
             self.board = board
-            opener.submit(board.populate)
 
     def close(self) -> None:
         if self.board is not None:
@@ -84,10 +83,6 @@ class NearStore:
             self.close()
             return [None] * len(keys)
         return [is_here or (False if lists_all else None) for is_here in here]
-
-    def get(self, key: bytes, into: memoryview) -> int | None:
-        """A block that fits ``into``, here and now. None when ``read`` has to find out."""
-        return self.board.get(key, into) if self.board is not None else None
 
     async def read(self, keys: Sequence[bytes], room: Callable[[int, int], memoryview]) -> list[int | None]:
         """What the board lists. None for the rest, also for what changed meanwhile."""

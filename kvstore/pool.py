@@ -174,7 +174,9 @@ class Client:
         self._begin(timeout_s)
         if self._replicas == 1:
             wire = self._keys.wire(key)
-            return await self._stores[self._keys.homes(wire)[0]].get_one(wire, writable(into), timeout_s=timeout_s)
+            home = self._stores[self._keys.homes(wire)[0]]
+            length = home.get_here(wire, into)
+            return length if length is not None else await home.get_one(wire, writable(into), timeout_s=timeout_s)
         [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
         return length
 

@@ -14,6 +14,8 @@ from mooncake.errors import InvalidRequest
 
 MAX_KEY_BYTES = 240
 NAMESPACE_BYTES = 16
+MIN_WIRE_BYTES, MAX_WIRE_BYTES = NAMESPACE_BYTES + 1, NAMESPACE_BYTES + MAX_KEY_BYTES
+_WRONG_KIND = "a key is bytes, or a str that UTF-8 can encode"
 
 Key = str | bytes
 
@@ -41,7 +43,12 @@ class PoolKeys:
 
     def wire(self, key: Key) -> bytes:
         """What stores call it. Raises InvalidRequest."""
-        [wire] = self.wires([key])
+        try:
+            wire = self._prefix + (key.encode() if isinstance(key, str) else key)
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequest(_WRONG_KIND, "key") from None
+        if not MIN_WIRE_BYTES <= len(wire) <= MAX_WIRE_BYTES:
+            raise _wrong_length(len(wire))
         return wire
 
     def wires(self, keys: Iterable[Key]) -> list[bytes]:
@@ -50,11 +57,15 @@ class PoolKeys:
         try:
             wires = [prefix + (key.encode() if isinstance(key, str) else key) for key in keys]
         except (TypeError, UnicodeEncodeError):
-            raise InvalidRequest("a key is bytes, or a str that UTF-8 can encode", "key") from None
+            raise InvalidRequest(_WRONG_KIND, "key") from None
         for length in set(map(len, wires)):
-            if not 0 < length - len(prefix) <= MAX_KEY_BYTES:
-                raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length - len(prefix)}", "key")
+            if not MIN_WIRE_BYTES <= length <= MAX_WIRE_BYTES:
+                raise _wrong_length(length)
         return wires
+
+
+def _wrong_length(wire_bytes: int) -> InvalidRequest:
+    return InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {wire_bytes - NAMESPACE_BYTES}", "key")
 
 
 def _prefix(namespace: str, salt: str) -> bytes:

@@ -16,8 +16,8 @@ constexpr size_t kMinBytes = 241;
 constexpr size_t kStripe = 64;
 constexpr size_t kStripesPerBlock = 16;
 constexpr size_t kBlock = kStripesPerBlock * kStripe;
-constexpr size_t kPage = 4 * kBlock;  // the processor's own prefetching ends with each
-constexpr size_t kStreamBytes = 128 << 10;  // from here on stores go past the caches: nothing is read to be overwritten
+constexpr size_t kPage = 4 * kBlock;
+constexpr size_t kStreamBytes = 64 << 10;  // from here on stores go past the caches: nothing is read to be overwritten
 
 alignas(64) constexpr uint8_t kSecret[192] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9,
@@ -43,7 +43,7 @@ inline uint64_t read64(const uint8_t* p) {
 
 enum class Store { None, Cached, Streamed };  // of the bytes that are hashed
 
-// Eight accumulators, a stripe of 64 bytes at a time.
+// Eight accumulators, a stripe of 64 bytes at a time; and whole lines that are stored past the caches.
 #if defined(__AVX512F__)
 struct Lanes {
     __m512i acc;
@@ -54,7 +54,6 @@ struct Lanes {
     void stripe(const uint8_t* in, const uint8_t* secret, uint8_t* out) {
         const __m512i data = _mm512_loadu_si512(in);
         if constexpr (store == Store::Cached) _mm512_storeu_si512(out, data);
-        if constexpr (store == Store::Streamed) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), data);
         const __m512i keyed = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
         const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
         acc = _mm512_add_epi64(_mm512_add_epi64(acc, _mm512_shuffle_epi32(data, _MM_PERM_BADC)), product);
@@ -68,8 +67,11 @@ struct Lanes {
         acc = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
     }
 
-    void add(const Lanes& other) { acc = _mm512_add_epi64(acc, other.acc); }
     void read(uint64_t* to) const { _mm512_storeu_si512(to, acc); }
+
+    static void stream(uint8_t* line, const uint8_t* from) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(line), _mm512_loadu_si512(from));
+    }
 };
 #elif defined(__AVX2__)
 struct Lanes {
@@ -84,7 +86,6 @@ struct Lanes {
         for (int half = 0; half < 2; half++) {
             const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in) + half);
             if constexpr (store == Store::Cached) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + half, data);
-            if constexpr (store == Store::Streamed) _mm256_stream_si256(reinterpret_cast<__m256i*>(out) + half, data);
             const __m256i keyed =
                 _mm256_xor_si256(data, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret) + half));
             const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
@@ -103,12 +104,15 @@ struct Lanes {
         }
     }
 
-    void add(const Lanes& other) {
-        for (int half = 0; half < 2; half++) acc[half] = _mm256_add_epi64(acc[half], other.acc[half]);
-    }
-
     void read(uint64_t* to) const {
         for (int half = 0; half < 2; half++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + half, acc[half]);
+    }
+
+    static void stream(uint8_t* line, const uint8_t* from) {
+        for (int half = 0; half < 2; half++) {
+            const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(line) + half, data);
+        }
     }
 };
 #else
@@ -121,7 +125,7 @@ struct Lanes {
     void stripe(const uint8_t* in, const uint8_t* secret, uint8_t* out) {
         uint64_t data[8];
         memcpy(data, in, kStripe);
-        if constexpr (store != Store::None) memcpy(out, data, kStripe);
+        if constexpr (store == Store::Cached) memcpy(out, data, kStripe);
         for (int i = 0; i < 8; i++) {
             const uint64_t keyed = data[i] ^ read64(secret + 8 * i);
             acc[i] += data[i ^ 1] + (keyed & 0xFFFFFFFF) * (keyed >> 32);
@@ -132,11 +136,9 @@ struct Lanes {
         for (int i = 0; i < 8; i++) acc[i] = (acc[i] ^ (acc[i] >> 47) ^ read64(secret + 8 * i)) * kPrime32_1;
     }
 
-    void add(const Lanes& other) {
-        for (int i = 0; i < 8; i++) acc[i] += other.acc[i];
-    }
-
     void read(uint64_t* to) const { memcpy(to, acc, sizeof acc); }
+
+    static void stream(uint8_t* line, const uint8_t* from) { memcpy(line, from, kStripe); }
 };
 #endif
 
@@ -148,41 +150,24 @@ inline uint64_t fold(uint64_t a, uint64_t b) {
 constexpr uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
                                 kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
 
-constexpr uint64_t kNothing[8] = {};
-
-// Whole blocks, none of them the last. A block adds up what its stripes are, and is then stirred in with all before it: so the
-// next page is added up beside this one, and stirred in after it. Two streams bring more from memory than one; beside stores that
-// read what they overwrite they would be four, and bring less.
+// Whole blocks, none of them the last. Sums stay in registers, whatever is stored meanwhile; and what comes a page later is
+// asked for, since the processor's own prefetching ends with a page. Streamed stores fill lines of ``out``: they run ahead of
+// the stripes that are hashed by what the first one is short of, and that much is written behind ``bytes``.
 template <Store store>
-void absorb(Lanes& lanes, uint8_t* out, const uint8_t* in, size_t bytes) {
-    const uint8_t* const end_of_secret = kSecret + 128;
-    size_t block = 0;
-    for (; store != Store::Cached && block + 2 * kPage <= bytes; block += kPage) {
-        Lanes next[] = {Lanes(kNothing), Lanes(kNothing), Lanes(kNothing), Lanes(kNothing)};
-        for (Lanes& later : next) {
-            for (size_t s = 0; s < kStripesPerBlock; s++) {
-                const size_t at = block + s * kStripe;
-                __builtin_prefetch(in + at + 2 * kPage);
-                __builtin_prefetch(in + at + 3 * kPage);
-                lanes.stripe<store>(in + at, kSecret + 8 * s, out + at);
-                later.stripe<store>(in + at + kPage, kSecret + 8 * s, out + at + kPage);
-            }
-            lanes.scramble(end_of_secret);
-            block += kBlock;
-        }
-        for (const Lanes& later : next) {
-            lanes.add(later);
-            lanes.scramble(end_of_secret);
-        }
-    }
-    for (; block < bytes; block += kBlock) {
+void absorb(Lanes& given, uint8_t* out, const uint8_t* in, size_t bytes) {
+    Lanes lanes = given;
+    const size_t ahead = store == Store::Streamed ? -reinterpret_cast<uintptr_t>(out) % kStripe : 0;
+    if constexpr (store == Store::Streamed) memcpy(out, in, ahead);
+    for (size_t block = 0; block < bytes; block += kBlock) {
         for (size_t s = 0; s < kStripesPerBlock; s++) {
             const size_t at = block + s * kStripe;
-            __builtin_prefetch(in + at + kBlock);
+            __builtin_prefetch(in + at + kPage);
             lanes.stripe<store>(in + at, kSecret + 8 * s, out + at);
+            if constexpr (store == Store::Streamed) Lanes::stream(out + at + ahead, in + at + ahead);
         }
-        lanes.scramble(end_of_secret);
+        lanes.scramble(kSecret + 128);
     }
+    given = lanes;
 }
 
 // The last block, whole or not, of ``length`` bytes that begin at ``in``; all before it has been absorbed.
@@ -192,8 +177,7 @@ uint64_t finish(Lanes& lanes, uint8_t* out, const uint8_t* in, size_t length) {
     for (size_t s = 0; s < (length - 1 - start) / kStripe; s++)
         lanes.stripe<store>(in + start + s * kStripe, kSecret + 8 * s, out + start + s * kStripe);
     // The last stripe ends with the input; it overlaps the one before, and is not aligned.
-    constexpr Store tail = store == Store::Streamed ? Store::Cached : store;
-    lanes.stripe<tail>(in + length - kStripe, kSecret + 121, out + length - kStripe);
+    lanes.stripe<store>(in + length - kStripe, kSecret + 121, out + length - kStripe);
     uint64_t acc[8];
     lanes.read(acc);
     uint64_t result = length * kPrime64_1;
@@ -205,21 +189,24 @@ uint64_t finish(Lanes& lanes, uint8_t* out, const uint8_t* in, size_t length) {
     return result ^ (result >> 32);
 }
 
-template <Store store>
-uint64_t pass(uint8_t* out, const uint8_t* in, size_t length) {
+inline uint64_t hash(const uint8_t* in, size_t length) {
     Lanes lanes(kStart);
-    absorb<store>(lanes, out, in, (length - 1) / kBlock * kBlock);
-    return finish<store>(lanes, out, in, length);
+    uint8_t* const nowhere = const_cast<uint8_t*>(in);
+    absorb<Store::None>(lanes, nowhere, in, (length - 1) / kBlock * kBlock);
+    return finish<Store::None>(lanes, nowhere, in, length);
 }
-
-inline uint64_t hash(const uint8_t* in, size_t length) { return pass<Store::None>(const_cast<uint8_t*>(in), in, length); }
 
 // Copies ``length`` bytes, and returns their checksum.
 inline uint64_t copy(uint8_t* out, const uint8_t* in, size_t length) {
-    if (length < kStreamBytes || reinterpret_cast<uintptr_t>(out) % kStripe) return pass<Store::Cached>(out, in, length);
-    const uint64_t sum = pass<Store::Streamed>(out, in, length);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);  // streamed stores are not ordered with what is published after them
-    return sum;
+    const size_t last = (length - 1) % kBlock + 1;
+    Lanes lanes(kStart);
+    if (length < kStreamBytes || last < kStripe) {
+        absorb<Store::Cached>(lanes, out, in, length - last);
+    } else {
+        absorb<Store::Streamed>(lanes, out, in, length - last);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);  // streamed stores are not ordered with what is published after them
+    }
+    return finish<Store::Cached>(lanes, out, in, length);
 }
 
 }  // namespace xxh3

@@ -26,6 +26,7 @@ from rich.progress import Progress
 import kvstore
 from kvstore.node import StoreNode
 from kvstore.transfer.sockets import tune
+from mooncake.app.bench_memory import Memory, pages, random_pages
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
@@ -115,7 +116,7 @@ def parse(args: list[str]) -> Options:
 def measure(options: Options, report: Report, shown: Progress) -> None:
     with ExitStack() as stack:
         tell(shown, "starting")
-        memory = np.random.default_rng(options.seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+        memory = random_pages(MEMORY_BYTES, options.seed)
         others: list[Subject] = []
         if options.mooncake_python:
             peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
@@ -171,7 +172,7 @@ def compare(report: Report) -> None:
 class _Ours:
     """A client in this process, on a loop of its own."""
 
-    def __init__(self, transport: str, address: str, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    def __init__(self, transport: str, address: str, memory: Memory) -> None:
         self.name = f"{OURS} {transport}"
         self._transport = transport
         self._address = address
@@ -257,9 +258,10 @@ class _Ours:
 class _Copy:
     name = COPY
 
-    def __init__(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._source = memory
-        self._target = np.zeros_like(memory)
+        self._target = pages(memory.nbytes)
+        self._target.fill(0)
 
     def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
         if operation not in ("get", "put"):
@@ -276,7 +278,7 @@ class _Socket:
 
     name = SOCKET
 
-    def __init__(self, address: tuple[str, int], memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    def __init__(self, address: tuple[str, int], memory: Memory) -> None:
         self._memory = memory.data
         self._sock = socket.create_connection(address, DEADLINE_S)
         tune(self._sock)
@@ -326,7 +328,7 @@ class _Theirs:
 
 def _drain(control: Connection) -> None:
     """The other end of ``_Socket``."""
-    memory = np.ones(MEMORY_BYTES, dtype=np.uint8).data
+    memory = random_pages(MEMORY_BYTES, 0).data
     listener = socket.create_server(("127.0.0.1", 0))
     control.send(listener.getsockname())
     sock, _ = listener.accept()

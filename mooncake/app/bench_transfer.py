@@ -26,6 +26,7 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import tune
+from mooncake.app.bench_memory import Memory, pages, random_pages
 from mooncake.app.bench_report import Figure, Report, tell
 from mooncake.app.flags import Flags, names
 from mooncake.app.peers.process import PeerProcess
@@ -131,7 +132,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
     with ExitStack() as stack:
         tell(shown, "starting")
         address, bare_address, pid = stack.enter_context(spawned(tuple, _own, BLOCK_BYTES, NUM_BLOCKS, is_killed=True))
-        memory = np.random.default_rng(options.seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        memory = random_pages(NUM_BLOCKS * BLOCK_BYTES, options.seed).reshape(NUM_BLOCKS, BLOCK_BYTES)
         subjects: list[Subject] = []
         for transport in options.transports:
             engine = TransferEngine("bench", (transport,), options.streams)
@@ -239,9 +240,6 @@ class _Turns:
         return Answer(len(taken), elapsed, used, sorted(taken)[len(taken) // 2] * 1e6)
 
 
-Memory = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
-
 class _Ours(_Turns):
     def __init__(self, name: str, engine: TransferEngine, address: SegmentAddress, pid: int, memory: Memory) -> None:
         super().__init__(pid)
@@ -309,7 +307,8 @@ class _Copy(_Turns):
     def __init__(self, memory: Memory) -> None:
         super().__init__(os.getpid())
         self._source = memory.reshape(-1)
-        self._target = np.zeros_like(self._source)
+        self._target = pages(self._source.nbytes)
+        self._target.fill(0)
 
     def turn(self, operation: str, size: int, count: int, seconds: float) -> Answer:
         return self.measured(lambda at: self._copy(at, size * count), _places(size, count), seconds)

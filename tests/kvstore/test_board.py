@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import random
@@ -55,9 +56,9 @@ class Desk:
         return bytes(into)
 
 
-@pytest_asyncio.fixture
-async def desk() -> AsyncIterator[Desk]:
-    segment = Segment.create("desk", SLOT_BYTES, SLOTS)
+@contextlib.asynccontextmanager
+async def open_desk(num_slots: int) -> AsyncIterator[Desk]:
+    segment = Segment.create("desk", SLOT_BYTES, num_slots)
     board = Board.create(segment)
     assert board is not None, "no C++ compiler"
     door = BoardDoor(board)
@@ -69,6 +70,12 @@ async def desk() -> AsyncIterator[Desk]:
     door.close()
     board.close()
     segment.close()
+
+
+@pytest_asyncio.fixture
+async def desk() -> AsyncIterator[Desk]:
+    async with open_desk(SLOTS) as desk:
+        yield desk
 
 
 async def test_blocks_of_any_length_come_back_checked_range_by_range(desk):
@@ -179,17 +186,60 @@ async def test_readers_that_note_at_once_leave_no_gap_at_which_the_store_would_w
     assert desk.board.take_notes() == [0], f"of {heard} notes the last ones, and of none since"
 
 
-async def test_a_reader_maps_the_segment_ahead_of_its_use(desk):
-    """As far as this kernel can: then no page is touched for the first time in the middle of a copy."""
-    await asyncio.to_thread(desk.reader.populate)
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    block = memoryview(bytes(SLOT_BYTES))
-    for slot in range(SLOTS):
-        desk.reader.write(slot, block, 1)
-    if tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
-        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < SLOTS * SLOT_BYTES // 4096 // 2
+async def test_a_reader_maps_the_segment_ahead_of_its_use():
+    """Then no page is touched for the first time in the middle of a copy."""
+    async with open_desk(num_slots=64) as desk, asyncio.timeout(60):
+        while any(thread.name == "prefault" for thread in threading.enumerate()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        block = memoryview(bytes(SLOT_BYTES))
+        for slot in range(64):
+            desk.reader.write(slot, block, 1)
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 64 * SLOT_BYTES // 4096 // 2
+
+
+async def test_memory_is_unmapped_when_the_last_one_who_reads_has_done(desk):
+    """Closed in the middle of reading by threads: each read is whole, or finds nothing there."""
+    desk.put(0, 1, b"key", data := os.urandom(SLOT_BYTES))
+    segment = desk.reader._mapped.segment()
+    assert bytes(segment[:SLOT_BYTES]) == data
+    outcomes: list[set[Outcome]] = [set(), set()]
+
+    def read(seen: set[Outcome]) -> None:
+        into = memoryview(bytearray(SLOT_BYTES))
+        while Outcome.GONE not in seen:
+            seen.add(outcome := desk.reader.read(b"key", into))
+            assert outcome is Outcome.GONE or into == data
+
+    reading = [threading.Thread(target=read, args=(seen,)) for seen in outcomes]
+    for thread in reading:
+        thread.start()
+    while not all(outcomes):
+        await asyncio.sleep(0)
     desk.reader.close()
-    desk.reader.populate()  # there is nothing to map any more
+    for thread in reading:
+        thread.join()
+    assert outcomes == [{Outcome.READ, Outcome.GONE}] * 2
+    assert desk.reader.get(b"key", bytearray(SLOT_BYTES)) is None
+    assert bytes(segment[:SLOT_BYTES]) == data, "who holds the memory has it"
+    maps = Path("/proc/self/maps").read_text
+    assert maps().count("mooncake-mailbox") == 2, "the store's and the reader's"
+    del segment
+    assert maps().count("mooncake-mailbox") == 1
+
+
+async def test_a_block_comes_in_one_call_into_any_memory_that_holds_it(desk):
+    desk.put(0, 1, b"key", data := os.urandom(4096), ranges=2)
+    into = np.zeros(SLOT_BYTES // 4, dtype=np.float32)
+    assert desk.reader.get(b"key", into) == 4096 and into.tobytes()[:4096] == data
+    assert desk.reader.get(b"key", room := bytearray(4096)) == 4096 and room == data
+    for wrong in (bytearray(4095), bytes(4096), into[::2], "text", None, bytearray()):
+        assert desk.reader.get(b"key", wrong) is None
+    assert desk.reader.get(b"none", room) is None
+    desk.segment.range(0, 17, 1)[0] ^= 1
+    assert desk.reader.get(b"key", room) is None
+    with pytest.raises(TypeError):
+        desk.reader.get("key", room)
 
 
 async def test_either_side_notices_the_end_of_the_other(desk):

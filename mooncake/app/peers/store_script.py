@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import signal
 import socket
 import subprocess
@@ -71,7 +72,8 @@ def main() -> None:
         if not line:
             raise SystemExit("the owner of the memory ended")
     store = join(port, 0)
-    memory = np.ones(MEMORY_BYTES, dtype=np.uint8)
+    room = np.ones(MEMORY_BYTES + mmap.PAGESIZE, dtype=np.uint8)
+    memory = room[-room.ctypes.data % mmap.PAGESIZE :][:MEMORY_BYTES]
     if store.register_buffer(memory.ctypes.data, memory.nbytes) != 0:
         raise SystemExit("the memory cannot be registered")
     answer({"ready": True})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -34,7 +35,8 @@ def engine() -> Any:
 
 
 def registered(made: Any) -> Any:
-    memory = np.ones(BYTES, dtype=np.uint8)
+    room = np.ones(BYTES + mmap.PAGESIZE, dtype=np.uint8)
+    memory = room[-room.ctypes.data % mmap.PAGESIZE :][:BYTES]
     if made.register_memory(memory.ctypes.data, memory.nbytes) != 0:
         raise SystemExit("the memory cannot be registered")
     return memory
