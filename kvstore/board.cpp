@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../mooncake/python_module.h"
+#include "python_module.h"  // of mooncake/
 
 namespace {
 

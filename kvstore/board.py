@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("board.cpp")
 HEADERS = [SOURCE.with_name("board.h"), SOURCE.with_name("xxh3.h")]
+FLAGS = (f"-I{MODULE_HEADER.parent}",)
 FILES = 3  # that a client gets: the board, its mailbox, the segment
 GREETING = b"board 1\n"
 WRITER_ID_BYTES = 36
@@ -104,7 +105,7 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = load_native("board", SOURCE, [MODULE_HEADER, *HEADERS])
+        library = load_native("board", SOURCE, [MODULE_HEADER, *HEADERS], FLAGS)
     except BuildFailed as error:
         log.warning("blocks on this host are looked up over the wire, not in shared memory: %s", error)
         return None
@@ -271,7 +272,7 @@ class BoardReader:
     def __init__(self, library: ctypes.CDLL, mapped: _Mapped, writer_id: str) -> None:
         self.writer_id = writer_id  # under which the store gives us slots to fill
         self._library = library
-        self._get: Callable[[int, bytes, object], int | None] = load_module("board", SOURCE, HEADERS).get
+        self._get: Callable[[int, bytes, object], int | None] = load_module("board", SOURCE, HEADERS, FLAGS).get
         self._block_bytes = int(library.board_block_bytes(mapped.reader))
         # Whoever reads has taken it first: it is unmapped when this has been closed and nobody reads any more.
         self._mapped: _Mapped | None = mapped
@@ -338,8 +339,8 @@ class BoardReader:
         return _OUTCOMES[self._library.board_read(mapped.reader, key, len(key), address, into.nbytes)]
 
     def get(self, key: bytes, into: object) -> int | None:
-        """Copy a block of at most 4 MiB that fits, and check the copy, in one call. Its length; None when it cannot be had
-        so, also because ``into`` is not a contiguous buffer that can be written."""
+        """Copy a block of at most 4 MiB that fits, and check the copy, in one call. Its length; None when it cannot be
+        had so, also because ``into`` is not a contiguous buffer that can be written."""
         mapped = self._mapped
         return self._get(mapped.reader, key, into) if mapped is not None else None
 

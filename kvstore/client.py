@@ -23,7 +23,7 @@ from kvstore.checksum import Checksums, checksums_of, first_mismatch
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client_far import INLINE_BYTES as FAR_INLINE_BYTES
 from kvstore.client_far import FarStore
-from kvstore.client_near import INLINE_BYTES, NearStore
+from kvstore.client_near import NearStore
 from kvstore.client_ranges import RangeClient
 from kvstore.client_types import StoreStats, room_in, stats_from_wire
 from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange

@@ -8,8 +8,6 @@
 // checksums that its sender made; one that is committed was written there by a client of this host, into a slot of its
 // own. Both are listed on the board from here, and Python is asked only when the board does not know.
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -28,8 +26,6 @@ constexpr uint64_t kMaxAnswerBytes = 256 << 20;  // of the blocks that one frame
 constexpr uint32_t kMaxAhead = 64;
 constexpr double kFrameTimeoutS = 30;
 constexpr double kSlotPatienceS = 0.01;  // how long a block waits for a slot, which the store has been asked for
-constexpr uint64_t kSoonBytes = 1 << 20;
-constexpr double kLookOutS = 50e-6;
 constexpr timespec kSlotPoll = {0, 50000};
 
 struct Slot {
@@ -353,14 +349,6 @@ int go_on(Exchange &at, uint64_t step, const Part *parts, uint64_t num_parts, ui
     return error;
 }
 
-// What is asked of a peer nearby begins to come sooner than one falls asleep and is woken: look out for it so long, and let
-// others run meanwhile.
-void look_out(int fd) {
-    const double until_s = now_s() + kLookOutS;
-    uint8_t first;
-    while (recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN && now_s() < until_s) sched_yield();
-}
-
 }  // namespace
 
 extern "C" {
@@ -379,7 +367,6 @@ int exchange(Sliced *at) {
     const Part out[] = {{reinterpret_cast<uint8_t *>(&at->head), sizeof(Head) + sizeof(Range), nullptr}, at->piece};
     const Part back[] = {{reinterpret_cast<uint8_t *>(&at->reply), sizeof(Reply), nullptr}, at->piece};
     if (int error = go_on<true>(*at, 1, out, is_read ? 1 : 2, at->sum_bytes, at->deadline_s)) return error;
-    if (at->step == 2 && at->head.payload_bytes <= kSoonBytes) look_out(at->in.fd);
     if (int error = go_on<false>(*at, 3, back, is_read ? 2 : 1, at->sum_bytes, at->deadline_s)) return error;
     at->step = 0;
     const Reply &reply = at->reply;
@@ -392,7 +379,6 @@ int exchange(Sliced *at) {
 int keyed_ask(Keyed *keyed, uint8_t *request, uint64_t request_bytes, uint64_t answer_bytes, double deadline_s) {
     const Part out = {request, request_bytes, nullptr}, back = {keyed->answer, answer_bytes, nullptr};
     if (int error = go_on<true>(*keyed, 1, &out, 1, 0, deadline_s)) return error;
-    if (keyed->step == 2) look_out(keyed->in.fd);
     if (int error = go_on<false>(*keyed, 3, &back, 1, 0, deadline_s)) return error;
     return keyed->step = 0;
 }
@@ -415,7 +401,6 @@ int keyed_get(Keyed *keyed, uint8_t *request, uint64_t request_bytes, uint8_t *i
     };
     const Part out = {request, request_bytes, nullptr}, back = {keyed->answer, sizeof(Answer), nullptr};
     if (int error = go_on<true>(*keyed, 1, &out, 1, 0, deadline_s)) return error;
-    if (keyed->step == 2 && room <= kSoonBytes) look_out(keyed->in.fd);
     if (int error = go_on<false>(*keyed, 3, &back, 1, 0, deadline_s)) return error;
     const auto &[reply, found] = *reinterpret_cast<const Answer *>(keyed->answer);
     const uint64_t frame_id = reinterpret_cast<const Head *>(request)->frame_id;
@@ -441,7 +426,6 @@ int keyed_put(Keyed *keyed, uint8_t *head, uint64_t head_bytes, uint8_t *data, u
                           {reinterpret_cast<uint8_t *>(keyed->made), ranges * sizeof(uint64_t), nullptr}};
     const Part back = {keyed->answer, sizeof(Reply), nullptr};
     if (int error = go_on<true>(*keyed, 1, parts, 3, length / ranges, deadline_s)) return error;
-    if (keyed->step == 2 && length <= kSoonBytes) look_out(keyed->in.fd);
     if (int error = go_on<false>(*keyed, 3, &back, 1, 0, deadline_s)) return error;
     return keyed->step = 0;
 }

@@ -1,4 +1,7 @@
-"""Memory as those have it who register it: it begins with a page. Copies to memory that does not may take half as long again."""
+"""Memory as those have it who register it: it begins with a page.
+
+What begins elsewhere is copied as much as half as long again.
+"""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ async def test_memory_is_unmapped_when_the_last_one_who_reads_has_done(desk):
     reading = [threading.Thread(target=read, args=(seen,)) for seen in outcomes]
     for thread in reading:
         thread.start()
-    while not all(outcomes):
+    while not all(outcomes):  # noqa: ASYNC110
         await asyncio.sleep(0)
     desk.reader.close()
     for thread in reading:
@@ -232,7 +232,8 @@ async def test_a_block_comes_in_one_call_into_any_memory_that_holds_it(desk):
     desk.put(0, 1, b"key", data := os.urandom(4096), ranges=2)
     into = np.zeros(SLOT_BYTES // 4, dtype=np.float32)
     assert desk.reader.get(b"key", into) == 4096 and into.tobytes()[:4096] == data
-    assert desk.reader.get(b"key", room := bytearray(4096)) == 4096 and room == data
+    room = bytearray(4096)
+    assert desk.reader.get(b"key", room) == 4096 and room == data
     for wrong in (bytearray(4095), bytes(4096), into[::2], "text", None, bytearray()):
         assert desk.reader.get(b"key", wrong) is None
     assert desk.reader.get(b"none", room) is None

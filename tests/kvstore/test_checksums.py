@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xxhash
@@ -14,6 +18,10 @@ from kvstore.checksum import (
     range_checksums,
 )
 from mooncake.errors import InvalidRequest
+from mooncake.native import load_native
+
+ROOT = Path(__file__).parents[2]
+STREAMED = 64 << 10  # bytes from which a copy goes past the caches
 
 
 def test_each_range_has_its_own() -> None:
@@ -38,3 +46,25 @@ def test_bytes_that_do_not_divide_are_refused(size: int, ranges: int) -> None:
         range_checksums(bytes(size), ranges)
     with pytest.raises(InvalidRequest):
         checksums_from_wire(b"1234567")
+
+
+@pytest.mark.parametrize(
+    "length",
+    [241, 1024, 1025, 5000, *(STREAMED + more for more in (-1, 0, 1, 63, 64, 65, 1023, 1024, 1025)), (1 << 20) + 7],
+)
+def test_a_copy_and_its_checksum_are_right_wherever_memory_begins(length: int) -> None:
+    """Streamed stores fill whole lines: neither a byte before the copy nor one behind it may change."""
+    library = load_native("hash_copy", Path(__file__).with_name("hash_copy.cpp"), [ROOT / "kvstore" / "xxh3.h"])
+    library.hash_copy.restype = library.hash_of.restype = ctypes.c_uint64
+    data = np.random.default_rng(length).integers(0, 256, length + 64, dtype=np.uint8)
+    room = np.zeros(length + 3 * 64, dtype=np.uint8)
+    line = -room.ctypes.data % 64
+    for into, start in itertools.product((0, 1, 16, 17, 48, 63), (0, 1, 63)):
+        source, begin = data[start : start + length], line + into
+        right = xxhash.xxh3_64_intdigest(source)
+        room[:] = 0xA5
+        place, size = ctypes.c_void_p(source.ctypes.data), ctypes.c_uint64(length)
+        assert library.hash_copy(ctypes.c_void_p(room.ctypes.data + begin), place, size) == right
+        assert library.hash_of(place, size) == right
+        assert np.array_equal(room[begin : begin + length], source)
+        assert (room[:begin] == 0xA5).all() and (room[begin + length :] == 0xA5).all()
