@@ -84,24 +84,23 @@ int arm(Flow &flow, int option, double deadline_s) {
     return 0;
 }
 
-uint64_t left(const Flow &flow, const Part *parts, uint64_t num_parts) {
-    uint64_t bytes = 0;
-    for (uint64_t part = flow.part; part < num_parts; ++part) bytes += parts[part].size;
-    return bytes - flow.offset;
+// How much the next call of the kernel moves: all that is left, or a piece that stays in cache meanwhile.
+uint64_t next_piece(const Flow &flow, const Part *parts, uint64_t num_parts) {
+    constexpr uint64_t kMost = kPieceBytes + kPieceBytes / 4;
+    uint64_t bytes = parts[flow.part].size - flow.offset;
+    for (uint64_t part = flow.part + 1; part < num_parts && bytes <= kMost; ++part) bytes += parts[part].size;
+    return bytes <= kMost ? bytes : kPieceBytes;
 }
 
-// The parts that the next call of the kernel moves: all that is left, or a piece that stays in cache meanwhile.
-int gather(const Flow &flow, const Part *parts, uint64_t num_parts, bool in_pieces, iovec *vectors, uint64_t &bytes) {
+int gather(const Flow &flow, const Part *parts, uint64_t num_parts, iovec *vectors, uint64_t &bytes) {
+    const uint64_t most = next_piece(flow, parts, num_parts);
     int count = 0;
     bytes = 0;
     uint64_t offset = flow.offset;
-    if (left(flow, parts, num_parts) <= kPieceBytes + kPieceBytes / 4) in_pieces = false;
-    for (uint64_t part = flow.part; part < num_parts && count < kMaxVectors; ++part, offset = 0) {
-        uint64_t size = parts[part].size - offset;
-        if (in_pieces) size = std::min(size, kPieceBytes - bytes);
+    for (uint64_t part = flow.part; bytes < most && count < kMaxVectors; ++part, offset = 0) {
+        const uint64_t size = std::min(parts[part].size - offset, most - bytes);
         vectors[count++] = {parts[part].data + offset, size};
         bytes += size;
-        if (in_pieces && bytes == kPieceBytes) break;
     }
     return count;
 }
@@ -115,15 +114,29 @@ void advance(Flow &flow, const Part *parts, uint64_t bytes) {
     }
 }
 
+// Lines of memory, one vector after the other.
+struct Lines {
+    const iovec *vector, *end;
+    uint64_t offset;
+
+    const uint8_t *next() {  // null behind the last one
+        for (; vector != end; ++vector, offset = 0) {
+            if (offset >= vector->iov_len) continue;
+            offset += 64;
+            return static_cast<const uint8_t *>(vector->iov_base) + offset - 64;
+        }
+        return nullptr;
+    }
+};
+
 // The kernel copies half as fast again from a core's own cache as from memory, for which it does not ask ahead.
 void warm(const iovec *vectors, int count) {
-    constexpr uint64_t kAhead = 4096;
-    for (int i = 0; i < count; ++i) {
-        const auto *at = static_cast<const uint8_t *>(vectors[i].iov_base);
-        for (uint64_t line = 0; line < vectors[i].iov_len; line += 64) {
-            __builtin_prefetch(at + line + kAhead);
-            asm volatile("" : : "r"(at[line]));
-        }
+    constexpr int kAhead = 64;
+    Lines ahead = {vectors, vectors + count, 0}, lines = ahead;
+    for (int line = 0; line < kAhead; ++line) __builtin_prefetch(ahead.next());
+    while (const uint8_t *line = lines.next()) {
+        __builtin_prefetch(ahead.next());
+        asm volatile("" : : "r"(*line));
     }
 }
 
@@ -147,7 +160,7 @@ int move(Flow &flow, const Part *parts, uint64_t num_parts, uint64_t sum_bytes, 
         uint64_t bytes;
         msghdr message = {};
         message.msg_iov = vectors;
-        message.msg_iovlen = gather(flow, parts, num_parts, kSends || sum_bytes > 0, vectors, bytes);
+        message.msg_iovlen = gather(flow, parts, num_parts, vectors, bytes);
         ssize_t moved;
         if (kSends) {
             Flow ahead = flow;
