@@ -115,7 +115,7 @@ class GGUFFile:
             raise ValueError(f"it claims {num_keys} keys and {num_tensors} tensors")
         at = 24
         for _ in range(num_keys):
-            key, at = self._string(at, MAX_NAME_BYTES)
+            key, at = self._name(at)
             (kind,) = _U32.unpack_from(self.data, at)
             self._values[key], at = self._value(kind, at + 4)
         entries = []
@@ -142,12 +142,19 @@ class GGUFFile:
         return tensor
 
     def _tensor_entry(self, at: int) -> tuple[tuple[str, tuple[int, ...], int, int], int]:
-        name, at = self._string(at, MAX_NAME_BYTES)
+        name, at = self._name(at)
         (num_dims,) = _U32.unpack_from(self.data, at)
         if not 1 <= num_dims <= MAX_DIMS:
             raise ValueError(f"{name} has {num_dims} dimensions")
         *dims, kind, offset = struct.unpack_from(f"<{num_dims}QIQ", self.data, at + 4)
         return (name, tuple(reversed(dims)), kind, offset), at + 4 + 8 * num_dims + 12
+
+    def _name(self, at: int) -> tuple[str, int]:
+        """Of a key or a tensor: errors and logs have it in one line."""
+        name, end = self._string(at, MAX_NAME_BYTES)
+        if not name.isprintable():
+            raise ValueError(f"{name!r} is no name")
+        return name, end
 
     def _value(self, kind: int, at: int) -> tuple[Value | _Array, int]:
         if kind in _SCALARS:

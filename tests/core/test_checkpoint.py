@@ -479,3 +479,12 @@ def test_damage_anywhere_in_a_header_is_a_sentence_or_another_model(
         open_checkpoint(str(sample.path)).load_tokenizer()
     except ModelError as error:  # most damage is seen; some of it makes another model
         assert "\n" not in error.message
+
+
+@pytest.mark.parametrize("name", [b"blk.1.ffn_up.weight", b"llama.block_count", b"general.architecture", b"llama"])
+def test_a_line_break_in_a_name_does_not_reach_the_message(sample: Sample, name: bytes) -> None:
+    assert name in sample.data[: sample.header_bytes]
+    sample.path.write_bytes(sample.data.replace(name, name[:-1] + b"\n", 1))
+    with pytest.raises(ModelError) as raised:
+        open_checkpoint(str(sample.path)).load_tokenizer()
+    assert "\n" not in raised.value.message
