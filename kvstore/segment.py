@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.errors import ConfigError, InvalidRequest
+from mooncake.host_memory import available_bytes
 
 # <linux/fcntl.h>: Python's fcntl names some of these only from 3.13 on.
 F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1034, 0x2, 0x4
@@ -118,27 +119,12 @@ def host_id() -> str:
 
 
 def _check_memory(name: str, size: int) -> None:
-    for limit, free in (("free memory", _available_bytes()), ("RLIMIT_AS", _address_space()), _file_size_limit()):
+    for limit, free in (("free memory", available_bytes()), ("RLIMIT_AS", _address_space()), _file_size_limit()):
         if free is not None and size > free:
             raise ConfigError(
                 f"segment {name} needs {_gb(size)}, but {limit} allows {_gb(free)}; configure less "
                 "(store.dram_gb, prefill.kv_gb, decode.kv_gb) or free memory"
             )
-
-
-def _available_bytes() -> int | None:
-    """What the machine, or this process's cgroup when that is less, can still give."""
-    candidates: list[int] = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        candidates.extend(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        unified = [line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
-        group = Path("/sys/fs/cgroup") / unified[0][3:].lstrip("/")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            candidates.append(int(limit) - int((group / "memory.current").read_text()))
-    return min(candidates, default=None)
 
 
 def _address_space() -> int | None:

@@ -22,6 +22,7 @@ from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.errors import ConfigError
+from mooncake.host_memory import available_bytes
 
 GB = 1e9
 ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process beside weights and KV: interpreter and torch
@@ -238,36 +239,12 @@ def parameter_count(model: ModelConfig) -> int:
 def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:
     """Raises ConfigError when the cluster would not fit what this machine (or container) has left."""
     need = memory_need(config, checkpoint)
-    have_gb = available_memory_gb() if available_gb is None else available_gb
-    if have_gb is not None and need.total_gb > have_gb:
+    if available_gb is None:
+        available = available_bytes()
+        available_gb = None if available is None else available / GB
+    if available_gb is not None and need.total_gb > available_gb:
         raise ConfigError(
             f"this cluster needs {need.total_gb:.1f} GB of memory (weights {need.weights_gb:.1f}, KV caches "
-            f"{need.kv_gb:.1f}, store {need.store_gb:.1f}, processes {need.processes_gb:.1f}) and {have_gb:.1f} GB are "
-            "available; lower prefill.kv_gb, decode.kv_gb or store.dram_gb with --set, or start fewer nodes"
+            f"{need.kv_gb:.1f}, store {need.store_gb:.1f}, processes {need.processes_gb:.1f}) and {available_gb:.1f} "
+            "GB are available; lower prefill.kv_gb, decode.kv_gb or store.dram_gb with --set, or start fewer nodes"
         )
-
-
-def available_memory_gb() -> float | None:
-    """What can be had without swapping, by the kernel's estimate and the limit of this control group."""
-    known = [gb for gb in (_meminfo_available_gb(), *_cgroup_available_gb()) if gb is not None]
-    return min(known) if known else None
-
-
-def _meminfo_available_gb() -> float | None:
-    try:
-        rows = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(row.split()[1]) * 1024 / GB for row in rows if row.startswith("MemAvailable:")), None)
-
-
-def _cgroup_available_gb() -> Iterator[float | None]:
-    for folder, limit, usage in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit_bytes = int(Path(folder, limit).read_text())  # "max" when there is none
-            yield (limit_bytes - int(Path(folder, usage).read_text())) / GB
-        except (OSError, ValueError):
-            yield None

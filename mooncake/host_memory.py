@@ -1,0 +1,54 @@
+"""How much memory this process can still get: of the machine, and of the container it lives in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int | None:
+    """What can be had without swapping: the kernel's estimate, or what a control group above this process allows when
+    that is less. None when neither can be known.
+
+    A group's use counts the files that it has read, which the kernel drops as soon as somebody needs the room. They
+    count as free here, as they do in the estimate for the machine.
+    """
+    known: list[int] = []
+    with contextlib.suppress(OSError):
+        rows = (proc / "meminfo").read_text().splitlines()
+        known += [int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")]
+    known += _group_limits(proc, cgroups)
+    return min(known, default=None)
+
+
+def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Of every group from this process's own to the root, in version 2 and in version 1."""
+    for folder in _groups(proc, cgroups):
+        for limit, usage, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+                limit_bytes = int((folder / limit).read_text())
+                used_bytes = int((folder / usage).read_text())
+                yield max(0, limit_bytes - used_bytes + _file_bytes(folder / "memory.stat", prefix))
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Inside a container the path of a group may be the one outside, which is not here; its root always is."""
+    with contextlib.suppress(OSError):
+        for row in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = row.split(":", 2)
+            if controllers in ("", "memory"):
+                own = PurePosixPath(path.lstrip("/"))
+                yield from (cgroups / controllers / part for part in (own, *own.parents))
+
+
+def _file_bytes(stat: Path, prefix: str) -> int:
+    """Pages of files, in bytes; memory that processes share, a memfd among it, is not counted with them."""
+    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+    rows = (row.partition(" ") for row in stat.read_text().splitlines())
+    return sum(int(value) for name, _, value in rows if name in names)

@@ -1,0 +1,69 @@
+"""What a machine and its containers have left, files that the kernel can drop not counted as used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mooncake.host_memory import available_bytes
+
+GB = 10**9
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def machine(folder: Path, group: str, available_kb: int = 20_000_000) -> tuple[Path, Path]:
+    """A /proc whose process is in ``group``, and the folder for its groups."""
+    write(folder / "proc" / "meminfo", f"MemTotal: 30000000 kB\nMemAvailable:  {available_kb} kB\n")
+    write(folder / "proc" / "self" / "cgroup", group)
+    return folder / "proc", folder / "cgroup"
+
+
+def test_this_machine_tells_its_memory() -> None:
+    available = available_bytes()
+    assert available is not None
+    assert GB / 10 < available < 1e14
+
+
+def test_without_groups_the_kernel_knows(tmp_path: Path) -> None:
+    assert available_bytes(*machine(tmp_path, "0::/\n")) == 20_000_000 * 1024
+
+
+def test_nothing_is_known_where_there_is_no_proc(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "none", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("row", "inside"), [("0::/\n", ""), ("0::/pod/box\n", "pod/box"), ("0::/host/path\n", ""), ("0::/pod/box\n", "pod")]
+)
+def test_files_that_a_container_has_read_count_as_free(tmp_path: Path, row: str, inside: str) -> None:
+    proc, groups = machine(tmp_path, row)
+    write(groups / inside / "memory.max", f"{7 * GB}\n")
+    write(groups / inside / "memory.current", f"{6 * GB}\n")
+    write(
+        groups / inside / "memory.stat",
+        f"anon {GB}\nfile {5 * GB}\ninactive_file {4 * GB}\nactive_file {GB // 2}\nactive_file_refaults 7\n",
+    )
+    assert available_bytes(proc, groups) == 7 * GB - 6 * GB + 4 * GB + GB // 2
+
+
+def test_the_older_kind_of_group_counts_all_below_it(tmp_path: Path) -> None:
+    proc, groups = machine(tmp_path, "9:cpu:/other\n4:memory:/box\n0::/\n")
+    box = groups / "memory" / "box"
+    write(box / "memory.limit_in_bytes", f"{8 * GB}\n")
+    write(box / "memory.usage_in_bytes", f"{5 * GB}\n")
+    write(box / "memory.stat", f"inactive_file 1\nactive_file 1\ntotal_inactive_file {GB}\ntotal_active_file {GB}\n")
+    assert available_bytes(proc, groups) == 5 * GB
+
+
+def test_the_tightest_group_decides_and_one_without_a_limit_does_not(tmp_path: Path) -> None:
+    proc, groups = machine(tmp_path, "0::/pod/box\n")
+    for inside, limit in (("pod/box", "max"), ("pod", f"{4 * GB}")):
+        write(groups / inside / "memory.max", limit)
+        write(groups / inside / "memory.current", f"{5 * GB}")
+        write(groups / inside / "memory.stat", "anon 1\n")
+    assert available_bytes(proc, groups) == 0, "it holds more than it may, and none of it can go"
