@@ -1,6 +1,7 @@
 """Generated blocks go to the pool as they fill, so that the next turn, or a node that takes over, finds them.
 
-Best effort and bounded: when the pool is slow or full, blocks are not stored, and nothing else notices.
+Best effort and bounded: when the pool is slow or full, blocks are not stored, and nothing else notices. A pool that
+does not answer is left alone for a while, because whatever waits for it is room that the cache does not have.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.checksum import Checksums, range_checksums
 from kvstore.client import StoreClient
 from mooncake.engine.kv_cache import Mirror
-from mooncake.errors import MooncakeError
+from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.types import BlockKey, KVLayout
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # blocks; each is held in the cache until it is written
+WAITING_SHARE = 1 / 8  # of the cache at most, or one batch
 BATCH_BLOCKS = 8
-WRITE_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 5.0
+REST_S = 10.0  # for a pool that did not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +42,27 @@ class FilledBlock:
 class WriteBack:
     """One background task that stores filled blocks, a few at a time."""
 
-    def __init__(self, clients: Callable[[str], StoreClient], layout: KVLayout) -> None:
+    def __init__(
+        self,
+        clients: Callable[[str], StoreClient],
+        layout: KVLayout,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        rest_s: float = REST_S,
+    ) -> None:
         self._clients = clients
         self._layout = layout
-        self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue(MAX_WAITING)
+        self._write_timeout_s = write_timeout_s
+        self._rest_s = rest_s
+        self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue()
+        self._max_waiting = 0
+        self._rests_until: dict[str, float] = {}  # by the address of a pool
         self._task: asyncio.Task[None] | None = None
         self.stored = 0
         self.skipped = 0
 
     def start(self, mirror: Mirror) -> None:
         self._mirror = mirror
+        self._max_waiting = min(MAX_WAITING, max(BATCH_BLOCKS, int(len(mirror.memory) * WAITING_SHARE)))
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -59,12 +74,11 @@ class WriteBack:
             self._queue.get_nowait().done()
 
     def offer(self, block: FilledBlock) -> None:
-        """Store it soon, or never when too much waits already."""
-        try:
+        """Store it soon, or never when too much waits already or its pool has just not answered."""
+        if self._queue.qsize() >= self._max_waiting or self._rests(block.pool_address):
+            self._skip(block)
+        else:
             self._queue.put_nowait(block)
-        except asyncio.QueueFull:
-            self.skipped += 1
-            block.done()
 
     @property
     def num_waiting(self) -> int:
@@ -89,14 +103,37 @@ class WriteBack:
                 [(block.key, block.parent) for block in blocks],
                 [self._mirror.memory[block.block_id] for block in blocks],
                 checksums,
-                timeout_s=WRITE_TIMEOUT_S,
+                timeout_s=self._write_timeout_s,
             )
+        except (DeadlineExceeded, NodeUnavailable) as error:
+            self.skipped += len(blocks)
+            log.info("%d blocks were not written back, and none for %g s: %s", len(blocks), self._rest_s, error.message)
+            self._let_rest(address)
         except MooncakeError as error:
             self.skipped += len(blocks)
             log.info("%d blocks were not written back: %s", len(blocks), error.message)
         except Exception:  # a bug must cost these blocks, not all that come after them
             self.skipped += len(blocks)
             log.exception("%d blocks were not written back", len(blocks))
+
+    def _rests(self, address: str) -> bool:
+        return time.monotonic() < self._rests_until.get(address, 0.0)
+
+    def _let_rest(self, address: str) -> None:
+        """Offer this pool nothing for a while, and give up at once what waits for it."""
+        now = time.monotonic()
+        self._rests_until = {other: until for other, until in self._rests_until.items() if until > now}
+        self._rests_until[address] = now + self._rest_s
+        for _ in range(self._queue.qsize()):
+            block = self._queue.get_nowait()
+            if block.pool_address == address:
+                self._skip(block)
+            else:
+                self._queue.put_nowait(block)
+
+    def _skip(self, block: FilledBlock) -> None:
+        self.skipped += 1
+        block.done()
 
     def _bring_out(self, block_ids: list[int]) -> list[Checksums]:
         """On a thread: have the blocks in host memory; their checksums."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
-from decode_node.writeback import FilledBlock, WriteBack
+from decode_node.writeback import BATCH_BLOCKS, WAITING_SHARE, FilledBlock, WriteBack
 from kvstore.client import StoreClient
 from kvstore.node import StoreNode
 from kvstore.transfer.engine import TransferEngine
 from mooncake.config import load_config
 from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import DeadlineExceeded
 from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, KVLayout
 
@@ -48,3 +51,58 @@ async def test_a_bug_on_the_way_to_one_pool_does_not_end_writing_back() -> None:
     await channels.close()
     transfer.close()
     await store.stop()
+
+
+class Stores:
+    """Two pools: "slow" answers as a process does that stands still, not at all; "quick" takes everything."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_well = False
+
+    def client(self, address: str) -> StoreClient:
+        async def put_blocks(keys: list[object], *rest: Any, timeout_s: float) -> int:
+            self.asked.append(address)
+            if address == "slow" and not self.is_well:
+                await asyncio.sleep(timeout_s)
+                raise DeadlineExceeded(f"no answer within {timeout_s:g} s")
+            return len(keys)
+
+        return cast(StoreClient, SimpleNamespace(put_blocks=put_blocks))
+
+
+async def test_a_pool_that_stands_still_gives_the_cache_back_and_is_left_alone() -> None:
+    num_blocks = 256
+    stores, held = Stores(), set[int]()
+    writeback = WriteBack(stores.client, LAYOUT, write_timeout_s=0.2, rest_s=1.0)
+    writeback.start(KVCache(LAYOUT, num_blocks))
+
+    def offer(address: str, block_ids: range) -> None:
+        for block_id in block_ids:
+            held.add(block_id)
+            done = lambda block_id=block_id: held.discard(block_id)  # noqa: E731
+            writeback.offer(FilledBlock(address, block_id, BlockKey(bytes([block_id]) * 32), b"", done))
+
+    async def until_free() -> None:
+        async with asyncio.timeout(20):
+            while held:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    offer("slow", range(num_blocks))
+    assert len(held) <= num_blocks * WAITING_SHARE + BATCH_BLOCKS, "the rest of the cache is for requests"
+    await until_free()
+    assert stores.asked == ["slow"], "one batch found out; what waited behind it did not try again"
+    assert writeback.skipped == num_blocks
+
+    offer("slow", range(BATCH_BLOCKS))
+    assert not held, "while it rests nothing waits for it"
+    offer("quick", range(BATCH_BLOCKS))
+    await until_free()
+    assert writeback.stored == BATCH_BLOCKS, "another pool does not rest with it"
+
+    stores.is_well = True
+    await asyncio.sleep(1.1)
+    offer("slow", range(BATCH_BLOCKS))
+    await until_free()
+    assert writeback.stored == 2 * BATCH_BLOCKS
+    await writeback.stop()
