@@ -6,6 +6,8 @@ Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a missing dependency, 13
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import math
 import os
@@ -27,6 +29,9 @@ from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
 if TYPE_CHECKING:
     from mooncake.types import SamplingParams
+
+# For output: a disk is full, a file as large as it may be, a terminal or whoever read a pipe is gone.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 app = typer.Typer(
     name="mooncake",
@@ -456,12 +461,22 @@ def exit_code(error: MooncakeError) -> int:
 def main() -> None:
     """The console script. Whatever a user can cause is one sentence on stderr, never a traceback."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # while what goes wrong can still be told
     except MooncakeError as error:
         sys.stderr.write(f"mooncake: {error.message}\n")
         raise SystemExit(exit_code(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what could not be written is tried at the end
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"mooncake: {f'{error.filename}: ' if error.filename else ''}{error.strerror}\n")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -16,8 +16,15 @@ from mooncake.types import Usage
 
 PIPE_WIDTH = 160  # what is not a terminal has no width of its own, and nothing should be cut there
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_WIDTH)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process, wherever it is: who prints decides."""
+        raise
+
+
+out = _Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+err = _Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_WIDTH)
 
 
 def print_json(value: object) -> None:

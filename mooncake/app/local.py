@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -87,9 +85,10 @@ class LocalCluster:
     """``async with LocalCluster(config) as cluster``: ready inside, gone after.
 
     ``tell`` gets sentences for a person (what is waited for, who died); ``tell_log`` every line that a process logs.
-    With ``restart`` a process that dies comes back, after a pause that doubles while it keeps dying. Entering raises
-    ConfigError (a port is taken, memory is short, a value is wrong), ModelError, or NodeUnavailable when a process dies
-    or does not get ready within ``ready_timeout_s``; nothing is left behind then either.
+    What either cannot write is lost. With ``restart`` a process that dies comes back, after a pause that doubles while
+    it keeps dying. Entering raises ConfigError (a port is taken, memory is short, a value is wrong), ModelError, or
+    NodeUnavailable when a process dies or does not get ready within ``ready_timeout_s``; nothing is left behind then
+    either.
     """
 
     def __init__(
@@ -108,10 +107,11 @@ class LocalCluster:
         self._restart = restart
         self._log_level = log_level
         self._ready_timeout_s = ready_timeout_s
-        self._tell = tell
-        self._tell_log = tell_log
-        self.folder: Path | None = None  # private to this cluster; gone when it has stopped
+        self._tell = _or_lose(tell)
+        self._tell_log = _or_lose(tell_log)
+        self._config_fd = -1  # in memory: it may hold keys, and nothing is left of it however we end
         self._watchers: list[asyncio.Task[None]] = []
+        self._was_ready = False
         self._fatal: asyncio.Future[MooncakeError] | None = None
         self._dead: set[int] = set()  # incarnations
         self._stopping = asyncio.Event()
@@ -124,6 +124,11 @@ class LocalCluster:
     @property
     def grpc_address(self) -> str:
         return join_address(self.config.conductor.host, self.config.conductor.grpc_port)
+
+    @property
+    def config_file(self) -> Path:
+        """What the processes read: this user can, while the cluster runs."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._config_fd}")
 
     @property
     def pids(self) -> dict[str, int]:
@@ -154,8 +159,8 @@ class LocalCluster:
         await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
         check_memory(self.config, checkpoint)
         self._fatal = asyncio.get_running_loop().create_future()
-        self.folder = Path(tempfile.mkdtemp(prefix="mooncake-"))
-        (self.folder / "cluster.toml").write_text(dump_toml(self.config))
+        self._config_fd = os.memfd_create("cluster.toml")
+        os.pwrite(self._config_fd, dump_toml(self.config).encode(), 0)
         for child in self.children.values():
             await self._spawn(child)
             self._watchers.append(asyncio.create_task(self._watch(child), name=f"watch {child.node_id}"))
@@ -178,6 +183,7 @@ class LocalCluster:
             await asyncio.gather(ready, return_exceptions=True)
         for node_id in nodes:
             self.children[node_id].incarnation = readiness.incarnations[node_id]
+        self._was_ready = True
 
     async def wait_fatal(self) -> MooncakeError:
         """Return the error once the cluster cannot go on: a process died and is not to be restarted."""
@@ -194,9 +200,9 @@ class LocalCluster:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
-        if self.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
-            self.folder = None
+        if self._config_fd >= 0:
+            os.close(self._config_fd)
+            self._config_fd = -1
 
     def kill(self) -> None:
         """End everything now, without waiting for anybody: for a second Ctrl-C."""
@@ -204,8 +210,6 @@ class LocalCluster:
         for child in self.children.values():
             if child.process is not None and child.pid:
                 _kill_group(child.process)
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _package(self, child: Child) -> str:
         if self.config.cluster.switchable and child.role in (Role.PREFILL, Role.DECODE):
@@ -213,7 +217,6 @@ class LocalCluster:
         return PACKAGES[child.role]
 
     async def _spawn(self, child: Child) -> None:
-        assert self.folder is not None
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
         threads = openmp_threads(section, self.config) if section else 1
         cores = self._cores.get(child.node_id, ())
@@ -224,7 +227,7 @@ class LocalCluster:
             "-m",
             self._package(child),
             "--config",
-            str(self.folder / "cluster.toml"),
+            str(self.config_file),
             "--set",
             f"node.id={child.node_id}",
             *(("--set", f"node.role={child.role}") if self._package(child) == SWITCHABLE else ()),
@@ -249,8 +252,9 @@ class LocalCluster:
                 return
             self._dead.add(child.incarnation)
             error = _death(child, code)
-            can_return = self._restart and not isinstance(error, ConfigError)
-            if not can_return:
+            # What was accepted once is not wrong: short memory or a port that somebody took may pass.
+            is_final = isinstance(error, ConfigError) and not self._was_ready
+            if is_final or not self._restart:
                 self._tell(error.message)
                 self._fail(error)
                 return
@@ -304,6 +308,16 @@ class LocalCluster:
     def _fail(self, error: MooncakeError) -> None:
         if self._fatal is not None and not self._fatal.done():
             self._fatal.set_result(error)
+
+
+def _or_lose(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """A console that takes no more, because a disk is full or a terminal gone, must not end who watches the cluster."""
+
+    def tell_or_lose(text: str) -> None:
+        with contextlib.suppress(OSError):
+            tell(text)
+
+    return tell_or_lose
 
 
 def _death(child: Child, code: int) -> MooncakeError:

@@ -48,8 +48,8 @@ class Node(Protocol):
 
 
 def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
-    """Run one node until SIGTERM or SIGINT, then leave with exit code 0; 2 for a ConfigError or ModelError, which no
-    restart mends, 1 for any other MooncakeError, also one that ends it later.
+    """Run one node until a signal to stop, then leave with exit code 0; 2 for a ConfigError or ModelError, which mostly
+    no restart mends, 1 for any other MooncakeError, also one that ends it later.
 
     A second signal, or ``STOP_GRACE_S`` beyond ``node.drain_s`` without an end, stops the process at once.
     """
@@ -141,7 +141,7 @@ async def _stop(node: Node, complete: bool) -> None:
 
 
 async def unless_stopped(work: Coroutine[object, object, T], at_once: Callable[[], None] = lambda: None) -> T:
-    """The result of ``work``; or Cancelled when SIGTERM or SIGINT came first and ``work`` has cleaned up.
+    """The result of ``work``; or Cancelled when a signal to stop came first and ``work`` has cleaned up.
 
     A second signal calls ``at_once`` and ends the process with 130.
     """
@@ -161,7 +161,8 @@ async def unless_stopped(work: Coroutine[object, object, T], at_once: Callable[[
 
 @contextlib.contextmanager
 def stop_signals(at_once: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; a second one calls ``at_once`` and ends the process with 130."""
+    """An event that SIGTERM, SIGINT and the terminal's SIGHUP set; a second one calls ``at_once`` and ends the process
+    with 130."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
 
@@ -171,7 +172,9 @@ def stop_signals(at_once: Callable[[], None] = lambda: None) -> Iterator[asyncio
             os._exit(130)
         asked.set()
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, on_signal)
     try:

@@ -28,7 +28,7 @@ async def serve(config: Config, restart: bool, log_level: str) -> None:
     _announce(cluster.config)
     with contextlib.suppress(Cancelled):
         await unless_stopped(_live(cluster, cluster.wait_fatal), at_once=cluster.kill)
-    out.print("stopped")
+    _say("stopped")
 
 
 async def serve_on_ray(config: Config, log_level: str, ray_address: str = "") -> None:
@@ -37,19 +37,19 @@ async def serve_on_ray(config: Config, log_level: str, ray_address: str = "") ->
     _announce(cluster.config)
     with contextlib.suppress(Cancelled):
         await unless_stopped(_live(cluster, _forever), at_once=cluster.kill)
-    out.print("stopped")
+    _say("stopped")
 
 
 async def _live(cluster: LocalCluster | RayCluster, end: Callable[[], Awaitable[MooncakeError]]) -> None:
     start_s = time.monotonic()
     async with cluster:
-        out.print(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
+        _say(f"[bold green]ready[/] after {time.monotonic() - start_s:.1f} s")
         _tell_addresses(cluster.http_url, cluster.grpc_address)
         _tell_next(cluster.http_url, cluster.grpc_address, cluster.config)
         try:
             raise await end()
         except asyncio.CancelledError:
-            out.print(f"\nstopping; requests under way have {DRAIN_S:g} s to finish (Ctrl-C again stops at once)")
+            _say(f"\nstopping; requests under way have {DRAIN_S:g} s to finish (Ctrl-C again stops at once)")
             raise
 
 
@@ -62,15 +62,15 @@ def _announce(config: Config) -> None:
     cluster = config.cluster
     engines = f"{cluster.coupled} coupled" if cluster.coupled else f"{cluster.prefill} prefill, {cluster.decode} decode"
     nodes = f"{engines}, {cluster.store} store"
-    out.print(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
+    _say(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
     if not is_loopback(config.conductor.host) and not config.conductor.api_keys:
         _tell(f"nobody is asked who they are: whoever reaches {config.conductor.host} can use this cluster and join it")
 
 
 def _tell_addresses(http_url: str, grpc_address: str) -> None:
-    out.print(f"  OpenAI   {http_url}/v1", soft_wrap=True)
-    out.print(f"  gRPC     {grpc_address}", soft_wrap=True)
-    out.print(f"  metrics  {http_url}/metrics", soft_wrap=True)
+    _say(f"  OpenAI   {http_url}/v1")
+    _say(f"  gRPC     {grpc_address}")
+    _say(f"  metrics  {http_url}/metrics")
 
 
 def _tell_next(http_url: str, grpc_address: str, config: Config) -> None:
@@ -80,7 +80,7 @@ def _tell_next(http_url: str, grpc_address: str, config: Config) -> None:
     address = "" if grpc_address == load_config().conductor_address else f" --address {grpc_address}"
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     key = f' -H "authorization: Bearer ${API_KEY_ENV}"' if needs_key else ""
-    out.print("\nNow, in another terminal:")
+    _say("\nNow, in another terminal:")
     for line in (
         *exports,
         f'mooncake generate{address} "Why is the sky blue?"',
@@ -88,13 +88,20 @@ def _tell_next(http_url: str, grpc_address: str, config: Config) -> None:
         f"mooncake status{address}",
         f"curl {http_url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'",
     ):
-        out.print(f"  {escape(line)}", soft_wrap=True)
-    out.print("\nCtrl-C stops the cluster.")
+        _say(f"  {escape(line)}")
+    _say("\nCtrl-C stops the cluster.")
 
 
 def _tell(sentence: str) -> None:
-    out.print(f"  [dim]{escape(sentence)}[/]", soft_wrap=True)
+    _say(f"  [dim]{escape(sentence)}[/]")
 
 
 def _tell_log(line: str) -> None:
-    err.print(line, markup=False, soft_wrap=True)
+    with contextlib.suppress(OSError):
+        err.print(line, markup=False, soft_wrap=True)
+
+
+def _say(markup: str) -> None:
+    """A cluster goes on, and stops in order, also when nobody can read about it any more."""
+    with contextlib.suppress(OSError):
+        out.print(markup, soft_wrap=True)

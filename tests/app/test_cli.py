@@ -329,6 +329,40 @@ def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
 
 
 @pytest.mark.slow
+def test_a_serve_whose_terminal_is_gone_stops_in_order() -> None:
+    with started(*SERVE) as process:
+        read_until(process, "Ctrl-C stops")
+        nodes = children(process.pid)
+        assert process.stdout is not None
+        process.stdout.close()  # nobody reads what it says about stopping
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 0
+        assert all(is_gone(pid) for pid in nodes)
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n')
+    for flags in (["--json"], ["--requests", "/dev/full"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [*MOONCAKE, "simulate", str(trace), "--preset", "vllm-16", *flags],
+                stdout=full if flags == ["--json"] else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        assert done.returncode == 1
+        assert done.stderr.endswith("No space left on device\n")
+        assert done.stderr.splitlines()[-1].startswith("mooncake: ")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_nothing_outlives_a_serve_that_is_killed() -> None:
     with started(*SERVE) as process:
         read_until(process, "Ctrl-C stops")

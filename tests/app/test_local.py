@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ from live import small_config
 
 from mooncake.app.local import LocalCluster
 from mooncake.client import Client
+from mooncake.config import load_config
 from mooncake.errors import ConfigError, ModelError, NodeUnavailable
 from mooncake.types import SamplingParams
 
@@ -50,14 +52,13 @@ async def test_it_answers_and_leaves_nothing_behind() -> None:
     async with LocalCluster(small_config(), tell=told.append) as cluster:
         assert set(cluster.pids) == {"conductor", "store-0", "prefill-0", "decode-0"}
         assert any(sentence.startswith("waiting for") for sentence in told)
-        folder = cluster.folder
-        assert folder is not None
-        assert (folder / "cluster.toml").exists()
+        file = cluster.config_file
+        assert load_config(file) == cluster.config
         assert await asyncio.to_thread(ask, cluster)
         pids = list(cluster.pids.values())
         port = cluster.config.conductor.grpc_port
     assert all(is_gone(pid) for pid in pids)
-    assert not folder.exists()
+    assert not file.exists()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
@@ -99,6 +100,40 @@ async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can() ->
         await until(lambda: cluster.pids.get("store-0", old) != old)
     finally:
         await cluster.stop()
+
+
+@pytest.mark.slow
+async def test_what_hinders_a_restart_for_a_while_does_not_end_the_cluster() -> None:
+    told: list[str] = []
+    async with LocalCluster(small_config(), restart=True, tell=told.append) as cluster:
+        before = await asyncio.to_thread(ask, cluster)
+        port = cluster.config.conductor.grpc_port
+        os.kill(cluster.pids["conductor"], signal.SIGKILL)
+        await until(lambda: "conductor" not in cluster.pids)
+        with socket.create_server(("127.0.0.1", port)):
+            await until(lambda: sum("conductor ended with exit code 2" in sentence for sentence in told) >= 2)
+        await cluster.wait_ready()
+        assert await asyncio.to_thread(ask, cluster) == before
+
+
+@pytest.mark.slow
+async def test_a_console_that_takes_no_more_words_costs_no_node() -> None:
+    is_full = False
+
+    def tell(text: str) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = small_config()
+    async with LocalCluster(config, restart=True, log_level="DEBUG", tell=tell, tell_log=tell) as cluster:
+        is_full = True
+        before = await asyncio.to_thread(ask, cluster)
+        old = cluster.pids["store-0"]
+        os.kill(old, signal.SIGKILL)
+        await until(lambda: cluster.pids.get("store-0", old) != old)
+        await cluster.wait_ready()
+        assert await asyncio.to_thread(ask, cluster) == before
+        assert all(len(child.last_lines) > 1 for child in cluster.children.values()), "logs are read on"
 
 
 async def test_nothing_is_started_again_while_the_cluster_stops() -> None:
@@ -148,7 +183,6 @@ async def test_a_node_that_cannot_start_says_why_in_one_sentence() -> None:
             pass
     assert "decode-0 ended with exit code 2: decode: " in caught.value.message
     assert "kv_gb" in caught.value.message
-    assert cluster.folder is None
     assert cluster.pids == {}
 
 

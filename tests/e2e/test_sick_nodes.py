@@ -119,12 +119,11 @@ async def test_a_slow_node_is_taken_out_and_comes_back_when_it_is_well(model: Pa
 async def test_a_node_that_sends_wrong_bytes_is_isolated_and_no_answer_is_wrong(model: Path) -> None:
     async with cluster(model, "cluster.prefill=1") as (running, channel):
         right = await ask_all(channel, prompts(8, 0), 4, at_once=4, salt="a")
-        assert running.folder is not None
         bad = await asyncio.create_subprocess_exec(
             sys.executable,
             str(BAD_NODE),
             "--config",
-            str(running.folder / "cluster.toml"),
+            str(running.config_file),
             "--set",
             "node.id=bad",
         )
