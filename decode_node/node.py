@@ -2,89 +2,42 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 
 from decode_node.receiver import Receiver
 from decode_node.role import DecodeRole
-from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.report import add_transports
-from mooncake.checkpoint import open_checkpoint
-from mooncake.config import Config, transfer_secret
-from mooncake.engine.host import EngineHost, plan_cache
-from mooncake.errors import MooncakeError
-from mooncake.events import CacheEventsServicer
-from mooncake.membership import Membership, first_end
-from mooncake.rpc import cluster_pb2, common_pb2_grpc
+from mooncake.config import Config
+from mooncake.engine.engine import StepHook
+from mooncake.engine.host import CachePlan
+from mooncake.engine_node import EngineNode, NodeRole
+from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.rpc.server import Channels, RpcServer, join_address
 from mooncake.types import Role
 
 
-class DecodeNode:
+class DecodeNode(EngineNode):
     """``await start()``, then serve until ``await stop()``. Raises ConfigError or ModelError from ``start``."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.node_id = config.node.id or f"decode-{os.getpid()}"
-        self.control_address = ""
+        super().__init__(config, Role.DECODE, config.decode)
 
-    async def start(self) -> None:
-        config, transfer = self.config, self.config.transfer
-        checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
-        plan = plan_cache(config, config.decode, checkpoint)
-        self._transfer = TransferEngine(
-            self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(config)
-        )
-        self._channels = Channels()
-        self._role = DecodeRole(self.node_id, config, plan, self._transfer, self._channels)
-        self.host = EngineHost(config, config.decode, checkpoint, plan)
-        await self.host.start(self._role.hook, self._role.buffer)
-        self._server = RpcServer()
-        self._role.serve(self.host, self._server)
-        self._server.add(
-            common_pb2_grpc.add_CacheEventsServicer_to_server,
-            CacheEventsServicer(self.host.events),
-            "mooncake.v1.CacheEvents",
-        )
-        port = await self._server.start(config.node.host, config.node.port)
-        self.control_address = join_address(config.node.reached_at, port)
-        info = cluster_pb2.NodeInfo(
-            node_id=self.node_id,
-            role=Role.DECODE,
-            incarnation=self.host.incarnation,
-            control_address=self.control_address,
-            segment=segment_to_wire(self._role.address),
-            kv_fingerprint=self.host.fingerprint,
-            block_tokens=config.block.tokens,
-            max_sequences=config.decode.max_sequences,
-            device=self.host.device,
-        )
-        self._membership = Membership(config, info, self._report)
-        await self._membership.start()
+    def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
+        self._role = DecodeRole(self.node_id, self.config, plan, self._transfer, self._channels)
+        return (self._role,)
 
-    async def wait_fatal(self) -> MooncakeError:
-        """Return the error once another process has taken this node's place, or the engine is broken."""
-        return await first_end(self._membership.wait_replaced(), self.host.wait_broken())
+    @property
+    def _hook(self) -> StepHook:
+        return self._role.hook
 
-    async def stop(self) -> None:
-        """What it was given ends first, within ``node.drain_s``."""
-        await self._membership.drain(lambda: not self._role.is_answering, self.config.node.drain_s)
-        await self._membership.stop()
-        self.host.events.end()
-        await self._server.stop()
-        await self._role.drain()
-        await self._role.finish_writing()
-        await self.host.stop()
-        self._role.stop()
-        self._transfer.close()
-        await self._channels.close()
+    @property
+    def _buffer(self) -> memoryview:
+        return self._role.buffer
+
+    def _info(self) -> cluster_pb2.NodeInfo:
+        info = super()._info()
+        info.segment.CopyFrom(segment_to_wire(self._role.address))
+        return info
 
     @property
     def receiver(self) -> Receiver:
         return self._role.receiver
-
-    def _report(self) -> cluster_pb2.HeartbeatRequest:
-        report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
-        self._role.report(report.load)
-        add_transports(report, self._transfer)
-        return report

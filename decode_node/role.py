@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from decode_node.generated import GeneratedBlocks
 from decode_node.receiver import Receiver
@@ -37,6 +38,7 @@ class DecodeRole:
         self._writeback = WriteBack(stores.get, plan.layout)
         self.hook = GeneratedBlocks(self._writeback, config.block.tokens)
         self._loop = asyncio.get_running_loop()
+        self._ending = contextlib.ExitStack()
 
     @property
     def buffer(self) -> memoryview:
@@ -59,6 +61,7 @@ class DecodeRole:
             secret=transfer_secret(self._config),
             advertise=self._config.node.advertise,
         )
+        self._ending.callback(self._segment_server.stop)
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
         self._segment_server.start()
         self._writeback.start(host.mirror)
@@ -85,15 +88,13 @@ class DecodeRole:
         load.counters["blocks_not_written_back"] = self._writeback.skipped
 
     async def drain(self) -> None:
+        """Return once nothing of ended requests is held any more, and offer the pool no more blocks."""
         await self._servicer.drain()
-
-    async def finish_writing(self) -> None:
-        """Before the engine stops: no block is offered to the pool any more."""
         await self._writeback.stop()
 
     def stop(self) -> None:
-        """The engine has stopped."""
-        self._segment_server.stop()
+        """The engine has stopped, if it had started."""
+        self._ending.close()
 
     def _on_peer_gone(self, writer_id: str) -> None:
         """On a thread of the segment server."""

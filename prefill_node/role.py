@@ -10,7 +10,7 @@ from kvstore.transfer.engine import Priority, TransferEngine
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost
 from mooncake.recent import Recent
-from mooncake.rpc import prefill_pb2_grpc
+from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.chunks import ChunkDesk
 from prefill_node.foreign import ForeignLayout
@@ -30,6 +30,7 @@ class PrefillRole:
         self._node_id = node_id
         self._transfer = transfer
         self._channels = channels
+        self._workers: list[Loader | Outbox] = []
 
     def serve(self, host: EngineHost, server: RpcServer) -> None:
         """Add the service; ``host`` runs."""
@@ -40,6 +41,7 @@ class PrefillRole:
         self._loader = Loader(self._transfer, host.mirror)
         self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
         self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
+        self._workers = [self._loader, self._handoffs, self._stores]
         self._chunks = ChunkDesk.configured(host)
         shop = Workshop(
             self._node_id,
@@ -67,6 +69,9 @@ class PrefillRole:
         """Somebody waits for what it does."""
         return self._servicer.num_running > 0
 
+    def report(self, load: cluster_pb2.Load) -> None:
+        """Its counts are kept with the engine's."""
+
     async def drain(self) -> None:
         """Return once nothing of ended requests is held any more."""
         if self._chunks is not None:
@@ -74,8 +79,8 @@ class PrefillRole:
         await self._servicer.drain()
 
     def stop(self) -> None:
-        """The engine has stopped."""
-        for worker in (self._loader, self._handoffs, self._stores):
+        """The engine has stopped, if it had started."""
+        for worker in self._workers:
             worker.stop()
 
     def _on_sent(self, sink: Sink, num_bytes: int, elapsed_ms: float) -> None:

@@ -23,11 +23,14 @@ ALLOWED: dict[str, set[str]] = {
     "mooncake.model": CORE | {"mooncake.kernels"},
     "mooncake.engine": CORE | {"mooncake.kernels", "mooncake.model"},
     "mooncake.llm": CORE | COMPUTE,
+    "mooncake.engine_node": CORE | COMPUTE | {"kvstore"},
     "kvstore": CORE,
-    "prefill_node": CORE | COMPUTE | {"kvstore"},
-    "decode_node": CORE | COMPUTE | {"kvstore"},
+    "prefill_node": CORE | COMPUTE | {"kvstore", "mooncake.engine_node"},
+    "decode_node": CORE | COMPUTE | {"kvstore", "mooncake.engine_node"},
     "conductor": CORE,
-    "mooncake.app": CORE | COMPUTE | {"mooncake.llm", "kvstore", "prefill_node", "decode_node", "conductor"},
+    "mooncake.app": CORE
+    | COMPUTE
+    | {"mooncake.engine_node", "mooncake.llm", "kvstore", "prefill_node", "decode_node", "conductor"},
 }
 
 # Third-party libraries that only these rooms (or single modules) may import.

@@ -9,13 +9,16 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Protocol, TypeVar
 
 from mooncake.app.flags import add_overrides
@@ -25,6 +28,7 @@ from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, N
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 15.0  # a node that has not stopped so long after its drain is ended the hard way
+START_GRACE_S = 3.0  # one that was only starting: it has nothing to finish
 PARENT_ENV = "MOONCAKE_PARENT_PID"  # set by a launcher whose death must end its nodes
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -51,7 +55,8 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
     """Run one node until a signal to stop, then leave with exit code 0; 2 for a ConfigError or ModelError, which mostly
     no restart mends, 1 for any other MooncakeError, also one that ends it later.
 
-    A second signal, or ``STOP_GRACE_S`` beyond ``node.drain_s`` without an end, stops the process at once.
+    A second signal, or ``STOP_GRACE_S`` beyond ``node.drain_s`` without an end, stops the process at once; so does the
+    first while the node starts, after ``START_GRACE_S``, whatever computes or compiles.
     """
     arguments = _parse(name, argv)
     try:
@@ -106,7 +111,15 @@ def _program(name: str) -> str:
 
 
 async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
-    with stop_signals() as asked_to_stop:
+    hard_end, started = HardEnd(), False
+
+    def on_signal() -> None:
+        if started:
+            hard_end.within(stop_grace_s)
+        else:
+            hard_end.within(START_GRACE_S, code=0)
+
+    with stop_signals(on_first=on_signal) as asked_to_stop:
         starting = asyncio.create_task(node.start(), name=f"start {name}")
         stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
         tasks: list[asyncio.Task[None] | asyncio.Task[bool] | asyncio.Task[MooncakeError]] = [starting, stopping]
@@ -114,6 +127,7 @@ async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
+                started = True
                 log.info("%s serves on %s", name, node.control_address)
                 failing = asyncio.create_task(node.wait_fatal(), name="wait for an error")
                 tasks.append(failing)
@@ -122,12 +136,20 @@ async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
                     raise failing.result()
             log.info("%s stops", name)
         finally:
-            complete = starting.done() and not starting.cancelled() and starting.exception() is None
+            hard_end.within(stop_grace_s)
             for task in tasks:
                 task.cancel()
-            with _hard_end_after(stop_grace_s):
-                await asyncio.gather(*tasks, return_exceptions=True)
-                await _stop(node, complete)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await _stop(node, started)
+            if asked_to_stop.is_set() and not started:
+                _leave_threads()
+
+
+def _leave_threads() -> None:
+    """End now, with 0: a thread that compiles kernels or reads weights for a start would be waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _stop(node: Node, complete: bool) -> None:
@@ -160,46 +182,57 @@ async def unless_stopped(work: Coroutine[object, object, T], at_once: Callable[[
 
 
 @contextlib.contextmanager
-def stop_signals(at_once: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
+def stop_signals(
+    at_once: Callable[[], None] = lambda: None, on_first: Callable[[], None] = lambda: None
+) -> Iterator[asyncio.Event]:
     """An event that SIGTERM, SIGINT and the terminal's SIGHUP set; a second one calls ``at_once`` and ends the process
-    with 130."""
-    loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    with 130.
 
-    def on_signal() -> None:
-        if asked.is_set():
+    ``on_first`` is called between two steps of the main thread's program, also when the event loop stands still.
+    """
+    loop = asyncio.get_running_loop()
+    asked, times = asyncio.Event(), itertools.count()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if next(times):
             at_once()
             os._exit(130)
-        asked.set()
+        on_first()
+        loop.call_soon_threadsafe(asked.set)
 
-    signals = [signal.SIGTERM, signal.SIGINT]
+    numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signals.append(signal.SIGHUP)
-    for number in signals:
-        loop.add_signal_handler(number, on_signal)
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield asked
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _hard_end_after(grace_s: float) -> Iterator[None]:
-    """End the process when the block takes longer: even a stuck thread or event loop cannot keep it alive."""
+class HardEnd:
+    """Ends the process when it does not end by itself: no stuck thread or event loop can keep it alive."""
 
-    def end() -> None:
-        sys.stderr.write(f"did not stop within {grace_s:g} s; ending the process\n")
-        sys.stderr.flush()
-        os._exit(1)
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._grace_s, self._code = 0.0, 1
+        # Now: where a signal comes, no thread may be started.
+        threading.Thread(target=self._wait, name="hard end", daemon=True).start()
 
-    timer = threading.Timer(grace_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    def within(self, grace_s: float, code: int = 1) -> None:
+        """The first call counts."""
+        if not self._asked.is_set():
+            self._grace_s, self._code = grace_s, code
+            self._asked.set()
+
+    def _wait(self) -> None:
+        self._asked.wait()
+        time.sleep(self._grace_s)
+        if self._code:
+            sys.stderr.write(f"did not stop within {self._grace_s:g} s; ending the process\n")
+            sys.stderr.flush()
+        os._exit(self._code)
 
 
 def die_with_parent() -> None:

@@ -160,6 +160,7 @@ class EngineHost:
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.device = section.device
         self._failure: asyncio.Future[MooncakeError]
+        self._close_backend: Callable[[], None] = lambda: None
         self.mirror: Mirror  # the cache, as other nodes see it
         self.engine: Engine
         self.thread: EngineThread
@@ -221,9 +222,10 @@ class EngineHost:
         )
 
     async def stop(self) -> None:
+        """Also of one that has not, or not quite, started."""
         if hasattr(self, "thread"):
             await asyncio.to_thread(self.thread.stop)
-            self._close_backend()
+        self._close_backend()
 
     async def wait_broken(self) -> MooncakeError:
         """Return the error once the engine cannot go on, or a process that computes for it has died: then this node

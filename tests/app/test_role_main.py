@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROLE = textwrap.dedent(
     """
-    import asyncio, sys, threading
+    import asyncio, subprocess
     from mooncake.app.role_main import run_role
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
 
@@ -29,6 +29,13 @@ ROLE = textwrap.dedent(
                 raise ModelError("there is no model in the drawer")
             if self.mode == "dark":
                 raise NodeUnavailable("the power is out")
+            if self.mode in ("compiling", "blocked"):
+                print("starting", flush=True)
+                def compile():
+                    subprocess.run(["sleep", "40"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                if self.mode == "blocked":
+                    compile()
+                await asyncio.to_thread(compile)
             if self.mode == "slow":
                 print("starting", flush=True)
                 await asyncio.sleep(600)
@@ -90,6 +97,15 @@ def test_a_signal_while_starting_stops_what_was_started() -> None:
         process.terminate()
         assert process.communicate(timeout=20)[0] == "off\n"
         assert process.returncode == 0
+
+
+def test_a_signal_while_starting_does_not_wait_for_a_compiler() -> None:
+    for mode, last_words in (("compiling", "off\n"), ("blocked", "")):
+        with lamp("--set", f"model.name={mode}") as process:
+            assert said(process) == "starting"
+            process.terminate()
+            assert process.communicate(timeout=20)[0] == last_words
+            assert process.returncode == 0
 
 
 def test_a_node_that_cannot_go_on_stops_and_ends_with_an_error() -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import prefill_node.node
+import mooncake.engine_node
 from kvstore.transfer.engine import Request, Transfer, TransferEngine, WriteRange
 from mooncake.app.role_main import run_role
+from prefill_node.node import PrefillNode
 
 
 class BadMemory(TransferEngine):
@@ -29,5 +30,5 @@ def _spoilt(one: WriteRange) -> WriteRange:
 
 
 if __name__ == "__main__":
-    prefill_node.node.TransferEngine = BadMemory  # type: ignore[misc]
-    run_role("prefill", prefill_node.node.PrefillNode)
+    mooncake.engine_node.TransferEngine = BadMemory  # type: ignore[misc]
+    run_role("prefill", PrefillNode)

@@ -1,0 +1,163 @@
+"""What a node that computes does beside its roles: open the model, run one engine, serve, join the cluster, leave it.
+
+It must not know which roles there are: a node brings its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.report import add_transports
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import Config, EngineSection, transfer_secret
+from mooncake.engine.engine import StepHook
+from mooncake.engine.host import CachePlan, EngineHost, plan_cache
+from mooncake.errors import MooncakeError
+from mooncake.events import CacheEventsServicer
+from mooncake.membership import Membership, first_end
+from mooncake.rpc import cluster_pb2, common_pb2_grpc
+from mooncake.rpc.server import Channels, RpcServer, join_address
+from mooncake.types import Role
+
+
+class NodeRole(Protocol):
+    """What a process does for the cluster: built first, served once the engine runs, drained, and stopped last."""
+
+    def serve(self, host: EngineHost, server: RpcServer) -> None: ...
+
+    @property
+    def is_answering(self) -> bool:
+        """Somebody waits for what it does."""
+        ...
+
+    def report(self, load: cluster_pb2.Load) -> None:
+        """Add what this role counts."""
+        ...
+
+    async def drain(self) -> None:
+        """Return once nothing of ended requests is held any more; the engine still runs."""
+        ...
+
+    def stop(self) -> None:
+        """The engine has stopped, if it had started. Whatever ``serve`` began ends."""
+        ...
+
+
+class EngineNode:
+    """``await start()``, then serve until ``await stop()``. Raises ConfigError or ModelError from ``start``.
+
+    A node says what its roles are (``_make_roles``), and where it differs from others, how they hook into the engine,
+    which memory the cache lies in, and who it is.
+    """
+
+    def __init__(self, config: Config, role: Role, section: EngineSection) -> None:
+        self.config = config
+        self.role = role
+        self.node_id = config.node.id or f"{role}-{os.getpid()}"
+        self.control_address = ""
+        self.host: EngineHost
+        self._section = section
+        self._roles: Sequence[NodeRole] = ()
+        self._transfer: TransferEngine
+        self._channels: Channels
+        self._membership: Membership
+        self._cleanup = contextlib.AsyncExitStack()  # the other way round as things were started
+
+    def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
+        raise NotImplementedError
+
+    @property
+    def _hook(self) -> StepHook:
+        raise NotImplementedError
+
+    @property
+    def _buffer(self) -> memoryview | None:
+        """What the cache, or its mirror, shall lie over; None: memory of its own."""
+        return None
+
+    async def start(self) -> None:
+        """Ends what it began when it fails half-way; ``stop`` may be called after that, or not."""
+        try:
+            config, section = self.config, self._section
+            checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
+            plan = plan_cache(config, section, checkpoint)
+            self._open_transfer()
+            self._roles = self._make_roles(plan)
+            for role in self._roles:
+                self._cleanup.callback(role.stop)
+            await self._start_engine(checkpoint, plan)
+            await self._serve()
+            await self._join()
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _open_transfer(self) -> None:
+        transfer = self.config.transfer
+        self._channels = Channels()
+        self._cleanup.push_async_callback(self._channels.close)
+        self._transfer = TransferEngine(
+            self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(self.config)
+        )
+        self._cleanup.callback(self._transfer.close)
+
+    async def _start_engine(self, checkpoint: Checkpoint, plan: CachePlan) -> None:
+        self.host = EngineHost(self.config, self._section, checkpoint, plan)
+        self._cleanup.push_async_callback(self.host.stop)
+        await self.host.start(self._hook, self._buffer)
+
+    async def _serve(self) -> None:
+        node, server = self.config.node, RpcServer()
+        for role in self._roles:
+            role.serve(self.host, server)
+            self._cleanup.push_async_callback(role.drain)
+        events = CacheEventsServicer(self.host.events)
+        server.add(common_pb2_grpc.add_CacheEventsServicer_to_server, events, "mooncake.v1.CacheEvents")
+        port = await server.start(node.host, node.port)
+        self._cleanup.push_async_callback(server.stop)
+        self._cleanup.callback(self.host.events.end)
+        self.control_address = join_address(node.reached_at, port)
+
+    async def _join(self) -> None:
+        membership = self._membership = Membership(self.config, self._info(), self._report, self._on_wanted_role)
+        self._cleanup.push_async_callback(membership.stop)
+        await membership.start()
+        self._cleanup.push_async_callback(membership.drain, lambda: not self._is_answering, self.config.node.drain_s)
+
+    async def wait_fatal(self) -> MooncakeError:
+        """Return the error once another process has taken this node's place, or the engine is broken."""
+        return await first_end(self._membership.wait_replaced(), self.host.wait_broken())
+
+    async def stop(self) -> None:
+        """What it was given ends first, within ``node.drain_s``. Idempotent."""
+        await self._cleanup.aclose()
+
+    @property
+    def _is_answering(self) -> bool:
+        return any(role.is_answering for role in self._roles)
+
+    def _on_wanted_role(self, role: str) -> None:
+        """The conductor says so again and again; most nodes cannot change."""
+
+    def _info(self) -> cluster_pb2.NodeInfo:
+        return cluster_pb2.NodeInfo(
+            node_id=self.node_id,
+            role=self.role,
+            incarnation=self.host.incarnation,
+            control_address=self.control_address,
+            kv_fingerprint=self.host.fingerprint,
+            block_tokens=self.config.block.tokens,
+            max_sequences=self._section.max_sequences,
+            device=self.host.device,
+        )
+
+    def _report(self) -> cluster_pb2.HeartbeatRequest:
+        report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
+        for role in self._roles:
+            role.report(report.load)
+        add_transports(report, self._transfer)
+        return report
