@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -36,7 +36,7 @@ from mooncake.app.preflight import available_cores, check_choices, check_ports, 
 from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
-from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
+from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import join_address, split_address
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
@@ -56,6 +56,10 @@ OBJECT_STORE_BYTES = 80_000_000  # the least that Ray accepts: nothing of ours g
 START_S = 120.0  # of Ray itself
 READY_S = 600.0  # of a node: large weights take minutes
 STOP_S = 15.0
+RETRY_S = 2.0  # between two starts of a node that could start before
+LOOK_S = 2.0  # between two looks at who is there
+ANSWER_S = 5.0
+LISTEN_S = 1  # how long a start goes on after it has been given up; Ray wants whole seconds
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # on all systems; else Ray makes this host's address of 127.0.0.1
 
 NODE_BUILDERS = {
@@ -88,8 +92,12 @@ class RayNode:
         self._failure = ""
         try:
             self._node: Node = self._run(_started(role, config))
-        except MooncakeError as error:  # told by `failure`: Ray would bury it in a traceback
-            self._failure = error.message
+        except MooncakeError as error:
+            if was_alive():  # a taken port or short memory may pass: Ray tries again when this process is gone
+                log.error("%s cannot start again: %s", config.node.id, error.message)
+                time.sleep(RETRY_S)
+                os._exit(1)
+            self._failure = error.message  # told by `failure`: Ray would bury it in a traceback
         else:
             self._ending = asyncio.run_coroutine_threadsafe(_end_when_fatal(self._node), self._loop)
 
@@ -109,6 +117,13 @@ class RayNode:
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def was_alive() -> bool:
+    """Whether this actor's process is not its first."""
+    import ray
+
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 async def _started(role: str, config: Config) -> Node:
@@ -149,6 +164,10 @@ class RayCluster:
         self._tell = tell
         self._group: PlacementGroup | None = None
         self._grpc_address = ""
+        self._starting: asyncio.Future[None] | None = None
+        self._give_up = threading.Event()
+        self._is_joined = False
+        self._is_up = False
 
     @property
     def grpc_address(self) -> str:
@@ -162,7 +181,8 @@ class RayCluster:
     async def __aenter__(self) -> RayCluster:
         require("ray", "ray", "--ray")
         try:
-            await asyncio.to_thread(self._start)
+            self._starting = asyncio.get_running_loop().run_in_executor(None, self._start)
+            await asyncio.shield(self._starting)
             await self.wait_ready()
         except BaseException:
             await self.stop()
@@ -184,8 +204,26 @@ class RayCluster:
         """Processes by node id, asked of the actors."""
         return {node_id: int(await actor.pid.remote()) for node_id, actor in self.actors.items()}
 
+    async def watch(self) -> NoReturn:
+        """Tell who is gone and who is back, until cancelled."""
+        pids, away = await self.pids(), set[str]()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            found = dict(zip(self.actors, await asyncio.gather(*map(_pid_of, self.actors.values())), strict=True))
+            for node_id, pid in found.items():
+                if not pid and node_id not in away:
+                    away.add(node_id)
+                    self._tell(f"{node_id} does not answer; Ray starts it again once it is dead")
+                elif pid and (pid != pids[node_id] or node_id in away):
+                    away.discard(node_id)
+                    pids[node_id] = pid
+                    self._tell(f"{node_id} is back, as process {pid}")
+
     async def stop(self) -> None:
-        """Stop the nodes, then what we started of Ray. Idempotent."""
+        """Stop the nodes, then what we started of Ray. Idempotent; a start that is under way is given up first."""
+        self._give_up.set()
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.to_thread(self._stop)
 
     def kill(self) -> None:
@@ -205,7 +243,7 @@ class RayCluster:
         if self._private is not None:
             self._tell("starting a private Ray")
             self._ray_address = self._private.start(
-                num_cpus=max(available_cores(), int(sum(need["CPU"] for need in needs)) + 1)
+                num_cpus=max(available_cores(), int(sum(need["CPU"] for need in needs)) + 1), go_on=self._go_on
             )
         self._connect()
         self._place(needs)
@@ -214,11 +252,18 @@ class RayCluster:
             self._start_actor(index, child.node_id, child.role)
         for node_id in self.actors:
             self._check_started(node_id)
+        self._is_up = True
+
+    def _go_on(self) -> None:
+        """Between two steps of a start. Raises Cancelled when nobody wants it any more."""
+        if self._give_up.is_set():
+            raise Cancelled("stopped while Ray was starting")
 
     def _connect(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
+        self._go_on()
         logging.getLogger("ray").setLevel(logging.ERROR)  # it remarks on being started off the main thread
         try:
             ray.init(
@@ -231,18 +276,22 @@ class RayCluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise NodeUnavailable(f"cannot join the Ray at {self._ray_address}: {reason}") from None
+        self._is_joined = True
 
     def _place(self, needs: list[dict[str, float]]) -> None:
         import ray
 
         strategy = "STRICT_PACK" if is_loopback(self.config.conductor.host) else "PACK"
         self._group = ray.util.placement_group(needs, strategy=strategy)
-        if not self._group.wait(START_S):
-            cpus, gpus = (sum(need.get(kind, 0.0) for need in needs) for kind in ("CPU", "GPU"))
-            raise NodeUnavailable(
-                f"Ray has no room for {len(needs)} actors with {cpus:g} CPUs and {gpus:g} GPUs in all; start fewer "
-                "nodes, or give Ray more of them"
-            )
+        deadline = time.monotonic() + START_S
+        while not self._group.wait(LISTEN_S):
+            self._go_on()
+            if time.monotonic() > deadline:
+                cpus, gpus = (sum(need.get(kind, 0.0) for need in needs) for kind in ("CPU", "GPU"))
+                raise NodeUnavailable(
+                    f"Ray has no room for {len(needs)} actors with {cpus:g} CPUs and {gpus:g} GPUs in all; start fewer "
+                    "nodes, or give Ray more of them"
+                )
 
     def _start_actor(self, bundle: int, node_id: str, role: str) -> None:
         import ray
@@ -280,31 +329,48 @@ class RayCluster:
     def _ask(self, node_id: str, method: str) -> str:
         import ray
 
+        answer = getattr(self.actors[node_id], method).remote()
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline and not ray.wait([answer], timeout=LISTEN_S)[0]:
+            self._go_on()
         try:
-            return str(ray.get(getattr(self.actors[node_id], method).remote(), timeout=READY_S))
+            return str(ray.get(answer, timeout=0))
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{node_id} did not start: {str(error).strip().splitlines()[-1]}") from None
 
     def _stop(self) -> None:
-        if not self._ray_address:
-            return
-        import ray
-
-        if ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there was no actor yet
-                conductor, *nodes = self.actors.values()  # it first, so that requests can finish
-                for actors in ([conductor], nodes):
-                    stops: list[object] = [actor.stop.remote() for actor in actors]
-                    ray.wait(stops, num_returns=max(1, len(stops)), timeout=STOP_S)
-            for actor in self.actors.values():
-                ray.kill(actor, no_restart=True)
-            if self._group is not None:
-                ray.util.remove_placement_group(self._group)
-            ray.shutdown()
-        self.actors.clear()
-        self._group = None
+        if self._is_joined:
+            self._leave()
         if self._private is not None:
             self._private.stop()
+
+    def _leave(self) -> None:
+        import ray
+
+        if self._is_up:
+            conductor, *nodes = self.actors.values()  # it first, so that requests can finish
+            for actors in ([conductor], nodes):
+                with contextlib.suppress(ray.exceptions.RayError):
+                    stops: list[object] = [actor.stop.remote() for actor in actors]
+                    ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
+        for actor in self.actors.values():
+            ray.kill(actor, no_restart=True)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        ray.shutdown()
+        self.actors.clear()
+        self._group = None
+        self._is_up = self._is_joined = False
+
+
+async def _pid_of(actor: ActorHandle[RayNode]) -> int:
+    """0 while it does not answer."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            return int(await actor.pid.remote())
+    return 0
 
 
 class PrivateRay:
@@ -315,8 +381,10 @@ class PrivateRay:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, num_cpus: int) -> str:
-        """Its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not come up."""
+    def start(self, num_cpus: int, go_on: Callable[[], None] = lambda: None) -> str:
+        """Its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not come up, and what
+        ``go_on`` raises, which is called meanwhile."""
+        go_on()
         if _answers(self._port):
             by = port_holder(self._port)
             raise ConfigError(
@@ -347,7 +415,7 @@ class PrivateRay:
                 start_new_session=True,
                 env=os.environ | {PARENT_ENV: str(os.getpid())},
             )
-        self._wait()
+        self._wait(go_on)
         return f"127.0.0.1:{self._port}"
 
     def stop(self) -> None:
@@ -370,7 +438,7 @@ class PrivateRay:
             for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV):
                 os.environ.pop(name, None)
 
-    def _wait(self) -> None:
+    def _wait(self, go_on: Callable[[], None]) -> None:
         assert self._process is not None
         assert self._folder is not None
         deadline = time.monotonic() + START_S
@@ -379,6 +447,7 @@ class PrivateRay:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 words = log_file.read_text(errors="replace").strip().splitlines()
                 raise NodeUnavailable(f"Ray did not start: {words[-1] if words else 'it said nothing'}")
+            go_on()
             time.sleep(0.05)
 
 

@@ -36,7 +36,7 @@ async def serve_on_ray(config: Config, log_level: str, ray_address: str = "") ->
     cluster = RayCluster(config, ray_address=ray_address, log_level=log_level, tell=_tell)
     _announce(cluster.config)
     with contextlib.suppress(Cancelled):
-        await unless_stopped(_live(cluster, _forever), at_once=cluster.kill)
+        await unless_stopped(_live(cluster, cluster.watch), at_once=cluster.kill)
     _say("stopped")
 
 
@@ -51,11 +51,6 @@ async def _live(cluster: LocalCluster | RayCluster, end: Callable[[], Awaitable[
         except asyncio.CancelledError:
             _say(f"\nstopping; requests under way have {DRAIN_S:g} s to finish (Ctrl-C again stops at once)")
             raise
-
-
-async def _forever() -> MooncakeError:
-    never: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
-    return await never
 
 
 def _announce(config: Config) -> None:

@@ -7,6 +7,9 @@ import importlib.util
 import os
 import signal
 import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from live import small_config
@@ -48,8 +51,57 @@ async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> Non
         assert back not in pids.values()
         await cluster.wait_ready()
         assert (await asyncio.to_thread(ask, cluster.grpc_address)).text == before.text
+
+        watching = asyncio.create_task(cluster.watch())
+        await asyncio.sleep(1)
+        os.kill(pids["conductor"], signal.SIGKILL)
+        with await holding(cluster.config.conductor.grpc_port):
+            await asyncio.sleep(10)  # Ray tries, and tries again
+        await cluster.wait_ready(60)
+        assert (await asyncio.to_thread(ask, cluster.grpc_address)).text == before.text
+        await until(lambda: any(sentence.startswith("conductor is back") for sentence in told))
+        watching.cancel()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", cluster.config.conductor.grpc_port), timeout=5)
+
+
+async def holding(port: int) -> socket.socket:
+    """It, as soon as it is free."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return socket.create_server(("127.0.0.1", port))
+            except OSError:
+                await asyncio.sleep(0.005)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_a_start_that_is_given_up_leaves_no_ray_behind() -> None:
+    port = free_port("127.0.0.1")
+    before = private_folders()
+    for patience_s in (1.0, 6.0):  # while Ray starts, while its actors do
+        cluster = RayCluster(small_config(), gcs_port=port)
+        starting = asyncio.create_task(cluster.__aenter__())
+        await asyncio.sleep(patience_s)
+        starting.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.gather(starting, return_exceptions=True)
+        assert starting.cancelled()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        assert private_folders() == before
+
+
+def private_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("mr-*"))
 
 
 def reached_at() -> set[str]:
