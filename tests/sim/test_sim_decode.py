@@ -85,3 +85,23 @@ def test_the_same_on_a_busy_machine_for_minutes() -> None:
     for index in ours:
         assert ours[index][0] == pytest.approx(theirs[index][0], rel=1e-6)
         assert ours[index][1] == pytest.approx(theirs[index][1], rel=0.01)
+
+
+def test_who_waits_on_a_full_machine_does_not_undo_its_slowing_down() -> None:
+    agenda, ends = Agenda(), dict[int, float]()
+    full = Machines(role="decode", count=1, curve="it", max_sequences=1)
+    curve, model = StepCurve(decode_step_ms=100.0), Model(num_layers=1, token_bytes=1)
+    machine = DecodeMachine(
+        "d", full, curve, model, agenda, lambda flight, _: ends.setdefault(flight.index, agenda.now)
+    )
+
+    def join(index: int) -> None:
+        flight = Flight(index, 10, 101, [])
+        flight.first_token_s = agenda.now
+        machine.join(flight)
+
+    agenda.at(0.0, join, 0)
+    agenda.at(1.05, machine.disturb, 10.0)
+    agenda.at(1.07, join, 1)  # in the same step: there is no room for it
+    agenda.run()
+    assert ends[0] == pytest.approx(11 * 0.1 + 89 * 1.0)

@@ -54,6 +54,7 @@ class DecodeMachine:
         self._first_ms = self._growth_ms = 0.0  # its first step; how much longer each next one is
         self._runs = StepRuns()
         self._version = 0
+        self._is_disturbed = False  # the present run of steps goes on at a speed that is no more
 
     def join(self, flight: Flight) -> None:
         """Its KV is here and its first token is known."""
@@ -68,7 +69,8 @@ class DecodeMachine:
     def disturb(self, slowdown: float) -> None:
         """From the next step on everything takes so much longer."""
         self.slowdown = slowdown
-        self._plan(must_stop=True)
+        self._is_disturbed = True
+        self._plan()
 
     def fail(self) -> list[Flight]:
         """The process dies. What was here, with ``output_tokens`` and ``num_tokens`` as far as they got."""
@@ -112,6 +114,7 @@ class DecodeMachine:
     def _admit(self) -> None:
         """Between two steps: let in who waits, and begin a new run of steps."""
         waiting, running, step = self.waiting, self.running, self._step
+        self._is_disturbed = False
         while waiting and self._fits(waiting[0]):
             flight = waiting.popleft()
             running[flight] = None
@@ -134,12 +137,12 @@ class DecodeMachine:
             self._runs.drop_before(min(flight.start_step for flight in self.running))
         self._plan()
 
-    def _plan(self, must_stop: bool = False) -> None:
-        """When this run of steps ends: somebody is complete, or somebody can join."""
+    def _plan(self) -> None:
+        """When this run of steps ends: somebody is complete, somebody can join, or the machine has another speed."""
         if not self.running:
             return
         steps = self._ends[0][0] - self._step
-        if must_stop or (self.waiting and self._fits(self.waiting[0])):
+        if self._is_disturbed or (self.waiting and self._fits(self.waiting[0])):
             steps = min(steps, self._steps_until(self._agenda.now, whole=False) or 1)
         self._version += 1
         self._agenda.at(self._since + self._span_ms(steps) / 1e3, self._end_run, steps, self._version)
