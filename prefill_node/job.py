@@ -7,72 +7,41 @@ the job starts them, waits for them, and makes sure that none of them touches an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import TypeVar
-
-import grpc
-import numpy as np
 
 from kvstore.client import StoreClient
-from kvstore.client_types import Reservation
-from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.engine import Engine, StepOutput
-from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import DeadlineExceeded, InternalError, InvalidRequest, MooncakeError
+from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
-from mooncake.page_groups import page_key, page_number
-from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import (
     prompt_logprobs_to_wire,
     report_to_wire,
     sampled_to_wire,
     sampling_from_wire,
-    segment_from_wire,
     tokens_from_wire,
 )
-from mooncake.rpc.errors import error_from_rpc
-from mooncake.rpc.server import Channels
 from mooncake.types import PrefillReport, SampledToken, Timings
-from prefill_node.chunks import Chunk, ChunkDesk
-from prefill_node.foreign import ForeignLayout, ForeignPrefix
+from prefill_node.chunks import Chunk
+from prefill_node.deadline import Deadline
+from prefill_node.foreign import ForeignPrefix
+from prefill_node.handoff import Handoff
 from prefill_node.inherit import Inheritance, Sender, find
 from prefill_node.leases import CONTROL_TIMEOUT_S, Leases
-from prefill_node.loader import BlockToLoad, Loader, PrefixLoad
-from prefill_node.outbox import Destination, Outbox, Sink
+from prefill_node.loader import BlockToLoad, PrefixLoad
+from prefill_node.outbox import Outbox, Sink
+from prefill_node.pool_write import PoolWrite
 from prefill_node.stored_prefix import StoredPrefix
-from prefill_node.streamer import LayerStreamer, Stream
+from prefill_node.streamer import Stream
+from prefill_node.workshop import Workshop
 
 log = logging.getLogger(__name__)
 
-CLOSE_TRIES = 3
 REPORT_PATIENCE_S = 0.25  # the report waits so long for the pool, and the answer for the report
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """What all jobs of a node share."""
-
-    node_id: str
-    host: EngineHost
-    transfer: TransferEngine
-    channels: Channels
-    streamer: LayerStreamer
-    loader: Loader
-    handoffs: Outbox  # urgent: someone waits for these bytes
-    stores: Outbox  # in the background
-    store_at: Callable[[str], StoreClient]  # by its control address
-    foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
-    chunks: ChunkDesk | None  # where prompts are blended from chunks
-    sender: Sender | None  # the variant whose KV is read
 
 
 class PrefillJob:
@@ -82,7 +51,7 @@ class PrefillJob:
         """Raises InvalidRequest. ``deadline`` is monotonic (s); ``is_chunk``: the prompt is one."""
         self._shop = shop
         self._request = request
-        self._deadline = deadline
+        self._deadline = Deadline(deadline)
         self._arrived_s = time.monotonic()
         self._tokens = tokens_from_wire(request.tokens)
         self._sampling = sampling_from_wire(request.sampling)
@@ -99,15 +68,10 @@ class PrefillJob:
         self._leases = Leases(self._loop)
         self._has_started = asyncio.Event()
         self._prefix = self._stored_prefix(self._store) if self._store is not None else None
-        self._handoff: Sink | None = None
-        self._handoff_pages: list[int] = []  # numbers of those that the decode node wants
-        self._committed = False
-        self._pool: Sink | None = None
-        self._reservations: dict[int, Reservation] = {}  # by page number
-        self._sealed = False
+        self._handoff: Handoff | None = None
+        self._pool: PoolWrite | None = None
         self._sealing: asyncio.Task[None] | None = None  # once everything is computed
         self._stream: Stream | None = None
-        self._held: list[int] = []  # blocks of a sequence that goes on here, with a reference for the pool's sink each
         self._chunks: list[Chunk] = []  # of the prompt, to be blended
         self._chunk_blocks: list[int] = []  # of theirs, with a reference for us each
         self._blended_tokens = 0
@@ -128,6 +92,31 @@ class PrefillJob:
             self._chunks = await chunks.bring(self._request, self._tokens, self._store, self._compute_alone)
         if (sender := self._shop.sender) is not None and self._may_be_inexact:
             self._inheritance = await self._find_inheritance(sender, stored_blocks)
+        sequence = self._make_sequence(stored_blocks)
+        self._open_outlets(own_blocks)
+        tokens: dict[int, SampledToken] = {}
+        computed_s = 0.0
+        async for output in self._outputs(sequence):
+            if self._sealing is None:
+                computed_s = time.monotonic()
+                self._sealing = asyncio.create_task(self._seal())
+            if output.prompt_logprobs is not None:
+                yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, output.prompt_logprobs))
+            tokens[output.choice] = output.token
+            reason = "" if self._handoff is not None else output.finish_reason or ""
+            yield pb.PrefillResponse(
+                first_token=sampled_to_wire(output.token), choice=output.choice, finish_reason=reason
+            )
+        assert self._sealing is not None
+        if self._handoff is not None:
+            await self._handoff.commit([tokens[choice] for choice in sorted(tokens)], self._num_exact)
+        committed_s = time.monotonic()
+        await asyncio.wait([self._sealing], timeout=REPORT_PATIENCE_S)
+        yield pb.PrefillResponse(
+            report=report_to_wire(self._report(sequence.num_cached_tokens, computed_s, committed_s))
+        )
+
+    def _make_sequence(self, stored_blocks: int) -> Sequence:
         sequence = self._shop.host.sequence(
             self._id,
             self._tokens,
@@ -145,29 +134,7 @@ class PrefillJob:
         )
         if self._store is not None and self._keys:
             sequence.kept_from = self._last_full_token
-        self._open_outlets(own_blocks)
-        tokens: dict[int, SampledToken] = {}
-        computed_s = 0.0
-        async for output in self._outputs(sequence):
-            if self._sealing is None:
-                computed_s = time.monotonic()
-                self._sealing = asyncio.create_task(self._seal())
-            if output.prompt_logprobs is not None:
-                yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, output.prompt_logprobs))
-            tokens[output.choice] = output.token
-            reason = "" if self._handoff is not None else output.finish_reason or ""
-            yield pb.PrefillResponse(
-                first_token=sampled_to_wire(output.token), choice=output.choice, finish_reason=reason
-            )
-        assert self._sealing is not None
-        if self._handoff is not None:
-            await self._until_deadline(asyncio.wrap_future(self._handoff.done))
-            await self._commit([tokens[choice] for choice in sorted(tokens)])
-        committed_s = time.monotonic()
-        await asyncio.wait([self._sealing], timeout=REPORT_PATIENCE_S)
-        yield pb.PrefillResponse(
-            report=report_to_wire(self._report(sequence.num_cached_tokens, computed_s, committed_s))
-        )
+        return sequence
 
     async def clean_up(self) -> None:
         """Stop everything that still touches memory, give the blocks back, then tell the peers, who may be slow.
@@ -183,23 +150,23 @@ class PrefillJob:
         stream = self._stream
         if stream is not None:
             await self._end_loads(stream)
-        for sink in (self._handoff, self._pool):
-            if sink is not None:
-                await asyncio.to_thread(sink.close)
+        for outlet in (self._handoff, self._pool):
+            if outlet is not None:
+                await asyncio.to_thread(outlet.sink.close)
         if stream is not None:
             call = self._shop.host.thread.call
             await asyncio.wrap_future(call(lambda engine: engine.abort(self._id)))
             await asyncio.wrap_future(call(lambda engine: engine.release(self._id)))
-            await asyncio.wrap_future(call(self._let_go))
+            if self._pool is not None:
+                await asyncio.wrap_future(call(self._pool.let_go))
             await asyncio.wrap_future(call(self._let_chunks_go))
             del self._shop.streamer.streams[self._id]
-        if self._handoff is not None and not self._committed:
-            await self._close_handoff()
+        if self._handoff is not None:
+            await self._handoff.close()
         if (chunks := self._shop.chunks) is not None and not self._is_chunk:
             chunks.go_on()
-        if self._reservations and not self._sealed and self._store is not None:
-            with contextlib.suppress(MooncakeError):
-                await self._store.abort(list(self._reservations.values()))
+        if self._pool is not None:
+            await self._pool.close()
 
     async def _end_loads(self, stream: Stream) -> None:
         """Return once nothing reads into this request's blocks any more, and nothing will."""
@@ -236,7 +203,7 @@ class PrefillJob:
     def _make_load(self, blocks: list[BlockToLoad]) -> PrefixLoad:
         """On the engine's thread, when the sequence is admitted."""
         assert self._prefix is not None
-        load = self._prefix.load(self._id, blocks, self._deadline)
+        load = self._prefix.load(self._id, blocks, self._deadline.at_s)
         self._shop.loader.submit(load)
         return load
 
@@ -270,7 +237,7 @@ class PrefillJob:
             self._shop.host.counters["prompts_not_inherited"] += 1
         self._inherited_tokens = len(sequence.inherits)
         if found is not None and sequence.inherits:
-            deadline = min(self._deadline, time.monotonic() + self._shop.host.config.store.lease_s)
+            deadline = min(self._deadline.at_s, time.monotonic() + self._shop.host.config.store.lease_s)
             stream.inherited = found.load(sequence, self._leases.take, self._leases.end, deadline)
             self._num_exact = sequence.num_exact
             self._shop.loader.submit(stream.inherited)
@@ -312,15 +279,15 @@ class PrefillJob:
             raise InvalidRequest(f"request {self._id} is here already", "handoff_id")
         outlets: list[tuple[Sink, Outbox]] = []
         if self._request.decode_address:
-            self._handoff = Sink(f"hand-off {self._id}", self._layout, self._deadline)
-            outlets.append((self._handoff, self._shop.handoffs))
+            self._handoff = Handoff(self._shop, self._request, len(self._tokens), self._deadline)
+            outlets.append((self._handoff.sink, self._shop.handoffs))
             self._tasks.append(asyncio.create_task(self._open_handoff(self._handoff)))
         if self._store is not None and len(self._keys) > stored_blocks:
-            self._pool = Sink(f"pool write {self._id}", self._layout, self._deadline)
-            outlets.append((self._pool, self._shop.stores))
-            self._pool_opening = asyncio.create_task(self._open_pool(self._pool, self._store, stored_blocks))
+            self._pool = PoolWrite(self._shop, self._store, self._id, self._keys, self._deadline)
+            outlets.append((self._pool.sink, self._shop.stores))
+            self._pool_opening = asyncio.create_task(self._open_pool(self._pool, stored_blocks))
             self._tasks.append(self._pool_opening)
-        hold = self._hold if self._pool is not None and self._handoff is None else None
+        hold = self._pool.hold if self._pool is not None and self._handoff is None else None
         self._stream = Stream(self._id, self._make_load, outlets, self._on_first_step, hold, self._first_pages)
         if self._chunks:
             self._stream.on_admitted = self._take_chunks
@@ -344,72 +311,16 @@ class PrefillJob:
         groups, block_tokens = self._groups, self._layout.block_tokens
         return tuple(groups.first_page(g, self._last_full_token, block_tokens) for g in range(groups.num_groups))
 
-    def _hold(self, block_ids: list[int]) -> None:
-        """On the engine's thread."""
-        self._shop.host.engine.block_pool.fork(block_ids)
-        self._held += block_ids
-
-    def _let_go(self, engine: Engine) -> None:
-        """On the engine's thread, when the pool's sink reads them no more. Idempotent."""
-        held, self._held = self._held, []
-        engine.block_pool.release(held)
-
-    async def _open_handoff(self, sink: Sink) -> None:
+    async def _open_handoff(self, handoff: Handoff) -> None:
         """Only once it is our turn here: blocks of the decode node are not held while a request queues."""
         await self._has_started.wait()
-        stub = self._decode_stub()
-        request = decode_pb2.OpenHandoffRequest(
-            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.transfer.writer_id
-        )
-        try:
-            response = await stub.OpenHandoff(request, timeout=self._left_s())
-        except grpc.aio.AioRpcError as error:
-            sink.fail(error_from_rpc(error, "decode node"))
-            return
-        spans = self._groups.spans_behind(len(self._tokens), response.first_block, self._layout.block_tokens)
-        self._handoff_pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
-        if len(self._handoff_pages) != len(response.block_ids):
-            sink.fail(InternalError(f"hand-off {self._id}: the decode node parts layers into other groups"))
-            return
-        slots = {
-            page: (block_id, self._request.epoch)
-            for page, block_id in zip(self._handoff_pages, response.block_ids, strict=True)
-        }
-        sink.open(Destination(segment_from_wire(response.segment), slots))
-        self._shop.handoffs.kick(sink)
+        await handoff.open()
 
-    async def _open_pool(self, sink: Sink, store: StoreClient, first: int) -> None:
-        """Storing is never worth an error: without a slot a block is not stored. What the pool was too slow to read
-        from its SSD is offered to its memory. Only once it is our turn here: a reservation that waits in our queue
-        runs out."""
+    async def _open_pool(self, pool: PoolWrite, first: int) -> None:
+        """Only once it is our turn here: a reservation that waits in our queue runs out."""
         await self._has_started.wait()
         end = len(self._keys) if self._num_exact is None else self._num_exact // self._layout.block_tokens
-        parents: list[bytes] = [b"", *self._keys]
-        wanted = [(0, index) for index in range(first, end)]
-        for group in range(1, self._groups.num_groups):  # each goes before its block, without which it is of no use
-            wanted += [(group, index) for index in range(max(first, self._first_pages[group]), end)]
-        blocks = [(page_key(self._keys[i], group), self._keys[i] if group else parents[i]) for group, i in wanted]
-        if not blocks:
-            return
-        try:
-            slots = await store.reserve(
-                blocks,
-                self._layout.block_bytes,
-                self._layout.num_layers,
-                into_dram=self._request.HasField("pool_tokens"),
-                timeout_s=CONTROL_TIMEOUT_S,
-            )
-        except MooncakeError as error:
-            log.info("%s: not stored: %s", self._id, error.message)
-            sink.fail(error)
-            return
-        found = zip(wanted, slots, strict=True)
-        self._reservations = {page_number(*page): slot for page, slot in found if slot is not None}
-        if not self._reservations:
-            return
-        segment = next(iter(self._reservations.values())).segment
-        sink.open(Destination(segment, {i: (slot.index, slot.epoch) for i, slot in self._reservations.items()}))
-        self._shop.stores.kick(sink)
+        await pool.open(first, end, self._first_pages, into_dram=self._request.HasField("pool_tokens"))
 
     # The computation and what follows
 
@@ -424,70 +335,20 @@ class PrefillJob:
         self._shop.host.thread.add(sequence, on_output)
         num_open = 1 if sequence.is_first_leg and sequence.sampling.beam_search else sequence.sampling.num_answers
         while num_open:
-            output = await self._until_deadline(asyncio.ensure_future(outputs.get()))
+            output = await self._deadline.wait_for(asyncio.ensure_future(outputs.get()))
             if isinstance(output, MooncakeError):
                 raise output
             num_open -= output.finish_reason is not None
             yield output
 
-    async def _commit(self, first_tokens: list[SampledToken]) -> None:
-        assert self._handoff is not None
-        checksums = self._handoff.checksums
-        missing = [page for page in self._handoff_pages if page not in checksums]
-        if missing:
-            raise InternalError(f"hand-off {self._id}: blocks {missing[:4]} were never written")
-        sums = [checksums[page] for page in self._handoff_pages]
-        request = decode_pb2.CommitHandoffRequest(
-            handoff_id=self._request.handoff_id,
-            epoch=self._request.epoch,
-            first_tokens=[sampled_to_wire(token) for token in first_tokens],
-            checksums=np.stack(sums).astype("<u8").tobytes() if sums else b"",
-            exact_tokens=self._num_exact,
-        )
-        try:
-            await self._decode_stub().CommitHandoff(request, timeout=self._left_s())
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, "decode node") from None
-        self._committed = True
-
     async def _seal(self) -> None:
-        """Best effort: what cannot be sealed is not stored, and nothing else."""
-        if self._pool is None or self._store is None:
-            return
-        await self._pool_opening
-        try:
-            if self._reservations:
-                await self._until_deadline(asyncio.wrap_future(self._pool.done))
-            self._shop.host.thread.call(self._let_go)
-            if not self._reservations:
-                return
-            sums = self._pool.checksums
-            sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
-            await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
-            self._sealed = True
-            # What a prefix in our cache had no page of, for nothing behind it sees one.
-            not_there = [slot for page, slot in self._reservations.items() if page not in sums]
-            if not_there:
-                await self._store.abort(not_there)
-        except MooncakeError as error:
-            log.debug("%s: not stored: %s", self._id, error.message)
-
-    async def _close_handoff(self) -> None:
-        """Tell the decode node that nothing more will be written. Without it the blocks stay quarantined there until
-        our connections end."""
-        request = decode_pb2.CloseHandoffRequest(
-            handoff_id=self._request.handoff_id, epoch=self._request.epoch, reason="prefill ended without a commit"
-        )
-        for attempt in range(CLOSE_TRIES):
-            try:
-                await self._decode_stub().CloseHandoff(request, timeout=CONTROL_TIMEOUT_S)
-                return
-            except grpc.aio.AioRpcError as error:
-                log.info("closing hand-off %s, try %d: %s", self._id, attempt + 1, error.details())
-                await asyncio.sleep(0.2 * 2**attempt)
+        if self._pool is not None:
+            await self._pool_opening
+            await self._pool.seal()
 
     def _report(self, local_cached_tokens: int, computed_s: float, committed_s: float) -> PrefillReport:
-        stream, handoff = self._stream, self._handoff
+        stream = self._stream
+        handoff, pool = (outlet.sink if outlet else None for outlet in (self._handoff, self._pool))
         assert stream is not None
         load = stream.load
         first_step_s = stream.first_step_s or computed_s
@@ -498,7 +359,7 @@ class PrefillJob:
             blended_tokens=self._blended_tokens,
             inherited_tokens=self._inherited_tokens,
             sent_bytes=handoff.sent_bytes if handoff else 0,
-            pool_bytes=self._pool.sent_bytes if self._pool else 0,
+            pool_bytes=pool.sent_bytes if pool else 0,
             transport=handoff.transport if handoff else "",
             timings=Timings(
                 queue_ms=(first_step_s - self._arrived_s) * 1e3,
@@ -507,18 +368,3 @@ class PrefillJob:
                 handoff_ms=(committed_s - computed_s) * 1e3,
             ),
         )
-
-    # Small things
-
-    def _decode_stub(self) -> decode_pb2_grpc.DecodeAsyncStub:
-        channel = self._shop.channels.get(self._request.decode_address)
-        return decode_pb2_grpc.DecodeStub(channel)
-
-    def _left_s(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
-
-    async def _until_deadline(self, future: asyncio.Future[T]) -> T:
-        try:
-            return await asyncio.wait_for(future, self._left_s())
-        except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed during prefill") from None

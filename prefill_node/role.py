@@ -15,11 +15,11 @@ from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.chunks import ChunkDesk
 from prefill_node.foreign import ForeignLayout
 from prefill_node.inherit import Sender
-from prefill_node.job import Workshop
 from prefill_node.loader import Loader
 from prefill_node.outbox import Outbox, Sink
 from prefill_node.service import PrefillServicer
 from prefill_node.streamer import LayerStreamer
+from prefill_node.workshop import Workshop
 
 
 class PrefillRole:

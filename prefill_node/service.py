@@ -10,7 +10,8 @@ from typing import Any
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc import prefill_pb2_grpc
 from mooncake.rpc.server import remaining_s
-from prefill_node.job import PrefillJob, Workshop
+from prefill_node.job import PrefillJob
+from prefill_node.workshop import Workshop
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):

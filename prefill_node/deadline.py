@@ -1,0 +1,29 @@
+"""Until when a request is worth working for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TypeVar
+
+from mooncake.errors import DeadlineExceeded
+
+T = TypeVar("T")
+
+
+class Deadline:
+    def __init__(self, at_s: float) -> None:
+        """``at_s`` is monotonic, in seconds."""
+        self.at_s = at_s
+
+    @property
+    def left_s(self) -> float:
+        """For a call: never 0, which some take for no limit."""
+        return max(0.001, self.at_s - time.monotonic())
+
+    async def wait_for(self, future: asyncio.Future[T]) -> T:
+        """Its result. Raises DeadlineExceeded; the future is cancelled then."""
+        try:
+            return await asyncio.wait_for(future, self.left_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed during prefill") from None

@@ -1,0 +1,103 @@
+"""A request's KV and first tokens on their way to the decode node that goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import numpy as np
+
+from mooncake.errors import InternalError
+from mooncake.page_groups import PageGroups, page_number
+from mooncake.rpc import decode_pb2, decode_pb2_grpc
+from mooncake.rpc import prefill_pb2 as pb
+from mooncake.rpc.convert import sampled_to_wire, segment_from_wire
+from mooncake.rpc.errors import error_from_rpc
+from mooncake.types import KVLayout, SampledToken
+from prefill_node.deadline import Deadline
+from prefill_node.leases import CONTROL_TIMEOUT_S
+from prefill_node.outbox import Destination, Sink
+from prefill_node.workshop import Workshop
+
+log = logging.getLogger(__name__)
+
+CLOSE_TRIES = 3
+
+
+class Handoff:
+    """``open`` when the request's turn has come, ``commit`` when its first tokens are known, ``close`` in any case."""
+
+    def __init__(self, shop: Workshop, request: pb.PrefillRequest, num_tokens: int, deadline: Deadline) -> None:
+        self._shop = shop
+        self._request = request
+        self._num_tokens = num_tokens
+        self._deadline = deadline
+        self._layout: KVLayout = shop.host.plan.layout
+        self._groups: PageGroups = shop.host.plan.groups
+        self._pages: list[int] = []  # numbers of those that the decode node wants
+        self._is_committed = False
+        self.sink = Sink(f"hand-off {request.handoff_id}", self._layout, deadline.at_s)
+
+    async def open(self) -> None:
+        """Ask the decode node for its blocks, and let what is computed go there."""
+        request = decode_pb2.OpenHandoffRequest(
+            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.transfer.writer_id
+        )
+        try:
+            response = await self._decode_node.OpenHandoff(request, timeout=self._deadline.left_s)
+        except grpc.aio.AioRpcError as error:
+            self.sink.fail(error_from_rpc(error, "decode node"))
+            return
+        spans = self._groups.spans_behind(self._num_tokens, response.first_block, self._layout.block_tokens)
+        self._pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
+        if len(self._pages) != len(response.block_ids):
+            self.sink.fail(InternalError(f"{self.sink.name}: the decode node parts layers into other groups"))
+            return
+        slots = {
+            page: (block_id, self._request.epoch)
+            for page, block_id in zip(self._pages, response.block_ids, strict=True)
+        }
+        self.sink.open(Destination(segment_from_wire(response.segment), slots))
+        self._shop.handoffs.kick(self.sink)
+
+    async def commit(self, first_tokens: list[SampledToken], num_exact: int | None) -> None:
+        """Wait until every block has been written, then let the decode node go on. Raises MooncakeError."""
+        await self._deadline.wait_for(asyncio.wrap_future(self.sink.done))
+        checksums = self.sink.checksums
+        missing = [page for page in self._pages if page not in checksums]
+        if missing:
+            raise InternalError(f"{self.sink.name}: blocks {missing[:4]} were never written")
+        sums = [checksums[page] for page in self._pages]
+        request = decode_pb2.CommitHandoffRequest(
+            handoff_id=self._request.handoff_id,
+            epoch=self._request.epoch,
+            first_tokens=[sampled_to_wire(token) for token in first_tokens],
+            checksums=np.stack(sums).astype("<u8").tobytes() if sums else b"",
+            exact_tokens=num_exact,
+        )
+        try:
+            await self._decode_node.CommitHandoff(request, timeout=self._deadline.left_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, "decode node") from None
+        self._is_committed = True
+
+    async def close(self) -> None:
+        """Where it was not committed, tell the decode node that nothing more will be written. Without it the blocks
+        stay quarantined there until our connections end."""
+        if self._is_committed:
+            return
+        request = decode_pb2.CloseHandoffRequest(
+            handoff_id=self._request.handoff_id, epoch=self._request.epoch, reason="prefill ended without a commit"
+        )
+        for attempt in range(CLOSE_TRIES):
+            try:
+                await self._decode_node.CloseHandoff(request, timeout=CONTROL_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                log.info("closing %s, try %d: %s", self.sink.name, attempt + 1, error.details())
+                await asyncio.sleep(0.2 * 2**attempt)
+
+    @property
+    def _decode_node(self) -> decode_pb2_grpc.DecodeAsyncStub:
+        return decode_pb2_grpc.DecodeStub(self._shop.channels.get(self._request.decode_address))

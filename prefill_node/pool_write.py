@@ -1,0 +1,109 @@
+"""A prompt's blocks on their way to the pool. Storing is best effort: it is never worth an error, nor a wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from kvstore.client import StoreClient
+from kvstore.client_types import Reservation
+from mooncake.engine.engine import Engine
+from mooncake.errors import MooncakeError
+from mooncake.page_groups import PageGroups, page_key, page_number
+from mooncake.types import BlockKey, KVLayout
+from prefill_node.deadline import Deadline
+from prefill_node.leases import CONTROL_TIMEOUT_S
+from prefill_node.outbox import Destination, Sink
+from prefill_node.workshop import Workshop
+
+log = logging.getLogger(__name__)
+
+
+class PoolWrite:
+    """``open`` when the request's turn has come, ``seal`` when all of it is computed, ``close`` in any case."""
+
+    def __init__(
+        self, shop: Workshop, store: StoreClient, request_id: str, keys: Sequence[BlockKey], deadline: Deadline
+    ) -> None:
+        """``keys``: of the prompt's full blocks."""
+        self._shop = shop
+        self._store = store
+        self._request_id = request_id
+        self._keys = keys
+        self._deadline = deadline
+        self._layout: KVLayout = shop.host.plan.layout
+        self._groups: PageGroups = shop.host.plan.groups
+        self._reservations: dict[int, Reservation] = {}  # by page number
+        self._is_sealed = False
+        self._held: list[int] = []  # blocks of a sequence that goes on here, with a reference for us each
+        self.sink = Sink(f"pool write {request_id}", self._layout, deadline.at_s)
+
+    async def open(self, first: int, end: int, first_pages: Sequence[int], into_dram: bool) -> None:
+        """Reserve blocks ``first`` to ``end`` and let what is computed go there; without a slot a block is not stored.
+
+        Of each group of layers with a window, the pages from ``first_pages`` of the group on. ``into_dram``: also what
+        the pool has on its SSD, because it is too slow to be read from there.
+        """
+        parents: list[bytes] = [b"", *self._keys]
+        wanted = [(0, index) for index in range(first, end)]
+        for group in range(1, self._groups.num_groups):  # each goes before its block, without which it is of no use
+            wanted += [(group, index) for index in range(max(first, first_pages[group]), end)]
+        blocks = [(page_key(self._keys[i], group), self._keys[i] if group else parents[i]) for group, i in wanted]
+        if not blocks:
+            return
+        try:
+            slots = await self._store.reserve(
+                blocks,
+                self._layout.block_bytes,
+                self._layout.num_layers,
+                into_dram=into_dram,
+                timeout_s=CONTROL_TIMEOUT_S,
+            )
+        except MooncakeError as error:
+            log.info("%s: not stored: %s", self._request_id, error.message)
+            self.sink.fail(error)
+            return
+        found = zip(wanted, slots, strict=True)
+        self._reservations = {page_number(*page): slot for page, slot in found if slot is not None}
+        if not self._reservations:
+            return
+        segment = next(iter(self._reservations.values())).segment
+        self.sink.open(Destination(segment, {i: (slot.index, slot.epoch) for i, slot in self._reservations.items()}))
+        self._shop.stores.kick(self.sink)
+
+    async def seal(self) -> None:
+        """Wait until every block has been written, then let others read them."""
+        try:
+            if self._reservations:
+                await self._deadline.wait_for(asyncio.wrap_future(self.sink.done))
+            self._shop.host.thread.call(self.let_go)
+            if not self._reservations:
+                return
+            sums = self.sink.checksums
+            sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
+            await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
+            self._is_sealed = True
+            # What a prefix in our cache had no page of, for nothing behind it sees one.
+            not_there = [slot for page, slot in self._reservations.items() if page not in sums]
+            if not_there:
+                await self._store.abort(not_there)
+        except MooncakeError as error:
+            log.debug("%s: not stored: %s", self._request_id, error.message)
+
+    async def close(self) -> None:
+        """Give reservations back that were not sealed."""
+        if self._reservations and not self._is_sealed:
+            with contextlib.suppress(MooncakeError):
+                await self._store.abort(list(self._reservations.values()))
+
+    def hold(self, block_ids: list[int]) -> None:
+        """On the engine's thread: keep them until they are written, whatever becomes of their sequence."""
+        self._shop.host.engine.block_pool.fork(block_ids)
+        self._held += block_ids
+
+    def let_go(self, engine: Engine) -> None:
+        """On the engine's thread, when the sink reads them no more. Idempotent."""
+        held, self._held = self._held, []
+        engine.block_pool.release(held)
