@@ -27,7 +27,7 @@ from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, draft_on, on_cpu, on_gpu, over_ranks, over_stages, plan_pages
+from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
@@ -141,13 +141,13 @@ class LLM:
         leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
-        processes = {
+        counts = {
             "tensor_parallel": tensor_parallel,
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
         }
-        check_least({name: (count, 1) for name, count in processes.items()})
-        several = [name for name, count in processes.items() if count > 1]
+        check_least({name: (count, 1) for name, count in counts.items()})
+        several = [name for name, count in counts.items() if count > 1]
         if len(several) > 1:
             raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
         if several and (device != "cpu" or adapters):
@@ -155,6 +155,7 @@ class LLM:
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
+        processes = Processes(tensor_parallel, pipeline_parallel_size, context_parallel_size, threads)
         checkpoint = open_checkpoint(model, max_model_len)
         self._defaults = checkpoint.sampling_defaults(generation_config)
         config = EngineConfig(
@@ -171,7 +172,7 @@ class LLM:
         stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
-        groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, max(processes.values()))
+        groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, processes.count)
         num_blocks = int(kv_gb * 1e9) // layout.block_bytes
         self.max_model_len = groups.max_model_len(num_blocks, config.most_at_once, block_tokens, config.max_model_len)
         if self.max_model_len < 1:
@@ -186,16 +187,7 @@ class LLM:
         self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
         num_places = int(swap_gb * 1e9) // layout.block_bytes
         size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
-        if tensor_parallel > 1:
-            asked = replace(size, max_model_len=config.max_model_len)  # the ranks open the model for the same context
-            self._backend = over_ranks(model, precision, asked, tensor_parallel)
-        elif pipeline_parallel_size > 1:
-            asked = replace(size, max_model_len=config.max_model_len)
-            self._backend = over_stages(model, precision, asked, pipeline_parallel_size, threads)
-        elif device != "cpu":
-            self._backend = on_gpu(checkpoint, precision, size, device, self._adapters)
-        else:
-            self._backend = on_cpu(checkpoint, precision, size, self._adapters, context_ranks=context_parallel_size)
+        self._backend = open_backend(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens)

@@ -38,6 +38,28 @@ class CacheSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Processes:
+    """Over how many processes of this machine one engine computes, and how: of the three, one at most is not 1.
+
+    Each stage of a pipeline has ``threads``, and as many of ``cores`` where there are enough; the ranks of a context
+    share those of this process.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    context: int = 1
+    threads: int = 0
+    cores: Sequence[int] = ()
+
+    @property
+    def count(self) -> int:
+        return max(self.tensor, self.stages, self.context)
+
+
+ALONE = Processes()
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """``mirror`` is the cache as other nodes see it, where there are any; ``close`` ends what was started for it, and
     ``watch`` has its argument called, on some thread, once that has died by itself."""
@@ -58,20 +80,44 @@ def plan_pages(
     return groups, groups.page_layout(layout)
 
 
-def on_device(
-    device: str,
+def open_backend(
     checkpoint: Checkpoint,
     precision: Precision,
     size: CacheSize,
+    device: str = "cpu",
+    processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
+    context: int = 0,
+) -> Backend:
+    """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
+    (tokens; 0: what it reads). Raises as the others do."""
+    asked = replace(size, max_model_len=checkpoint.config.context(context))
+    if processes.tensor > 1:
+        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor)
+    if processes.stages > 1:
+        path, threads, cores = str(checkpoint.path), processes.threads, processes.cores
+        return over_stages(path, precision, asked, processes.stages, threads, cores)
+    if device != "cpu":
+        return on_gpu(checkpoint, precision, size, device, adapters)
+    return on_cpu(checkpoint, precision, size, adapters, context_ranks=processes.context)
+
+
+def open_for_node(
+    checkpoint: Checkpoint,
+    precision: Precision,
+    size: CacheSize,
+    device: str = "cpu",
+    processes: Processes = ALONE,
+    adapters: Sequence[Adapter] = (),
+    context: int = 0,
     buffer: memoryview | None = None,
     can_blend: bool = False,
-    context_ranks: int = 1,
 ) -> Backend:
-    """For a node: ``device`` is "cpu" or names a GPU, and other nodes see the cache, in ``buffer`` or in memory of its
-    own; ``can_blend`` and several ``context_ranks``: CPUs alone. Raises as the others do."""
+    """The same with a cache that others see, in ``buffer`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    if processes.stages > 1:
+        return open_backend(checkpoint, precision, size, device, processes, adapters, context)
     if device == "cpu":
-        return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, context_ranks)
+        return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
     if can_blend:
         raise ConfigError("prefill.blend_share is for prefill nodes on CPUs")
     if size.layout.inputs_of:

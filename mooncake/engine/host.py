@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import Backend, CacheSize, draft_on, on_device, over_stages
+from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
@@ -152,7 +152,6 @@ class EngineHost:
         self.events = EventLog(self.incarnation)
         self._section = section
         self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
-        self._context_ranks = section.context_parallel if isinstance(section, PrefillSection) else 1
         self._checkpoint = checkpoint
         self.variant = self._read_variant()
         self.counters: Counter[str] = Counter()  # that roles keep, for heartbeats
@@ -321,21 +320,20 @@ class EngineHost:
         )
 
     def _backend(self, size: CacheSize, buffer: memoryview | None) -> Backend:
-        section = self._section
-        if isinstance(section, PrefillSection) and section.pipeline_stages > 1:
-            asked = replace(size, max_model_len=self._checkpoint.config.context(self.config.model.max_model_len))
-            path, cores = self.config.model.path, self.config.node.cores
-            return over_stages(path, self._precision, asked, section.pipeline_stages, section.threads, cores)
-        adapters = self._adapters.adapters
-        return on_device(
-            self.device,
+        section, config, processes = self._section, self.config, ALONE
+        if isinstance(section, PrefillSection):
+            stages, context = section.pipeline_stages, section.context_parallel
+            processes = Processes(stages=stages, context=context, threads=section.threads, cores=config.node.cores)
+        return open_for_node(
             self._checkpoint,
             self._precision,
             size,
-            adapters,
+            self.device,
+            processes,
+            self._adapters.adapters,
+            config.model.max_model_len,
             buffer,
             self._blends,
-            self._context_ranks,
         )
 
     def _tell_failure(self, error: MooncakeError) -> None:
