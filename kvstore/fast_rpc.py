@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
+from kvstore.transfer.sockets import keep_alive
 from mooncake.errors import DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.errors import error_from_parts, parts_of_error
@@ -68,6 +69,7 @@ class _Frames(asyncio.Protocol, ABC):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)  # a host that vanished says nothing
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -312,15 +314,18 @@ class FastRpc(_Frames):
         _fail(answer, DeadlineExceeded(f"store {self._store}: Deadline Exceeded"))
 
     def frame(self, kind: int, call: int, message: bytes) -> None:
-        asked = self._waiting.pop(call, None)
+        asked = self._waiting.get(call)
         if asked is None:  # nobody waits any more
             return
         if kind == _FAILED:
             _fail(asked.answer, error_from_parts(message))
-        elif not asked.answer.done():
-            asked.answer.set_result(asked.response_type.FromString(message))
-        elif asked.unheard is not None:
-            asked.unheard(asked.response_type.FromString(message))
+        else:
+            response = asked.response_type.FromString(message)  # one that is none ends the connection, and this call
+            if not asked.answer.done():
+                asked.answer.set_result(response)
+            elif asked.unheard is not None:
+                asked.unheard(response)
+        self._waiting.pop(call, None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False

@@ -332,7 +332,9 @@ class Store:
 
     def _publish(self) -> None:
         """Tell what changed. A block that the SSD lost is still here when DRAM has it."""
-        self._events.append(tier_events(self._index, self._ssd.take_left() if self._ssd is not None else ()))
+        ssd = self._ssd
+        lost = ssd.take_left() if ssd is not None else ()
+        self._events.append(tier_events(self._index, lost, lambda key: ssd is not None and key in ssd))
 
 
 async def _nothing() -> bool:

@@ -170,9 +170,14 @@ def promotion(
     return Promotion(run, lacking, False)
 
 
-def tier_events(index: StoreIndex, lost: Iterable[BlockHeader]) -> list[BlockEvent]:
-    """What others are to be told: what the SSD has ``lost`` and DRAM has not, then what changed in DRAM."""
-    lost = list(lost)
+def tier_events(
+    index: StoreIndex, lost: Iterable[BlockHeader], is_on_ssd: Callable[[BlockKey], bool]
+) -> list[BlockEvent]:
+    """What others are to be told: what changed in DRAM, then what the SSD has ``lost`` and nothing has now.
+
+    In this order, because a block that left DRAM for the SSD, which then lost it, is gone.
+    """
+    changed = index.take_events()
+    lost = [header for header in lost if not is_on_ssd(header.key)]  # it may have been saved anew
     here = index.exists([header.key for header in lost])
-    gone = [BlockEvent(False, h.key, h.parent) for h, is_here in zip(lost, here, strict=True) if not is_here]
-    return gone + index.take_events()
+    return changed + [BlockEvent(False, h.key, h.parent) for h, is_here in zip(lost, here, strict=True) if not is_here]

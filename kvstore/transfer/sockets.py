@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from mooncake.errors import DeadlineExceeded
 
@@ -46,13 +47,18 @@ def tune(sock: socket.socket) -> None:
     BBR, which many systems have as their own, spreads packets over time by its guess of a rate, and moves half as much.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
+    if sock.getpeername()[0] == sock.getsockname()[0]:
+        with contextlib.suppress(AttributeError, OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def keep_alive(sock: Any) -> None:
+    """``sock``: a TCP socket, or what stands for one in an event loop."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         with contextlib.suppress(AttributeError, OSError):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if sock.getpeername()[0] == sock.getsockname()[0]:
-        with contextlib.suppress(AttributeError, OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 class Wire:

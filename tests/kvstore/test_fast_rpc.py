@@ -163,6 +163,24 @@ async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> 
         node.store.check()
 
 
+async def test_an_answer_that_is_none_ends_the_call_at_once_and_tells_who_does_not_wait() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        length, kind, call = FRAME.unpack(await reader.readexactly(FRAME.size))
+        await reader.readexactly(length)
+        writer.write(FRAME.pack(4, kind, call) + b"\xff\xff\xff\xff")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        connection = await FastRpc.open("s", "127.0.0.1", server.sockets[0].getsockname()[1])
+        unheard: list[store_pb2.ReserveResponse | None] = []
+        async with asyncio.timeout(5):
+            with pytest.raises(NodeUnavailable, match="has ended"):
+                await connection.Reserve(store_pb2.ReserveRequest(), 60.0, unheard.append)
+        assert unheard == [None]
+        assert not connection.is_open
+
+
 FRAME = struct.Struct("<IBI")
 ACQUIRE, EXISTS = 3, 5
 

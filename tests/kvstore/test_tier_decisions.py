@@ -55,7 +55,7 @@ def test_the_oldest_blocks_are_saved_ahead_and_leave_as_soon_as_room_is_wanted()
     assert store.index.exists([key(0)]) == [True]
     store.put(6, 7, 8)
     assert store.index.exists([key(0)]) == [False] and not store.demotion.is_busy
-    assert BlockEvent(True, key(0), b"", Tier.SSD) in tier_events(store.index, ())
+    assert BlockEvent(True, key(0), b"", Tier.SSD) in tier_events(store.index, (), lambda _: True)
 
 
 def test_a_chain_that_fills_the_store_does_not_give_up_the_block_that_its_next_one_builds_on() -> None:
@@ -140,4 +140,5 @@ def test_a_block_that_the_ssd_lost_is_gone_only_where_memory_lacks_it() -> None:
     store.put(0)
     store.index.take_events()
     lost = [BlockHeader(key(number), b"", "", LENGTH, CHECKSUMS) for number in (0, 1)]
-    assert tier_events(store.index, lost) == [BlockEvent(False, key(1))]
+    assert tier_events(store.index, lost, lambda _: False) == [BlockEvent(False, key(1))]
+    assert tier_events(store.index, lost, lambda _: True) == [], "it was saved anew"

@@ -352,6 +352,34 @@ async def test_a_disk_that_hangs_holds_up_a_stop_for_a_bounded_time(tmp_path: Pa
         disk.is_well.set()
 
 
+async def test_a_block_that_left_dram_and_then_the_ssd_is_told_to_be_gone(tmp_path: Path) -> None:
+    """It leaves DRAM for one that is promoted, and is removed before anybody was told that."""
+    with store_on(PlainIO(), tmp_path) as (store_, segment, ssd):
+        for i in range(8):
+            await write(store_, segment, i, durable=True)
+        here = [key for key in (BlockKey(name(i)) for i in range(8)) if store_._index.exists([key])[0]]
+        may_load, load = asyncio.Event(), ssd.load
+
+        async def load_late(key: BlockKey, into: memoryview) -> None:
+            await may_load.wait()
+            await load(key, into)
+
+        ssd.load = load_late  # type: ignore[method-assign]
+        [asked] = [key for key in (BlockKey(name(i)) for i in range(8)) if key not in here][:1]
+        promoting = asyncio.create_task(store_.acquire([asked]))
+        async with asyncio.timeout(10):
+            while all(store_._index.exists(here)):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        [gone] = [key for key in here if not store_._index.exists([key])[0]]
+        assert await store_.remove([gone]) == 1
+        may_load.set()
+        await promoting
+        store_.sweep()
+        assert not any(store_.exists([gone]))
+        assert gone not in {event.key for event in store_._events.snapshot()}
+        await store_.close()
+
+
 async def test_a_slot_is_not_used_again_while_it_is_being_saved_for_somebody_who_has_left(tmp_path: Path) -> None:
     disk = HangingDisk()
     with store_on(disk, tmp_path) as (store_, segment, ssd):

@@ -139,7 +139,7 @@ class TieredCache:
 
     def take_events(self) -> list[BlockEvent]:
         found, self._found = self._found, []
-        return found + tier_events(self.index, self.disk.index.take_left())
+        return found + tier_events(self.index, self.disk.index.take_left(), self.disk.index.__contains__)
 
     def die(self) -> None:
         """The host's processes are gone, and DRAM with them."""
