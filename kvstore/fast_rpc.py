@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MAX_CALLS = 256  # of one connection at once; more wait in its socket
 MAX_FRAMES = 256  # of one connection in a go; then it is somebody else's turn
 OPEN_TIMEOUT_S = 2.0
+SILENT_S = 5.0  # without a word while calls run out of time: gRPC, which has pings, is to find out what that is
 _HEAD = struct.Struct("<IBI")  # bytes of the message, what it is, number of the call
 _FAILED = 255
 
@@ -235,6 +236,7 @@ class FastRpc(_Frames):
         self._store = store
         self._waiting: dict[int, _Asked] = {}
         self._next = 0
+        self._silent_since: float | None = None  # when the first call was made that no word has followed
         self.is_open = False
 
     @classmethod
@@ -297,6 +299,8 @@ class FastRpc(_Frames):
         number = _NUMBERS[name]
         answer: asyncio.Future[Any] = loop.create_future()
         self._waiting[call] = _Asked(answer, _METHODS[number][2], unheard)
+        if self._silent_since is None:
+            self._silent_since = loop.time()
         self.send(number, call, request.SerializeToString())
         timer = loop.call_later(timeout, self._late, answer)
         try:
@@ -312,8 +316,12 @@ class FastRpc(_Frames):
 
     def _late(self, answer: asyncio.Future[Any]) -> None:
         _fail(answer, DeadlineExceeded(f"store {self._store}: Deadline Exceeded"))
+        now = asyncio.get_running_loop().time()
+        if self._silent_since is not None and now - self._silent_since > SILENT_S:
+            self.close()
 
     def frame(self, kind: int, call: int, message: bytes) -> None:
+        self._silent_since = None
         asked = self._waiting.get(call)
         if asked is None:  # nobody waits any more
             return

@@ -39,13 +39,11 @@ _CHOICES: dict[str, Collection[str]] = {
 def resolve(config: Config) -> Config:
     """The same configuration with every "decide for me" of the launcher settled: ports and threads."""
     conductor = config.conductor
+    http_port = conductor.http_port or free_port(conductor.host, conductor.grpc_port)
+    grpc_port = conductor.grpc_port or free_port(conductor.host, http_port)
     return replace(
         config,
-        conductor=replace(
-            conductor,
-            http_port=conductor.http_port or free_port(conductor.host),
-            grpc_port=conductor.grpc_port or free_port(conductor.host),
-        ),
+        conductor=replace(conductor, http_port=http_port, grpc_port=grpc_port),
         prefill=_with_threads(config.prefill, config),
         decode=_with_threads(config.decode, config),
     )
@@ -115,11 +113,13 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def free_port(host: str) -> int:
-    """A TCP port nobody listens on. Another process may still take it before we do. Raises ConfigError."""
+def free_port(host: str, but: int = 0) -> int:
+    """A TCP port nobody listens on, and not ``but``: the system gives one again that was free a moment ago. Another
+    process may still take it before we do. Raises ConfigError."""
     try:
         with _bound(host, 0) as listener:
-            return int(listener.getsockname()[1])
+            port = int(listener.getsockname()[1])
+            return port if port != but else free_port(host, but)
     except OSError as error:
         raise ConfigError(_port_sentence(host, 0, "", error)) from None
 

@@ -13,6 +13,7 @@ import pytest
 from quantised import int8, write_quantised
 from tiny_model import write_tiny_model
 
+from mooncake.app import preflight
 from mooncake.app.preflight import (
     available_cores,
     check_choices,
@@ -122,6 +123,23 @@ def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
     on_both, on_one = (memory_need(one, open_checkpoint("smollm2")) for one in (load_config(None, []), config))
     assert on_one.weights_gb == on_both.weights_gb / 2
     assert on_one.kv_gb == on_both.kv_gb  # its mirror
+
+
+def test_a_free_port_is_not_the_one_that_is_meant_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give the same one twice; here, for as long as it is not held."""
+    port = free_port("127.0.0.1")
+    bound = preflight._bound
+
+    def same_again(host: str, wanted: int) -> socket.socket:
+        try:
+            return bound(host, port)
+        except OSError:
+            return bound(host, wanted)
+
+    monkeypatch.setattr(preflight, "_bound", same_again)
+    assert free_port("127.0.0.1") == port
+    config = resolve(load_config(overrides=["conductor.http_port=0", "conductor.grpc_port=0"])).conductor
+    assert {config.http_port, config.grpc_port} > {port}
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core cannot be shared out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import struct
@@ -179,6 +180,29 @@ async def test_an_answer_that_is_none_ends_the_call_at_once_and_tells_who_does_n
                 await connection.Reserve(store_pb2.ReserveRequest(), 60.0, unheard.append)
         assert unheard == [None]
         assert not connection.is_open
+
+
+async def test_a_store_that_stays_silent_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.fast_rpc.SILENT_S", 0.3)
+    gone = asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    connection = await FastRpc.open("s", "127.0.0.1", server.sockets[0].getsockname()[1])
+    with pytest.raises(DeadlineExceeded):
+        await connection.Exists(store_pb2.ExistsRequest(), 0.1)
+    assert connection.is_open, "one late answer says little"
+    await asyncio.sleep(0.3)
+    with pytest.raises(DeadlineExceeded):
+        await connection.Exists(store_pb2.ExistsRequest(), 0.1)
+    assert not connection.is_open
+    await asyncio.wait_for(gone.wait(), 5)
+    server.close()
 
 
 FRAME = struct.Struct("<IBI")
