@@ -330,7 +330,7 @@ def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
 
 @pytest.mark.slow
 def test_a_serve_whose_terminal_is_gone_stops_in_order() -> None:
-    with started(*SERVE) as process:
+    with no_nohup(), started(*SERVE) as process:
         read_until(process, "Ctrl-C stops")
         nodes = children(process.pid)
         assert process.stdout is not None
@@ -381,6 +381,16 @@ def test_the_demo_shows_everything() -> None:
 
 
 SERVE = ("serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_gb=0.5")
+
+
+@contextlib.contextmanager
+def no_nohup() -> Iterator[None]:
+    """What is started here hears that the terminal is gone, also where these tests do not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextlib.contextmanager
