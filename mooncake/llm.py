@@ -347,10 +347,11 @@ class LLM:
     def _run(self, drafts: list[_Draft], shows_progress: bool) -> None:
         by_id = {draft.sequence.request_id: draft for draft in drafts}
         to_add = list(reversed(drafts))
+        most_waiting = min(self.engine.config.max_sequences, self.engine.config.max_waiting)
         with _progress(shows_progress) as progress:
             bar = progress.add_task("answers", total=len(drafts))
             while to_add or self.engine.has_work:
-                while to_add and self.engine.load().waiting < self.engine.config.max_sequences:
+                while to_add and self.engine.load().waiting < most_waiting:
                     self.engine.add(to_add.pop().sequence)
                 for output in self.engine.step():
                     draft = by_id[output.request_id]

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from mooncake.app.preflight import (
     check_memory,
     check_ports,
     cores_of_nodes,
+    hold_ports,
     niceness,
     openmp_threads,
     resolve,
@@ -110,6 +112,7 @@ class LocalCluster:
         self._tell = _or_lose(tell)
         self._tell_log = _or_lose(tell_log)
         self._config_fd = -1  # in memory: it may hold keys, and nothing is left of it however we end
+        self._ports: list[socket.socket] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._was_ready = False
         self._fatal: asyncio.Future[MooncakeError] | None = None
@@ -153,6 +156,7 @@ class LocalCluster:
         """Check everything that can be checked, then start the processes. ``wait_ready`` comes next."""
         check_choices(self.config)
         check_ports(self.config)
+        self._ports = hold_ports(self.config)
         check_tls(self.config.conductor)
         tls_of(self.config)
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
@@ -200,6 +204,8 @@ class LocalCluster:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
+        for port in self._ports:
+            port.close()
         if self._config_fd >= 0:
             os.close(self._config_fd)
             self._config_fd = -1

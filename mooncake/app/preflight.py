@@ -6,6 +6,7 @@ knows of the roles only the names that their parts go by.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -145,13 +146,24 @@ def check_ports(config: Config) -> None:
             raise ConfigError(_port_sentence(conductor.host, port, flag, error)) from None
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def hold_ports(config: Config) -> list[socket.socket]:
+    """The conductor's ports, bound until they are closed, but not listened on: it can have them, and nobody does whom
+    the system gives any port, such as a node that starts sooner."""
+    held = []
+    for port in (config.conductor.http_port, config.conductor.grpc_port):
+        with contextlib.suppress(OSError):  # somebody was quicker: the conductor will say so
+            held.append(_bound(config.conductor.host, port, listens=False))
+    return held
+
+
+def _bound(host: str, port: int, listens: bool = True) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        listener.listen()  # two sockets with SO_REUSEADDR may bind one port; only one may listen
+        if listens:
+            listener.listen()  # two sockets with SO_REUSEADDR may bind one port; only one may listen
     except OSError:
         listener.close()
         raise

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from mooncake.app.extras import require
 from mooncake.app.local import children_of
-from mooncake.app.preflight import available_cores, check_choices, check_ports, port_holder, resolve
+from mooncake.app.preflight import available_cores, check_choices, check_ports, hold_ports, port_holder, resolve
 from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
@@ -164,6 +164,7 @@ class RayCluster:
         self._tell = tell
         self._group: PlacementGroup | None = None
         self._grpc_address = ""
+        self._ports: list[socket.socket] = []
         self._starting: asyncio.Future[None] | None = None
         self._give_up = threading.Event()
         self._is_joined = False
@@ -237,6 +238,7 @@ class RayCluster:
             raise ConfigError("cluster.pin is for nodes on this machine; with Ray, Ray decides where they run")
         if is_loopback(self.config.conductor.host):
             check_ports(self.config)
+            self._ports = hold_ports(self.config)
             check_tls(self.config.conductor)
         children = children_of(self.config)
         needs = [needs_of(self.config, child.role) for child in children]
@@ -341,6 +343,8 @@ class RayCluster:
     def _stop(self) -> None:
         if self._is_joined:
             self._leave()
+        for port in self._ports:
+            port.close()
         if self._private is not None:
             self._private.stop()
 

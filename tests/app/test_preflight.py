@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from mooncake.app.preflight import (
     check_ports,
     cores_of_nodes,
     free_port,
+    hold_ports,
     memory_need,
     niceness,
     openmp_threads,
@@ -140,6 +142,29 @@ def test_a_free_port_is_not_the_one_that_is_meant_for_something_else(monkeypatch
     assert free_port("127.0.0.1") == port
     config = resolve(load_config(overrides=["conductor.http_port=0", "conductor.grpc_port=0"])).conductor
     assert {config.http_port, config.grpc_port} > {port}
+
+
+IP_LOCAL_PORT_RANGE = 51  # <linux/in.h>, since 6.3
+
+
+def test_held_ports_are_for_who_names_them() -> None:
+    config = resolve(load_config(overrides=["conductor.http_port=0", "conductor.grpc_port=0"]))
+    held = hold_ports(config)
+    ports = {config.conductor.http_port, config.conductor.grpc_port}
+    assert {one.getsockname()[1] for one in held} == ports
+    check_ports(config)
+    for port in ports:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                only = struct.pack("=HH", port, port)  # the system has but this one to give
+                other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, only)
+            except OSError:
+                pytest.skip("this kernel cannot be told which ports to give")
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", 0))
+    for one in held:
+        one.close()
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core cannot be shared out")
