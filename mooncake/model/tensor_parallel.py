@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import FAMILIES, Checkpoint, ModelConfig, open_checkpoint
-from mooncake.errors import ModelError
+from mooncake.errors import InternalError, ModelError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.llama import CausalLM
@@ -141,16 +141,28 @@ class TensorParallelModel:
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``; all ranks have written their heads' keys and values when it returns.
 
-        Raises InternalError when a rank has died.
+        Raises InternalError when a rank has died; then, and after an interrupt, for every later step.
         """
-        with speaking_to(self._workers):
+        with self._in_step():
             self._group.send(_STEP, *batch_arrays(batch))
             return self._shard.model.forward(batch, cache, hook)
 
     def copy_block(self, source: int, target: int) -> None:
-        with speaking_to(self._workers):
+        with self._in_step():
             self._group.send(_COPY, np.array([source, target], np.int64))
         self._shard.cache[target] = self._shard.cache[source]
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Whatever ends a step half-way leaves the others in the middle of it, where no later message finds them."""
+        if not self._workers.are_alive:
+            raise InternalError("the tensor parallel ranks have ended with a step that failed or was interrupted")
+        try:
+            with speaking_to(self._workers):
+                yield
+        except BaseException:
+            self._workers.end()
+            raise
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""

@@ -113,6 +113,25 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
             answers(engine, [[8, 9]], 8)
 
 
+def test_after_an_interrupt_no_step_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C leaves the other rank in the middle of a step."""
+    with LLM(str(folder), kv_gb=0.001, block_tokens=4, tensor_parallel=2) as llm:
+        model = llm._backend.model
+        assert isinstance(model, TensorParallelModel)
+        [worker] = model._workers.processes
+
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model._shard.model, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        assert worker.poll() is not None
+        with pytest.raises(InternalError, match="ended with a step that failed or was interrupted"):
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+
+
 def test_ranks_outlive_the_thread_that_started_them_and_end_with_the_process(folder: Path) -> None:
     code = f"""
 import sys, threading, torch
