@@ -62,7 +62,7 @@ class GeneratedBlocks:
         for entry in plan.entries:
             sequence = entry.sequence
             watched = self._watched.get(sequence.root_id)
-            if watched is None:
+            if watched is None or sequence.failure is not None:
                 continue
             filled = sequence.num_shareable // self._block_tokens
             first = watched.next_blocks.get(sequence.request_id)

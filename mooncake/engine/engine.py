@@ -40,8 +40,16 @@ from mooncake.engine.sequence import UNDER_WAY, Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
-from mooncake.engine.step_ends import ends_of, grown, score_prompts
-from mooncake.errors import Cancelled, ConfigError, HandoffFailed, InvalidRequest, KVLoadFailed, MooncakeError
+from mooncake.engine.step_ends import Ends, ends_of, grown, score_prompts
+from mooncake.errors import (
+    Cancelled,
+    ConfigError,
+    HandoffFailed,
+    InternalError,
+    InvalidRequest,
+    KVLoadFailed,
+    MooncakeError,
+)
 from mooncake.guides import Guides
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
 
@@ -322,26 +330,20 @@ class Engine:
                 return
         batch, ended = self._batches.build(plan.entries)
         logits = self._model.forward(batch, self.cache.tensor, hook)
-        ends = ends_of(ended, self._answers_of)
-        if ends.num_rows < logits.shape[0]:
-            score_prompts(plan.entries, logits[ends.num_rows :], self._sampler)
-            logits = logits[: ends.num_rows]
-        wanted = logits if ends.rows == list(range(ends.num_rows)) else logits[ends.rows]
-        tokens = self._sampler.sample(wanted, ends.answers) if ends.answers else []
-        beams = rows_of(ends.beams, logits)
         num_tokens = batch.tokens.shape[0]
         self._advance(plan, num_tokens)
-        finished = self._take_tokens(ends.answers, tokens)
-        for parent, *children in ends.families:
-            self._fork(parent, [child for child in children if child not in finished])
-        for sequence, draft, row in ends.drafts:
-            if self._confirm(sequence, draft, logits[row:], sequence in finished):
-                finished.append(sequence)
+        if logits.shape[0] > len(ended):
+            score_prompts(plan.entries, logits, self._sampler)
+        ends = ends_of(ended, self._answers_of)
+        finished = self._draw(ends, logits)
+        beams = rows_of(ends.beams, logits)
         if batch.reuse is None and not plan.inherited:
             self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
         elif batch.reuse is not None:  # no measure of other steps
             self._num_blended_tokens += batch.reuse.num_tokens
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
+        failed = (entry.sequence for entry in plan.entries if entry.sequence.failure is not None)
+        finished += [sequence for sequence in failed if sequence not in finished]
         searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
         try:
             hook.end_step(plan)
@@ -360,6 +362,19 @@ class Engine:
         self._num_inherited_tokens += len(batch.tokens)
         for entry in entries:
             entry.sequence.num_computed = entry.end
+
+    def _draw(self, ends: Ends, logits: torch.Tensor) -> list[Sequence]:
+        """A token for each answer, more where guesses come true. Returns those whose last token it was, or that cannot
+        have it."""
+        is_whole = ends.rows == list(range(logits.shape[0]))
+        tokens = self._sampler.sample(logits if is_whole else logits[ends.rows], ends.answers) if ends.answers else []
+        finished = self._take_tokens(ends.answers, tokens)
+        for parent, *children in ends.families:
+            self._fork(parent, [child for child in children if child not in finished])
+        for sequence, draft, row in ends.drafts:
+            if self._confirm(sequence, draft, logits[row:], sequence in finished):
+                finished.append(sequence)
+        return finished
 
     def _take_tokens(
         self, answers: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
@@ -462,7 +477,11 @@ class Engine:
         """It has its last token, or cannot have it."""
         if sequence.failure is None:
             self._roster.close(sequence.root_id)
+        elif sequence.state is SequenceState.FINISHED:  # with another beam of its search
+            return
         else:
+            if isinstance(sequence.failure, InternalError):  # what its blocks hold may be why
+                self._scheduler.blocks.discard(sequence)
             self._tell_end(sequence, sequence.failure)
         if sequence.hold_blocks:
             self._scheduler.finish(sequence, hold=True)

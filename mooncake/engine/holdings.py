@@ -219,6 +219,12 @@ class Holdings:
         for table, first in zip(tables, firsts, strict=True):
             self.pool.release(table[first:])
 
+    def discard(self, sequence: Sequence) -> None:
+        """Nobody finds its blocks any more."""
+        for group in range(self.groups.num_groups):
+            for key in sequence.block_keys[: sequence.num_sealed]:
+                self.pool.discard(page_key(key, group) if group else key)
+
     # To have them later
 
     def swap_out(self, victim: Sequence, copies: Copies) -> None:

@@ -24,7 +24,6 @@ from mooncake.engine.scheduler import Scheduler, StepEntry, StepPlan
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
-from mooncake.errors import InternalError
 
 ON_HOST = -1  # a token that the batch has itself
 
@@ -165,7 +164,9 @@ class RunAhead:
             rows = {id(entry.sequence): row for row, entry in enumerate(current.entries)}
             drawn = [drawn[rows[id(entry.sequence)]] for entry in plan.entries]
         if min(drawn, default=0) < 0:
-            raise InternalError("the model's logits are not finite")
+            for entry, token in zip(plan.entries, drawn, strict=True):
+                if token < 0:
+                    entry.sequence.lose_opinion()
         if drawn:
             finished = self._take(plan, drawn, len(current.entries))
             self._costs.note(current.entries, len(current.entries), (time.monotonic() - current.started_s) * 1e3)

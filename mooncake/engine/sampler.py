@@ -50,7 +50,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
         """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are.
 
-        One whose guide fails gets its ``failure`` instead: the token that is drawn for it means nothing.
+        One whose guide fails, or whose logits are not finite, gets its ``failure`` instead: the token that is drawn for
+        it means nothing.
         """
         is_plain = all(map(_IS_PLAIN, sequences))
         edited = {} if is_plain else self._edits(logits, sequences)
@@ -63,10 +64,16 @@ class Sampler:
             draws = [sequence.draw or keep_draw(sequence) for sequence in sequences]
             tokens = self._library.sample(logits, edited, b"".join(draws), list(map(_NUM_TOKENS, sequences)))
         if -1 in tokens:
-            raise InternalError("the model's logits are not finite")
+            for token, sequence in zip(tokens, sequences, strict=True):
+                if token < 0:
+                    sequence.lose_opinion()
         if is_plain:
             return list(zip(tokens, repeat(None), strict=False))
-        wanted = [(i, top) for i, sequence in enumerate(sequences) if (top := sequence.sampling.logprobs) is not None]
+        wanted = [
+            (row, top)
+            for row, sequence in enumerate(sequences)
+            if (top := sequence.sampling.logprobs) is not None and tokens[row] >= 0
+        ]
         rows, tops = [row for row, _ in wanted], [top for _, top in wanted]
         logprobs: list[TokenLogprob | None] = [None] * len(tokens)
         for row, logprob in zip(rows, self.score(logits, rows, [tokens[row] for row in rows], tops), strict=True):
@@ -76,13 +83,11 @@ class Sampler:
     def score(
         self, logits: torch.Tensor, rows: Rows[int], token_ids: Rows[int], num_tops: Rows[int]
     ) -> list[TokenLogprob]:
-        """``token_logprob`` after each of these rows of ``logits`` [R, V] float32."""
+        """``token_logprob`` after each of these rows of ``logits`` [R, V] float32; NaN where a row is not finite."""
         if self._library is None:
             given = zip(rows, token_ids, num_tops, strict=True)
             return [token_logprob(logits[row].numpy(), token_id, num_top) for row, token_id, num_top in given]
         logprobs, ids, tops = self._library.score(logits, rows, token_ids, num_tops)
-        if not all(map(math.isfinite, logprobs)):
-            raise InternalError("the model's logits are not finite")
         return [
             TokenLogprob(logprob, tuple(zip(row_ids[:count], row_tops[:count], strict=True)))
             for logprob, row_ids, row_tops, count in zip(logprobs, ids, tops, num_tops, strict=True)
@@ -146,13 +151,17 @@ def _chosen(rows: list[Row], sequences: Rows[Sequence]) -> list[int]:
     seeds = np.array([sequence.sampling.seed for sequence in sequences], np.uint64)
     draws = uniforms(seeds, np.array([sequence.num_tokens for sequence in sequences], np.uint64))
     return [
-        _most_likely(row) if sequence.sampling.is_greedy else _drawn(*distribution(row, sequence.sampling), float(draw))
+        _most_likely(row) if sequence.sampling.is_greedy else _drawn(row, sequence.sampling, float(draw))
         for row, sequence, draw in zip(rows, sequences, draws, strict=True)
     ]
 
 
-def _drawn(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], draw: float) -> int:
-    """Where the cumulative weight passes ``draw``, found in two levels: first the run of tokens, then the token."""
+def _drawn(row: Row, sampling: SamplingParams, draw: float) -> int:
+    """Where the cumulative weight passes ``draw``, found in two levels: first the run of tokens, then the token. -1
+    when the largest logit is not finite."""
+    if not np.isfinite(row.max()):
+        return -1
+    token_ids, weights = distribution(row, sampling)
     run_weights = np.add.reduceat(weights, np.arange(0, len(weights), RUN))
     run, left = _passes(run_weights, draw * float(run_weights.sum()))
     place, _ = _passes(weights[run * RUN : (run + 1) * RUN], left)
@@ -279,8 +288,6 @@ def distribution(logits: Row, sampling: SamplingParams) -> tuple[npt.NDArray[np.
     """The tokens that may be drawn, in the order of their ids, and their weights (which need not sum to 1)."""
     threshold = -np.inf
     best = float(logits.max())
-    if not np.isfinite(best):
-        raise InternalError("the model's logits are not finite")
     if sampling.min_p > 0.0:
         threshold = best + sampling.temperature * float(np.log(sampling.min_p))
     if 0 < sampling.top_k < len(logits):
@@ -323,10 +330,11 @@ def _weights(logits: Row, best: float, temperature: float) -> npt.NDArray[np.flo
 
 
 def token_logprob(raw: Row, token_id: int, num_top: int) -> TokenLogprob:
-    """Of ``token_id`` and of the ``num_top`` most likely tokens, from the raw logits; equals go by their ids."""
+    """Of ``token_id`` and of the ``num_top`` most likely tokens, from the raw logits; equals go by their ids. NaN and
+    none when the largest is not finite."""
     best = float(raw.max())
     if not math.isfinite(best):
-        raise InternalError("the model's logits are not finite")
+        return TokenLogprob(math.nan, ())
     total = best + float(np.log(_weights(raw, best, 1.0).sum()))
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

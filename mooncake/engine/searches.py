@@ -15,7 +15,6 @@ import torch
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.sequence import UNDER_WAY, Sequence
-from mooncake.errors import InternalError
 from mooncake.types import SampledToken, TokenLogprob
 
 Row = torch.Tensor  # logits [V] float32
@@ -128,10 +127,14 @@ class Searches:
 
 
 def rows_of(beams: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[tuple[Sequence, Row]]:
-    """The row of each in ``logits`` [R, V]. Raises InternalError where one has no best token, as the sampler does."""
-    rows = [(sequence, logits[row]) for sequence, row in beams]
-    if not all(math.isfinite(float(row.max())) for _, row in rows):
-        raise InternalError("the model's logits are not finite")
+    """The row of each in ``logits`` [R, V]. One that has no best token there gets its ``failure`` instead, as from the
+    sampler."""
+    rows: list[tuple[Sequence, Row]] = []
+    for sequence, row in beams:
+        if not math.isfinite(float(logits[row].max())):
+            sequence.lose_opinion()
+        elif sequence.failure is None:
+            rows.append((sequence, logits[row]))
     return rows
 
 

@@ -219,6 +219,10 @@ class Sequence:
             self._grow_to(2 * end + 64)
         self._buffer[self.num_tokens : end] = draft
 
+    def lose_opinion(self) -> None:
+        """The model's logits after its tokens are not finite: it ends here."""
+        self.failure = InternalError("the model's logits are not finite")
+
     def window(self, first: int, end: int) -> TokenIds:
         """Tokens ``first ≤ i < end``, guesses behind them included. A view."""
         return self._buffer[first:end]
@@ -262,7 +266,7 @@ class Sequence:
             priority=self.priority,
             adapter=self.adapter,
         )
-        child.root_id, child.num_exact = self.root_id, self.num_exact
+        child.root_id, child.num_exact, child.failure = self.root_id, self.num_exact, self.failure
         child.prompt_logprobs = None  # those of the first answer are enough
         return child
 

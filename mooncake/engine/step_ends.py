@@ -5,6 +5,7 @@ It must not know how tokens are drawn, or what becomes of sequences that end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,12 +69,13 @@ def grown(
 
 
 def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampler) -> None:
-    """How likely each token of a prompt was after those before it: ``logits`` [R, V] of the scored places, in order."""
-    found: list[list[TokenLogprob]] = []  # where each one goes
+    """How likely each token of a prompt was after those before it: the last rows of ``logits`` [R, V] are those of the
+    scored places, in order. A prompt with a row that is not finite gets its ``failure``."""
+    found: list[Sequence] = []  # whose each one is
     rows: list[int] = []
     token_ids: list[int] = []
     num_tops: list[int] = []
-    first_row = 0
+    first_row = logits.shape[0] - sum(len(entry.scored) for entry in entries)
     for entry in entries:
         scored, scores, num_top = entry.scored, entry.sequence.prompt_logprobs, entry.sequence.sampling.prompt_logprobs
         if not scored:
@@ -81,10 +83,14 @@ def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampl
         assert scores is not None and num_top is not None
         first = max(scored.start, len(scores))  # those before it were told before a preemption
         count = scored.stop - first
-        found += [scores] * count
+        found += [entry.sequence] * count
         rows += range(first_row + first - scored.start, first_row + len(scored))
         token_ids += entry.sequence.tokens[first + 1 : scored.stop + 1].tolist()
         num_tops += [num_top] * count
         first_row += len(scored)
-    for scores, score in zip(found, sampler.score(logits, rows, token_ids, num_tops), strict=True):
-        scores.append(score)
+    for sequence, score in zip(found, sampler.score(logits, rows, token_ids, num_tops), strict=True):
+        if math.isfinite(score.logprob):
+            assert sequence.prompt_logprobs is not None
+            sequence.prompt_logprobs.append(score)
+        else:
+            sequence.lose_opinion()

@@ -45,7 +45,8 @@ class LazyStep:
         if self.newest is not None:
             assert self.before is not None and self.before.drawn is not None
             rows = torch.tensor(self.newest)
-            batch = replace(batch, tokens=torch.where(rows < 0, batch.tokens, self.before.drawn[rows.clamp(min=0)]))
+            drawn = self.before.drawn[rows.clamp(min=0)].clamp(min=0)  # where there is none, any
+            batch = replace(batch, tokens=torch.where(rows < 0, batch.tokens, drawn))
         self.before = None
         pool = self._model.pool
         assert pool is None or all(pool._references[block] > 0 for block in self.touched), "it was given away"

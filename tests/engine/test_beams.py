@@ -251,18 +251,22 @@ def test_what_beams_cannot_do_is_said() -> None:
 
 
 class Lost(HashModel):
-    """Has no opinion after the first step any more."""
+    """Has no opinion after the first steps any more."""
+
+    def __init__(self, num_good_steps: int) -> None:
+        super().__init__()
+        self._num_good_steps = num_good_steps
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         logits = super().forward(batch, cache, hook)
-        return logits if len(self.batches) == 1 else logits * torch.nan
+        return logits if len(self.batches) <= self._num_good_steps else logits * torch.nan
 
 
-def test_logits_that_are_not_finite_are_our_bug_in_a_search_too() -> None:
-    engine = hash_engine(model=Lost())
+@pytest.mark.parametrize("num_good_steps", [0, 1])
+def test_logits_that_are_not_finite_end_a_search_once(num_good_steps: int) -> None:
+    engine = hash_engine(model=Lost(num_good_steps))
     engine.add(hash_sequence("r", random_prompt(5, 0), beams(4)))
-    assert engine.step() == []
-    with pytest.raises(InternalError, match="not finite"):
-        run_all(engine)
-    engine.fail_all(InternalError("the step failed"))
+    assert run_all(engine) == []
+    [(request_id, error)] = engine.take_ended()
+    assert request_id == "r" and isinstance(error, InternalError)
     assert engine.block_pool.num_in_use == 0 and not engine.is_open("r")

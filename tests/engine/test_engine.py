@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from mooncake.engine.engine import Engine, StepPlan
 from mooncake.engine.sequence import Sequence
@@ -14,13 +15,15 @@ from mooncake.errors import (
     Cancelled,
     ContextTooLong,
     HandoffFailed,
+    InternalError,
     InvalidRequest,
     KVLoadFailed,
     OutOfBlocks,
     Overloaded,
 )
 from mooncake.hashing import Chain, extend_chain
-from mooncake.types import BlockKey, FinishReason, SampledToken, SamplingParams
+from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.types import BeamSearch, BlockKey, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
     GREEDY,
@@ -669,3 +672,84 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     assert got["long"] == true_answer(random_prompt(160, 0), 12)
     prefilling = [tokens - sequences for sequences, tokens in model.batches if tokens > sequences]
     assert sum(prefilling[:8]) >= 8 * (16 - 5), "what the short ones could not use went to the long one"
+
+
+# Logits that are not finite
+
+POISON = -7  # for a token's value
+
+
+class Sick(HashModel):
+    """Has no opinion about a context in which it finds poison."""
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        logits = super().forward(batch, cache, hook)
+        starts = batch.query_starts.tolist()
+        for row, place in enumerate(batch.logit_rows.tolist()):
+            owner = next(b for b in range(batch.num_sequences) if starts[b] <= place < starts[b + 1])
+            held = cache[batch.block_tables[owner].long(), 0, 0, 0].reshape(-1)[: int(batch.positions[place]) + 1]
+            if (held == POISON).any():
+                logits[row] = torch.nan
+        return logits
+
+
+def sick_engine(first_prompt: list[int], **settings: int) -> Engine:
+    """Has ``first_prompt`` in its cache, with poison in the second block."""
+    engine = hash_engine(model=Sick(), **settings)
+    engine.add(hash_sequence("before", first_prompt))
+    run_all(engine)
+    keys = hash_sequence("before", first_prompt).chain.keys(np.array(first_prompt, np.uint32), BLOCK)
+    [_, block, *_] = held = engine.block_pool.take_prefix(keys, len(keys))
+    engine.block_pool.release(held)
+    engine.cache.tensor[block, 0, 0, 0, 1] = POISON
+    engine.block_pool.take_events()
+    return engine
+
+
+def beams(width: int) -> SamplingParams:
+    return SamplingParams(max_tokens=6, temperature=0.0, n=width, beam_search=BeamSearch())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        SamplingParams(max_tokens=12, temperature=1.0, seed=1, logprobs=2),
+        SamplingParams(max_tokens=12, temperature=1.0, seed=1, n=3),
+        beams(3),
+    ],
+    ids=["greedy", "told how likely", "three answers", "beams"],
+)
+@pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 4}, {"speculative_tokens": 4}], ids=str)
+def test_poison_in_a_cached_block_costs_its_readers_alone(sampling: SamplingParams, settings: dict[str, int]) -> None:
+    ill, well = random_prompt(17, 0), random_prompt(9, 1)
+    engine = sick_engine(ill, **settings)
+    engine.add(hash_sequence("well", well))
+    outputs = engine.step()
+    engine.add(hash_sequence("ill", ill, sampling))
+    outputs += run_all(engine)
+    assert answers(outputs) == {"well": true_answer(well, 12)}
+    ended = engine.take_ended()
+    assert {(name, type(error)) for name, error in ended} == {("ill", InternalError)}
+    assert sum(not event.stored for event in engine.block_pool.take_events()) == 4
+    engine.add(hash_sequence("again", ill))
+    assert answers(run_all(engine)) == {"again": true_answer(ill, 12)}
+    assert engine.take_ended() == [] and not engine.is_open("ill") and is_empty(engine)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_poison_in_the_middle_of_a_prompt_ends_it(prompt_logprobs: int | None) -> None:
+    """At once where each token's logits are wanted, else with its last chunk."""
+    engine = hash_engine(model=Sick(), chunk_tokens=4)
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, prompt_logprobs=prompt_logprobs, n=2)
+    engine.add(hash_sequence("ill", random_prompt(17, 0), sampling))
+    engine.step()
+    engine.cache.tensor[:, 0, 0, 0, 1] = POISON
+    num_steps = 0
+    while engine.has_work:
+        assert engine.step() == []
+        num_steps += 1
+    assert num_steps == (4 if prompt_logprobs is None else 1)
+    assert {type(error) for _, error in engine.take_ended()} == {InternalError}
+    assert not engine.is_open("ill") and engine.match(hash_sequence("x", random_prompt(17, 0)).block_keys) == 0
+    assert is_empty(engine)
