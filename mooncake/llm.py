@@ -190,7 +190,7 @@ class LLM:
         self._backend = open_backend(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
         drafter = None
         if draft_model:
-            drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens)
+            drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens, chunk_tokens)
         config = replace(config, max_model_len=self.max_model_len, groups=groups)
         self.engine = Engine(self._backend.model, self._backend.cache, config, self._guides, drafter)
         self._numbers = itertools.count()

@@ -130,9 +130,12 @@ def open_for_node(
     return Backend(SettledModel(backend.model, mirror), backend.cache, mirror, mirror.close)
 
 
-def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int) -> DraftModel:
-    """The model at ``path``, to guess up to ``max_tokens`` at once for the sequences in a cache of this size, with room
-    for all of them. Raises ConfigError when it has another vocabulary or may not guess, and as the others do."""
+def draft_on(
+    device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int, chunk_tokens: int
+) -> DraftModel:
+    """The model at ``path``, to guess up to ``max_tokens`` at once for the sequences in a cache of this size. Its own
+    has room for all of them, if that takes no more memory, and for one in any case. Raises ConfigError when it has
+    another vocabulary or may not guess, and as the others do."""
     checkpoint = open_checkpoint(path, size.max_model_len)
     if checkpoint.config.vocab_size != vocab_size:
         raise ConfigError(f"the draft model {path} has another vocabulary")
@@ -140,14 +143,16 @@ def draft_on(device: str, path: str, dtype: str, size: CacheSize, vocab_size: in
         raise ConfigError("a draft model needs speculative_tokens")
     precision = resolve_precision(dtype, devices=(device,), stored=checkpoint.coding)
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
-    num_blocks = size.num_blocks + -(-max_tokens // layout.block_tokens)
     max_model_len = min(size.max_model_len, checkpoint.config.max_model_len)
+    one, draft = (-(-count // layout.block_tokens) for count in (max_model_len, max_tokens))
+    its_bytes = size.num_blocks * size.layout.block_bytes  # a page there may be no whole block
+    num_blocks = max(min(size.num_blocks, its_bytes // layout.block_bytes), one) + draft
     its_size = replace(size, layout=layout, num_blocks=num_blocks, max_model_len=max_model_len, num_places=0)
     if device == "cpu":
         backend = on_cpu(checkpoint, precision, its_size)
     else:
         backend = on_gpu(checkpoint, precision, its_size, device)
-    return DraftModel(backend.model, backend.cache, max_tokens, max_model_len)
+    return DraftModel(backend.model, backend.cache, max_tokens, max_model_len, chunk_tokens)
 
 
 def on_cpu(

@@ -1,7 +1,8 @@
 """Speculation by a small model: it writes on greedily, and the large one checks all it wrote in one step.
 
-It keeps a paged cache of its own, one table a sequence, and forgets whoever it has not been asked about for longest. It
-must not know steps, scheduling or what becomes of its guesses: the tokens of a sequence tell it which came true.
+It keeps a paged cache of its own, with full blocks shared by their names as in the large one's, and forgets whoever it
+has not been asked about for longest. It must not know steps, scheduling or what becomes of its guesses: the tokens of a
+sequence tell it which came true.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from mooncake.engine.block_pool import BlockPool
@@ -33,26 +33,33 @@ class CausalModel(Protocol):
 class _Drafted:
     """What of one sequence is in the draft model's cache."""
 
-    tokens: list[int] = field(default_factory=list)  # whose KV is there
-    table: list[int] = field(default_factory=list)
+    table: list[int]
+    num_sealed: int  # blocks
+    num_read: int  # leading tokens whose KV is there
+    guesses: list[int] = field(default_factory=list)  # behind them, whose KV is there too
 
 
 class DraftModel:
     """Guesses for an engine with the same vocabulary."""
 
-    def __init__(self, model: CausalModel, cache: Cache, max_tokens: int, max_model_len: int) -> None:
-        """``max_tokens``: of one draft. ``max_model_len``: of what the model can read (tokens)."""
+    def __init__(
+        self, model: CausalModel, cache: Cache, max_tokens: int, max_model_len: int, chunk_tokens: int = 0
+    ) -> None:
+        """``max_tokens``: of one draft; ``max_model_len``: of what the model can read; ``chunk_tokens``: most of a
+        prompt that it reads at once, 0 for all. Blocks have as many tokens as the engine's."""
         self.max_tokens = max_tokens
         self._max_model_len = max_model_len
+        self._chunk_tokens = chunk_tokens or max_model_len
         self._has_failed = False
         self._model = model
         self._cache = cache
         self._block_tokens = cache.tensor.shape[4]
         self._pool = BlockPool(cache.num_blocks, self._block_tokens, keep_events=False)
-        self._drafted: OrderedDict[str, _Drafted] = OrderedDict()  # the one asked about last comes last
+        self._drafted: OrderedDict[DraftMemory, _Drafted] = OrderedDict()  # whoever was asked about last comes last
 
     def propose(self, sequence: Sequence) -> list[int]:
-        """As ``PromptLookup.propose``; none when the sequence is longer than the whole cache or the model's context.
+        """As ``PromptLookup.propose``; none when the sequence is longer than the whole cache or the model's context, or
+        more of it is still to read than can be at once.
 
         A model that fails is asked no more: guesses are optional, answers are not.
         """
@@ -65,44 +72,70 @@ class DraftModel:
         )
         if count < 1 or self._has_failed:
             return []
-        drafted = self._drafted.setdefault(sequence.request_id, _Drafted())
-        self._drafted.move_to_end(sequence.request_id)
+        drafted = self._drafted.get(memory) or self._begin(sequence, memory)
+        self._drafted.move_to_end(memory)
         if memory.is_paused(sequence.num_tokens) or not self._make_room(drafted, sequence.num_tokens + count - 1):
             return []
         try:
-            return self._write_on(drafted, sequence.tokens.tolist(), count)
+            return self._write_on(drafted, sequence, count)
         except Exception:
             log.exception("the draft model has failed; answers go on without its guesses")
             self._has_failed = True
             return []
 
-    def _write_on(self, drafted: _Drafted, tokens: list[int], count: int) -> list[int]:
-        known = _common(drafted.tokens, tokens[:-1])
-        draft: list[int] = []
-        new = tokens[known:]
-        with torch.inference_mode():
-            while len(draft) < count:
-                draft.append(self._next(drafted, known, new))
-                known += len(new)
-                new = draft[-1:]
-        drafted.tokens = [*tokens, *draft[:-1]]
+    def _begin(self, sequence: Sequence, memory: DraftMemory) -> _Drafted:
+        """With what another one has read of the same tokens."""
+        sequence.extend_keys(self._block_tokens)
+        keys = sequence.block_keys[: (sequence.num_tokens - 1) // self._block_tokens]
+        count = self._pool.match(keys)
+        drafted = _Drafted(self._pool.take_prefix(keys, count), count, count * self._block_tokens)
+        self._drafted[memory] = drafted
+        return drafted
+
+    @torch.inference_mode()
+    def _write_on(self, drafted: _Drafted, sequence: Sequence, count: int) -> list[int]:
+        last = sequence.num_tokens - 1  # is read in any case: what follows is wanted
+        known = min(drafted.num_read, last)
+        known += _num_common(drafted.guesses, sequence.window(known, last).tolist())
+        drafted.num_read, drafted.guesses = known, []
+        new = sequence.window(known, sequence.num_tokens).tolist()
+        if len(new) > self._chunk_tokens:
+            self._read(drafted, new[: self._chunk_tokens])
+            self._seal(drafted, sequence)
+            return []
+        draft = [self._read(drafted, new)]
+        self._seal(drafted, sequence)
+        num_read = drafted.num_read
+        while len(draft) < count:
+            draft.append(self._read(drafted, draft[-1:]))
+        drafted.num_read, drafted.guesses = num_read, draft[:-1]
         return draft
 
-    def _next(self, drafted: _Drafted, known: int, new: list[int]) -> int:
-        """The likeliest token after ``known`` tokens in the cache and ``new`` ones, which are written there."""
-        positions = torch.arange(known, known + len(new))
+    def _read(self, drafted: _Drafted, new: list[int]) -> int:
+        """Write the KV of these tokens behind what is there; the likeliest one after them."""
+        first, end = drafted.num_read, drafted.num_read + len(new)
+        positions = torch.arange(first, end)
         table = torch.tensor(drafted.table, dtype=torch.int32)
         blocks = table[positions // self._block_tokens].long()
         batch = ForwardBatch(
             tokens=torch.tensor(new),
             positions=positions,
             query_starts=torch.tensor([0, len(new)], dtype=torch.int32),
-            context_lens=torch.tensor([known + len(new)], dtype=torch.int32),
+            context_lens=torch.tensor([end], dtype=torch.int32),
             block_tables=table[None],
             slots=blocks * self._block_tokens + positions % self._block_tokens,
             logit_rows=torch.tensor([len(new) - 1]),
         )
+        drafted.num_read = end
         return int(self._model.forward(batch, self._cache.tensor, NoHook())[0].argmax())
+
+    def _seal(self, drafted: _Drafted, sequence: Sequence) -> None:
+        """Let others share the blocks that hold its tokens, and no guess."""
+        sequence.extend_keys(self._block_tokens)
+        first, end = drafted.num_sealed, drafted.num_read // self._block_tokens
+        keys = sequence.block_keys[:end]
+        self._pool.seal_chain(drafted.table[first:end], keys[first:], keys[first - 1] if first else b"")
+        drafted.num_sealed = end
 
     def _make_room(self, drafted: _Drafted, num_tokens: int) -> bool:
         """Blocks for so many tokens, taken from whoever was asked about longest ago."""
@@ -117,8 +150,7 @@ class DraftModel:
         return True
 
 
-def _common(known: list[int], tokens: list[int]) -> int:
+def _num_common(guesses: list[int], tokens: list[int]) -> int:
     """Length of the common beginning."""
-    length = min(len(known), len(tokens))
-    differ = np.flatnonzero(np.array(known[:length]) != np.array(tokens[:length]))
-    return int(differ[0]) if len(differ) else length
+    pairs = zip(guesses, tokens, strict=False)
+    return next((place for place, (guess, token) in enumerate(pairs) if guess != token), min(len(guesses), len(tokens)))

@@ -108,7 +108,7 @@ class Engine:
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
-            self._scheduler.propose = drafter.propose
+            self._scheduler.propose = self._costs.timed(drafter.propose)
         self._searches = Searches(self._fork, self._retire, self._break_off)
         self._ahead: RunAhead | None = None  # where the model can start steps
         if isinstance(model, StartingModel) and model.most_started:

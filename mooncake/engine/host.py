@@ -189,6 +189,7 @@ class EngineHost:
                 size,
                 self._checkpoint.config.vocab_size,
                 self._section.speculative_tokens,
+                self._section.chunk_tokens,
             )
         backend.watch(self._tell_failure)
         assert backend.mirror is not None

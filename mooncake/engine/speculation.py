@@ -8,6 +8,8 @@ Pure: it must not know blocks, steps or the model. (Saxena: Prompt Lookup Decodi
 
 from __future__ import annotations
 
+from collections import Counter
+
 from mooncake.engine.sequence import Sequence
 
 NGRAM = 3  # tokens that must have come before
@@ -77,39 +79,49 @@ class DraftMemory:
 class Payoff:
     """Whether drafts pay at all here, by the clock: tokens a second of steps with drafts against steps without.
 
-    Steps are compared with others of as many sequences. When drafts do not pay, they rest, twice as long each time.
+    Steps are compared with others of as many sequences; where there has been none of late, one is made without drafts.
+    When drafts do not pay, they rest, twice as long each time.
     """
 
     MIN_STEPS = 8
     FIRST_REST, MAX_REST = 64, 4096  # steps
-    DECAY = 0.9
+    FRESH = 64  # steps with drafts that are compared with what was measured before them
+    DECAY, PLAIN_DECAY = 0.9, 0.7
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}  # ms of a step without drafts, by number of sequences
-        self._gain = 1.0  # of steps with drafts, in tokens a second against those without
+        self._ages: Counter[int] = Counter()  # how many steps were compared with it since
+        self._owes_plain = False  # the next step has to be one without
+        self._worth_ms = self._cost_ms = 0.0  # what the tokens of late would have taken without drafts, and took with
         self._num_judged = 0
         self._rest = 0
         self._next_rest = self.FIRST_REST
 
     @property
     def is_open(self) -> bool:
-        return self._rest == 0
+        return self._rest == 0 and not self._owes_plain
 
     def note(self, num_sequences: int, num_tokens: int, has_drafts: bool, elapsed_ms: float) -> None:
-        """A step of decodes alone that made ``num_tokens`` tokens."""
+        """A step of decodes alone that made ``num_tokens`` tokens; where it has drafts, with the time they took."""
         self._rest = max(self._rest - 1, 0)
         if not has_drafts:
             known = self._plain.get(num_sequences, elapsed_ms)
-            self._plain[num_sequences] = self.DECAY * known + (1 - self.DECAY) * elapsed_ms
+            self._plain[num_sequences] = self.PLAIN_DECAY * known + (1 - self.PLAIN_DECAY) * elapsed_ms
+            self._ages[num_sequences] = 0
+            self._owes_plain = False
             return
         plain_ms = self._plain.get(num_sequences)
-        if plain_ms is None or elapsed_ms <= 0:
-            return
-        gain = num_tokens / num_sequences * plain_ms / elapsed_ms
-        self._gain = self.DECAY * self._gain + (1 - self.DECAY) * gain
+        self._ages[num_sequences] += 1
+        self._owes_plain = plain_ms is None or self._ages[num_sequences] >= self.FRESH
+        if plain_ms is not None:
+            self._judge(num_tokens / num_sequences * plain_ms, elapsed_ms)
+
+    def _judge(self, worth_ms: float, cost_ms: float) -> None:
+        self._worth_ms = self.DECAY * self._worth_ms + worth_ms
+        self._cost_ms = self.DECAY * self._cost_ms + cost_ms
         self._num_judged += 1
-        if self._num_judged >= self.MIN_STEPS and self._gain < 1.0:
+        if self._num_judged >= self.MIN_STEPS and self._worth_ms < self._cost_ms:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, self.MAX_REST)
-            self._gain, self._num_judged = 1.0, 0
-        elif self._gain > 1.1:
+            self._worth_ms, self._cost_ms, self._num_judged = 0.0, 0.0, 0
+        elif self._worth_ms > 1.1 * self._cost_ms:
             self._next_rest = self.FIRST_REST

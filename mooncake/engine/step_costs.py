@@ -1,15 +1,17 @@
 """What an engine learns from the time of each step: how much of a prompt fits beside decodes, whether guesses pay, and
 whether computing a preempted sequence again is cheaper than copying it.
 
-It hands measurements to those who decide. It must not know clocks or how a step is done.
+It hands measurements to those who decide. It must not know how a step is done.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.sequence import Sequence
 from mooncake.engine.speculation import Payoff
 from mooncake.engine.step_curve import StepCurve
 from mooncake.engine.swap import SwapSpace
@@ -22,6 +24,7 @@ class StepCosts:
         self.curve = StepCurve(limit_ms, config.block_tokens, most_tokens) if limit_ms else None
         self._payoff = Payoff() if config.speculative_tokens else None
         self._swap = swap
+        self._drafting_ms = 0.0  # since the last step that had drafts
 
     @property
     def budget(self) -> Callable[[int], int] | None:
@@ -32,8 +35,20 @@ class StepCosts:
     def drafts_pay(self) -> bool:
         return self._payoff is not None and self._payoff.is_open
 
+    def timed(self, propose: Callable[[Sequence], list[int]]) -> Callable[[Sequence], list[int]]:
+        """The same, with its time charged to the next step that has drafts."""
+
+        def timed(sequence: Sequence) -> list[int]:
+            started_s = time.perf_counter()
+            draft = propose(sequence)
+            self._drafting_ms += (time.perf_counter() - started_s) * 1e3
+            return draft
+
+        return timed
+
     def note(self, entries: list[StepEntry], num_tokens: int, elapsed_ms: float) -> None:
-        """A step of so many tokens is done: its tokens count, and so does what came true of its guesses."""
+        """A step of so many tokens is done, and took so long once it was planned. Its tokens count, and so does what
+        came true of its guesses."""
         num_chunk_tokens, num_decodes, has_drafts = 0, len(entries), False
         if num_tokens > len(entries):  # else a token each, as in most steps
             num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
@@ -45,4 +60,7 @@ class StepCosts:
             self.curve.note(num_decodes, num_chunk_tokens, elapsed_ms)
         if self._payoff is not None and not num_chunk_tokens:
             num_made = sum(entry.sequence.num_computed - entry.first for entry in entries)
+            if has_drafts:
+                elapsed_ms += self._drafting_ms
+                self._drafting_ms = 0.0
             self._payoff.note(len(entries), num_made, has_drafts, elapsed_ms)

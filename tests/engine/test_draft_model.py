@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.backend import CacheSize, on_cpu
-from mooncake.engine.draft_model import DraftModel
+from mooncake.engine.backend import CacheSize, draft_on, on_cpu
+from mooncake.engine.draft_model import CausalModel, DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepOutput
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import Chain
+from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.load import load_model
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
@@ -110,6 +113,81 @@ def test_a_small_model_that_fails_costs_its_guesses_alone(
     plain = LLM(str(folders["twin"]), kv_gb=0.01, block_tokens=8)
     assert [[found[name]] for name in "abc"] == said(plain, SAMPLINGS[0]) and not engine.take_ended()
     assert caplog.text.count("the draft model has failed") == 1
+
+
+class Counting:
+    """A model, and how many tokens it was given each time."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self.sizes: list[int] = []
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        self.sizes.append(len(batch.tokens))
+        return self._model.forward(batch, cache, hook)
+
+
+def drafter_on(folder: Path, chunk_tokens: int) -> tuple[DraftModel, Counting]:
+    checkpoint = open_checkpoint(str(folder))
+    size = CacheSize(checkpoint.kv_layout(8, "float32"), 40, 256)
+    backend = on_cpu(checkpoint, resolve_precision("float32"), size)
+    model = Counting(backend.model)
+    return DraftModel(model, backend.cache, 4, 256, chunk_tokens), model
+
+
+def sequence_of(name: str, tokens: list[int]) -> Sequence:
+    given = np.array(tokens, np.uint32)
+    return Sequence(name, given, len(given), SAMPLINGS[0], Chain(b"seed"), eos_ids=(), max_model_len=256)
+
+
+def test_a_long_prompt_is_read_in_parts_and_by_one_of_its_answers(folders: dict[str, Path]) -> None:
+    prompt = np.random.default_rng(5).integers(3, 320, 50).tolist()
+    whole, _ = drafter_on(folders["twin"], 0)
+    parted, model = drafter_on(folders["twin"], 16)
+    first, second, other = (
+        sequence_of(name, tokens) for name, tokens in zip("abc", [prompt, prompt, prompt[:-3]], strict=True)
+    )
+    drafts = [parted.propose(first) for _ in range(4)]
+    assert drafts == [[], [], [], whole.propose(sequence_of("w", prompt))] and drafts[-1]
+    assert model.sizes == [16, 16, 16, 2, 1, 1, 1]
+    model.sizes.clear()
+    assert parted.propose(first) == drafts[-1], "asked again about the same tokens"
+    model.sizes.clear()
+    assert parted.propose(second) == drafts[-1] and model.sizes == [2, 1, 1, 1]
+    model.sizes.clear()
+    assert parted.propose(other) == whole.propose(sequence_of("o", prompt[:-3])) and model.sizes[0] == 7
+    for _ in range(10):  # what it guesses comes true
+        for token in parted.propose(first)[:2]:
+            first.append(token)
+    assert parted.propose(first) == whole.propose(sequence_of("end", first.tokens.tolist()))
+
+
+def test_a_name_that_comes_again_is_another_sequence(folders: dict[str, Path]) -> None:
+    drafter, _ = drafter_on(folders["twin"], 0)
+    for prompt in (PROMPTS[2], PROMPTS[1], PROMPTS[2]):
+        fresh, _ = drafter_on(folders["twin"], 0)
+        assert drafter.propose(sequence_of("r", prompt)) == fresh.propose(sequence_of("r", prompt)) != []
+
+
+def test_whoever_was_asked_about_last_stays_when_there_is_no_room(folders: dict[str, Path]) -> None:
+    drafter, model = drafter_on(folders["twin"], 0)  # 320 tokens
+    prompts = [np.random.default_rng(seed).integers(3, 320, 100).tolist() for seed in range(6)]
+    sequences = [sequence_of(str(i), prompt) for i, prompt in enumerate(prompts)]
+    fresh = [drafter_on(folders["twin"], 0)[0].propose(sequence) for sequence in map(sequence_of, "012345", prompts)]
+    assert [drafter.propose(sequence) for sequence in sequences] == fresh
+    model.sizes.clear()
+    assert drafter.propose(sequences[-1]) == fresh[-1] and max(model.sizes) == 1
+    assert drafter.propose(sequences[0]) == fresh[0] and max(model.sizes) > 90
+    drafter._pool.check()
+
+
+def test_its_cache_takes_no_more_memory_than_the_large_ones(folders: dict[str, Path]) -> None:
+    layout = open_checkpoint(str(folders["target"])).kv_layout(8, "float32")
+    for num_blocks in (4, 1000):
+        page = replace(layout, num_layers=1)  # as where layers see windows
+        drafter = draft_on("cpu", str(folders["twin"]), "float32", CacheSize(page, num_blocks, 64), 320, 4, 0)
+        one, draft = 8, 1
+        assert drafter._pool.num_blocks == max(num_blocks // layout.num_layers, one) + draft
 
 
 def test_another_vocabulary_is_refused(folders: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,38 @@ def test_drafts_rest_where_they_do_not_pay_and_are_tried_again() -> None:
     for _ in range(Payoff.FIRST_REST):
         payoff.note(2, 2, False, 10.0)
     assert payoff.is_open
+
+
+def test_a_size_without_a_measure_gets_a_step_without_drafts() -> None:
+    payoff = Payoff()
+    payoff.note(1, 2, True, 10.0)
+    assert not payoff.is_open
+    payoff.note(1, 1, False, 8.0)
+    for _ in range(Payoff.FRESH - 1):
+        assert payoff.is_open
+        payoff.note(1, 2, True, 10.0)
+    payoff.note(1, 2, True, 10.0)
+    assert not payoff.is_open, "the measure is old"
+    payoff.note(1, 1, False, 8.0)
+    assert payoff.is_open
+
+
+class Slow(Oracle):
+    """Proposes every time and is always right, but takes much longer than a step."""
+
+    def propose(self, sequence: Any) -> list[int]:
+        draft = super().propose(sequence)
+        time.sleep(0.02)
+        return draft
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_drafter_that_takes_longer_than_it_saves_rests(num_sequences: int) -> None:
+    prompts = {f"r{i}": random_prompt(5, i) for i in range(num_sequences)}
+    whole = {name: true_answer(prompt, 60) for name, prompt in prompts.items()}
+    engine = hash_engine(speculative_tokens=1, num_blocks=128)
+    engine._scheduler.propose = engine._costs.timed(Slow(whole, right=1, wrong=0).propose)
+    for name, prompt in prompts.items():
+        engine.add(hash_sequence(name, prompt, SamplingParams(max_tokens=60, temperature=0.0)))
+    assert answers(run_all(engine)) == whole
+    assert num_sequences <= engine.load().drafted_tokens <= num_sequences * (Payoff.MIN_STEPS + 2)
