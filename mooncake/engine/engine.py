@@ -123,8 +123,13 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queue it. Raises InvalidRequest, ContextTooLong, OutOfBlocks when it can never run here, Overloaded."""
         self._check(sequence)
-        self._scheduler.add(sequence)
-        self._roster.enter(sequence)
+        try:
+            self._roster.enter(sequence)
+            self._scheduler.add(sequence)
+        except BaseException:  # an interrupt comes anywhere
+            self._scheduler.withdraw(sequence)
+            self._roster.withdraw(sequence)
+            raise
 
     def abort(self, request_id: str) -> None:
         """The request ends now, without (the rest of) its answers. Idempotent.
@@ -267,6 +272,7 @@ class Engine:
             if is_meant and sequence.state in UNDER_WAY:  # else it ended with another beam of its search
                 self._break_off(sequence)
                 self._tell_end(sequence, error)
+        self._roster.close_lost()  # answers that were to begin with the step
 
     def match(self, keys: list[BlockKey]) -> int:
         """How many leading blocks need not be computed; from any thread, where it is only a hint."""

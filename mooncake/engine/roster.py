@@ -62,6 +62,17 @@ class Roster:
         self.close(root_id)
         self._failures.append((root_id, error))
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """As if it had never entered, however far it came."""
+        self._sequences.pop(sequence.request_id, None)
+        self._open.pop(sequence.root_id, None)
+
+    def close_lost(self) -> None:
+        """Answers of requests that have no sequence here any more will not end."""
+        here = {sequence.root_id for sequence in self._sequences.values()}
+        for root_id in self._open.keys() - here:
+            del self._open[root_id]
+
     def take_failures(self) -> list[tuple[str, MooncakeError]]:
         failures, self._failures = self._failures, []
         return failures

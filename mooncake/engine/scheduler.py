@@ -112,6 +112,11 @@ class Scheduler:
         self._arrive(sequence)
         self._wait(sequence)
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """As if it had never been added, however far ``add`` came."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+
     def reserve(self, sequence: Sequence) -> int:
         """Give it blocks for all its tokens, without running it. Returns how many leading ones are filled already.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -672,6 +675,52 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     assert got["long"] == true_answer(random_prompt(160, 0), 12)
     prefilling = [tokens - sequences for sequences, tokens in model.batches if tokens > sequences]
     assert sum(prefilling[:8]) >= 8 * (16 - 5), "what the short ones could not use went to the long one"
+
+
+# Interrupts, and steps that fail
+
+
+def test_an_interrupt_anywhere_while_a_request_is_added_leaves_nothing_of_it() -> None:
+    engine = hash_engine()
+    engine.add(hash_sequence("other", random_prompt(5, 1)))
+    num_lines, is_added = 0, False
+    while not is_added:
+        left = num_lines
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if "/engine/" not in frame.f_code.co_filename or "withdraw" in frame.f_code.co_name:
+                return None
+            left -= event in ("line", "return")
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            engine.add(hash_sequence("r", random_prompt(9, 0)))
+            is_added = True
+        except KeyboardInterrupt:
+            engine.abort("r")
+            assert not engine.is_open("r") and engine.load().waiting == 1
+        finally:
+            sys.settrace(before)
+        num_lines += 1
+    assert num_lines > 20
+    expected = {"other": true_answer(random_prompt(5, 1), 12), "r": true_answer(random_prompt(9, 0), 12)}
+    assert answers(run_all(engine)) == expected and is_empty(engine)
+
+
+def test_several_answers_whose_first_step_fails_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = hash_engine()
+    engine.add(hash_sequence("r", random_prompt(5, 0), SamplingParams(n=3, max_tokens=4)))
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(engine._sampler, "sample", lambda *_: 1 // 0)
+        engine.step()
+    engine.fail_all(InternalError("the step failed"))
+    assert engine.take_ended()[0][0] == "r" and not engine.is_open("r") and is_empty(engine)
 
 
 # Logits that are not finite
