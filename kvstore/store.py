@@ -267,7 +267,7 @@ class Store:
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Save what is only in DRAM and would have been saved when it left, then let go of the SSD. Either ends when
-        the SSD takes nothing for so long."""
+        the SSD takes nothing for so long; the interpreter, at its own end, still waits for a write that hangs there."""
         self.ahead.catch_up()
         if self._ssd is None:
             return
