@@ -9,6 +9,7 @@
     ├── RetryElsewhere              another node may well succeed
     │   ├── NodeUnavailable         a peer is gone, unreachable or draining
     │   ├── HandoffFailed           a hand-off ended failed or expired
+    │   ├── NotFinite               a model's logits are no numbers, perhaps because of what a cache held
     │   ├── StaleEpoch              this writer or role has been replaced
     │   └── KVLoadFailed            stored KV could not be read; recompute it
     │       ├── LeaseExpired        the read lease ran out before the read ended
@@ -97,6 +98,15 @@ class HandoffFailed(RetryElsewhere):
     """A hand-off from prefill to decode ended failed or expired."""
 
     code = "handoff_failed"
+
+
+class NotFinite(RetryElsewhere):
+    """A model's logits are no numbers. What a cache held may be why, and is forgotten; where it is the model, every try
+    fails."""
+
+    grpc_status = "INTERNAL"
+    http_status = 500
+    code = "not_finite"
 
 
 class StaleEpoch(RetryElsewhere):

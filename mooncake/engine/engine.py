@@ -45,10 +45,10 @@ from mooncake.errors import (
     Cancelled,
     ConfigError,
     HandoffFailed,
-    InternalError,
     InvalidRequest,
     KVLoadFailed,
     MooncakeError,
+    NotFinite,
 )
 from mooncake.guides import Guides
 from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
@@ -486,7 +486,7 @@ class Engine:
         elif sequence.state is SequenceState.FINISHED:  # with another beam of its search
             return
         else:
-            if isinstance(sequence.failure, InternalError):  # what its blocks hold may be why
+            if isinstance(sequence.failure, NotFinite):  # what its blocks hold may be why
                 self._scheduler.blocks.discard(sequence)
             self._tell_end(sequence, sequence.failure)
         if sequence.hold_blocks:

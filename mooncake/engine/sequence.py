@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError
+from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
@@ -221,7 +221,7 @@ class Sequence:
 
     def lose_opinion(self) -> None:
         """The model's logits after its tokens are not finite: it ends here."""
-        self.failure = InternalError("the model's logits are not finite")
+        self.failure = NotFinite("the model's logits are not finite")
 
     def window(self, first: int, end: int) -> TokenIds:
         """Tokens ``first ≤ i < end``, guesses behind them included. A view."""

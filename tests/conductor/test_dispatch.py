@@ -18,6 +18,7 @@ from mooncake.errors import (
     KVLoadFailed,
     MooncakeError,
     NodeUnavailable,
+    NotFinite,
     OutOfBlocks,
     Overloaded,
 )
@@ -86,7 +87,8 @@ async def test_the_end_of_sequence_ends_the_stream(start_cluster: Any, at: int) 
 
 
 @pytest.mark.parametrize(
-    "error", [KVLoadFailed("no"), HandoffFailed("no"), NodeUnavailable("draining"), OutOfBlocks("no")]
+    "error",
+    [KVLoadFailed("no"), HandoffFailed("no"), NodeUnavailable("draining"), OutOfBlocks("no"), NotFinite("no")],
 )
 async def test_a_failed_prefill_is_tried_once_elsewhere(start_cluster: Any, error: MooncakeError) -> None:
     cluster = await start_cluster(2, 2)

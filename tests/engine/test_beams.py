@@ -15,7 +15,7 @@ from mooncake.engine.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import Cancelled, InternalError, InvalidRequest
+from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.types import BeamSearch, BlockKey, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
@@ -268,5 +268,5 @@ def test_logits_that_are_not_finite_end_a_search_once(num_good_steps: int) -> No
     engine.add(hash_sequence("r", random_prompt(5, 0), beams(4)))
     assert run_all(engine) == []
     [(request_id, error)] = engine.take_ended()
-    assert request_id == "r" and isinstance(error, InternalError)
+    assert request_id == "r" and isinstance(error, NotFinite)
     assert engine.block_pool.num_in_use == 0 and not engine.is_open("r")

@@ -21,6 +21,7 @@ from mooncake.errors import (
     InternalError,
     InvalidRequest,
     KVLoadFailed,
+    NotFinite,
     OutOfBlocks,
     Overloaded,
 )
@@ -779,7 +780,7 @@ def test_poison_in_a_cached_block_costs_its_readers_alone(sampling: SamplingPara
     outputs += run_all(engine)
     assert answers(outputs) == {"well": true_answer(well, 12)}
     ended = engine.take_ended()
-    assert {(name, type(error)) for name, error in ended} == {("ill", InternalError)}
+    assert {(name, type(error)) for name, error in ended} == {("ill", NotFinite)}
     assert sum(not event.stored for event in engine.block_pool.take_events()) == 4
     engine.add(hash_sequence("again", ill))
     assert answers(run_all(engine)) == {"again": true_answer(ill, 12)}
@@ -799,6 +800,6 @@ def test_poison_in_the_middle_of_a_prompt_ends_it(prompt_logprobs: int | None) -
         assert engine.step() == []
         num_steps += 1
     assert num_steps == (4 if prompt_logprobs is None else 1)
-    assert {type(error) for _, error in engine.take_ended()} == {InternalError}
+    assert {type(error) for _, error in engine.take_ended()} == {NotFinite}
     assert not engine.is_open("ill") and engine.match(hash_sequence("x", random_prompt(17, 0)).block_keys) == 0
     assert is_empty(engine)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mooncake.engine.randomness import splitmix64, uniforms
 from mooncake.engine.sampler import Sampler, distribution, edit_logits, token_logprob
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import InternalError
+from mooncake.errors import NotFinite
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
@@ -380,6 +380,6 @@ def test_logits_that_are_not_finite_cost_their_own_sequence_alone_in_both_ways(
         well, ill = sequences = [sequence_with(sampling) for _ in logits]
         drawn = way.sample(torch.from_numpy(logits), sequences)
         assert drawn[0] == way.sample(torch.from_numpy(logits[:1]), [sequence_with(sampling)])[0]
-        assert well.failure is None and isinstance(ill.failure, InternalError)
+        assert well.failure is None and isinstance(ill.failure, NotFinite)
         scores = way.score(torch.from_numpy(logits), [0, 1], [5, 5], [0, 1])
         assert [np.isfinite(score.logprob) for score in scores] == [True, False]
