@@ -23,7 +23,7 @@ from mooncake.rpc.convert import (
     segment_to_wire,
     tokens_from_wire,
 )
-from mooncake.rpc.server import remaining_s
+from mooncake.rpc.server import CleanUps, remaining_s
 from mooncake.types import SegmentAddress
 
 
@@ -36,7 +36,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._generated = generated
         self._address = address
         self.num_running = 0
-        self._cleanups: set[asyncio.Task[None]] = set()
+        self._clean_ups = CleanUps()
         self._request_timeout_s = host.config.conductor.request_timeout_s
 
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
@@ -79,7 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     yield response
         finally:
             self.num_running -= 1
-            self._later(self._end(handoff, time.monotonic() >= deadline))
+            self._clean_ups.start(self._end(handoff, time.monotonic() >= deadline))
 
     async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802
         # How long a prompt takes is not for us to judge: whoever waits for the hand-off ends ``Generate``.
@@ -106,8 +106,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     async def drain(self) -> None:
         """Wait for what ended calls left to clean up."""
-        while self._cleanups:
-            await asyncio.wait(self._cleanups)
+        await self._clean_ups.drain()
 
     async def _next_output(
         self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
@@ -125,12 +124,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if handoff.state is HandoffState.COMMITTED:  # else its blocks are the receiver's to free
             with contextlib.suppress(MooncakeError):
                 await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))
-
-    def _later(self, work: Any) -> None:
-        """Clean up outside of the call, which may be cancelled at any await."""
-        task = asyncio.ensure_future(work)
-        self._cleanups.add(task)
-        task.add_done_callback(self._cleanups.discard)
 
 
 def _responses(outputs: list[StepOutput | MooncakeError]) -> Iterator[pb.DecodeResponse]:

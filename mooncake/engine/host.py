@@ -160,6 +160,7 @@ class EngineHost:
         self.device = section.device
         self._failure: asyncio.Future[MooncakeError]
         self._close_backend: Callable[[], None] = lambda: None
+        self._watch: asyncio.Task[None] | None = None
         self.mirror: Mirror  # the cache, as other nodes see it
         self.engine: Engine
         self.thread: EngineThread
@@ -208,6 +209,8 @@ class EngineHost:
         self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
+        if self.config.node.step_timeout_s:
+            self._watch = asyncio.create_task(self._watch_steps(self.config.node.step_timeout_s), name="watch steps")
         log.info(
             "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
             self._checkpoint.name,
@@ -223,9 +226,11 @@ class EngineHost:
 
     async def stop(self) -> None:
         """Also of one that has not, or not quite, started."""
+        if self._watch is not None:
+            self._watch.cancel()
         if hasattr(self, "thread"):
             await asyncio.to_thread(self.thread.stop)
-        self._close_backend()
+        await asyncio.to_thread(self._close_backend)
 
     async def wait_broken(self) -> MooncakeError:
         """Return the error once the engine cannot go on, or a process that computes for it has died: then this node
@@ -336,6 +341,18 @@ class EngineHost:
             buffer,
             self._blends,
         )
+
+    async def _watch_steps(self, timeout_s: float) -> None:
+        """Give the engine up when a step takes longer than any may. Time in which this process itself stood still does
+        not count."""
+        every_s, looks, num_done = min(timeout_s / 4, 1.0), 0, -1
+        while looks * every_s < timeout_s:
+            await asyncio.sleep(every_s)
+            is_same = self.thread.num_done == num_done and not self.thread.is_idle
+            looks, num_done = looks + 1 if is_same else 0, self.thread.num_done
+        why = f"no step has ended for {timeout_s:g} s: what computes hangs (node.step_timeout_s)"
+        log.critical(why)
+        self.thread.give_up(why)
 
     def _tell_failure(self, error: MooncakeError) -> None:
         """From any thread."""

@@ -6,12 +6,13 @@ run or wait, and each of them is told. When that fails too the engine is broken:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mooncake.engine.engine import NO_HOOK, Engine, StepHook, StepOutput
 from mooncake.engine.sequence import Sequence
@@ -27,17 +28,19 @@ not block."""
 
 
 class EngineThread:
-    """Starts at once. ``call``, ``add``, ``listen``, ``drop`` and ``stop`` may be used from any thread."""
+    """Starts at once. ``call``, ``add``, ``listen``, ``drop``, ``give_up`` and ``stop`` may be used from any thread."""
 
     def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
         self.engine = engine
         self.broken: Future[MooncakeError] = Future()  # why nobody can use the engine any more, once that is so
-        self._ending = NodeUnavailable("the engine is stopping")
+        self.is_idle = True  # it waits to be asked for something
+        self.num_done = 0  # steps, and calls
+        self._ending = "the engine is stopping"
         self._hook = hook
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
         self._gate = threading.Lock()  # between asking and stopping
-        self._is_stopping = False
+        self._is_stopping = self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -54,9 +57,9 @@ class EngineThread:
 
         with self._gate:
             if not self._is_stopping:
-                self._calls.put(run)
+                self._calls.put((run, future))
                 return future
-        future.set_exception(self._ending)
+        future.set_exception(NodeUnavailable(self._ending))
         return future
 
     def add(self, sequence: Sequence, on_output: OnOutput) -> None:
@@ -86,28 +89,41 @@ class EngineThread:
 
         return self.call(drop)
 
+    def give_up(self, why: str) -> None:
+        """The step under way will not end: the engine is broken, and whoever waits for it is told so."""
+        with self._gate:
+            self._is_stopping = self._is_given_up = True
+        self._break(why)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, future = self._calls.get_nowait()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(NodeUnavailable(why))
+        self._tell_all()
+
     def stop(self) -> None:
-        """Return once the thread has ended; every sequence still here ends with NodeUnavailable. Idempotent."""
+        """Return once the thread has ended, or was given up; every sequence still here ends with NodeUnavailable.
+        Idempotent."""
         with self._gate:
             self._is_stopping = True
-            self._calls.put(lambda: None)
-        self._thread.join()
+            self._calls.put((lambda: None, Future()))
+        if not self._is_given_up:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
             self._work()
             self._serve_calls(wait=False)
-            self.engine.fail_all(self._ending)
+            self.engine.fail_all(NodeUnavailable(self._ending))
             self._publish([])
         except BaseException as error:  # of the engine's own books: nothing that it says can be trusted
             log.critical("the engine is broken", exc_info=True)
-            self._ending = NodeUnavailable(f"the engine is broken: {type(error).__name__}: {error}")
             with self._gate:
                 self._is_stopping = True
+            self._break(f"the engine is broken: {type(error).__name__}: {error}")
             self._serve_calls(wait=False)
-            self.broken.set_result(self._ending)
-        for request_id in list(self._listeners):
-            self._finish(request_id, self._ending)
+        self._tell_all()
+        self.is_idle = True
 
     def _work(self) -> None:
         is_stuck = False
@@ -116,12 +132,14 @@ class EngineThread:
             is_stuck = not self._step()
 
     def _serve_calls(self, *, wait: bool) -> None:
-        try:
-            self._calls.get(block=wait)()
+        self.is_idle = wait
+        with contextlib.suppress(queue.Empty):
+            call, _ = self._calls.get(block=wait)
+            self.is_idle = False
             while True:
-                self._calls.get_nowait()()
-        except queue.Empty:
-            pass
+                call()
+                self.num_done += 1
+                call, _ = self._calls.get_nowait()
 
     def _step(self) -> bool:
         """False when there is nothing to do until someone asks for something."""
@@ -138,6 +156,7 @@ class EngineThread:
             log.exception("a step failed; its sequences end")
             self.engine.fail_all(_as_ours(error))
         self._publish(outputs)
+        self.num_done += 1
         return not self.engine.is_stalled
 
     def _recover(self, error: KVLoadFailed) -> None:
@@ -162,6 +181,17 @@ class EngineThread:
         for request_id in list(self._listeners):
             if not self.engine.is_open(request_id):
                 self._listeners.pop(request_id, None)
+
+    def _break(self, why: str) -> None:
+        """The first reason counts."""
+        with self._gate:
+            if not self.broken.done():
+                self._ending = why
+                self.broken.set_result(NodeUnavailable(why))
+
+    def _tell_all(self) -> None:
+        for request_id in list(self._listeners):
+            self._finish(request_id, NodeUnavailable(self._ending))
 
     def _finish(self, request_id: str, error: MooncakeError) -> None:
         if listener := self._listeners.pop(request_id, None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -206,6 +206,31 @@ def opener(tls: Tls | None, options: Sequence[tuple[str, Any]]) -> Callable[[str
 def _is_idle(channel: grpc.aio.Channel) -> bool:
     """It has no call."""
     return channel.get_state() is grpc.ChannelConnectivity.IDLE
+
+
+class CleanUps:
+    """What ended calls leave to do. Outside of a call, which may be cancelled at any await."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def drain(self) -> None:
+        """Wait for them."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, MooncakeError):
+            log.info("not everything that a call left was cleaned up: %s", error.message)
+        elif error is not None:
+            log.error("not everything that a call left was cleaned up", exc_info=error)
 
 
 def remaining_s(context: Any, most_s: float) -> float:

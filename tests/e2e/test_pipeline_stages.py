@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from drive import ask, ask_all, status, wait_idle
-from live import small_config
+from live import small_config, stages_of
 from reference import check_greedy
 
 from mooncake.app.local import LocalCluster
@@ -26,13 +25,6 @@ STAGES = ("prefill.pipeline_stages=2", "prefill.chunk_tokens=512", "conductor.ma
 
 def some_tokens(count: int) -> list[int]:
     return [int(token) for token in RNG.integers(1000, 40_000, count)]
-
-
-def stages_of(node: int) -> list[int]:
-    """Whichever of its threads has started them."""
-    tasks = Path(f"/proc/{node}/task").iterdir()
-    children = [pid for task in tasks for pid in map(int, (task / "children").read_text().split())]
-    return [pid for pid in children if "pipeline_stage" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 @pytest.mark.slow

@@ -178,7 +178,8 @@ def test_an_engine_that_cannot_even_fail_says_so_to_everybody(
         pass
     assert isinstance(last, NodeUnavailable)
     broken.add(hash_sequence("late", [1]), waiting)
-    assert waiting.next() is error
+    refused = waiting.next()
+    assert isinstance(refused, NodeUnavailable) and refused.message == error.message
     with pytest.raises(NodeUnavailable, match="the engine is broken"):
         broken.call(lambda engine: None).result(WAIT_S)
     broken.stop()
@@ -253,3 +254,38 @@ def test_stopping_tells_everyone_and_later_calls_are_refused() -> None:
     thread.add(hash_sequence("late", [1], GREEDY), late)
     assert isinstance(late.next(), NodeUnavailable)
     assert thread.engine.block_pool.num_in_use == 0
+
+
+class HangingModel(HashModel):
+    """Computes nothing from its third step on, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_there = threading.Event()
+        self.let_go = threading.Event()
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        if len(self.batches) == 2:
+            self.is_there.set()
+            self.let_go.wait(WAIT_S)
+        return super().forward(batch, cache, hook)
+
+
+def test_a_step_that_hangs_can_be_given_up() -> None:
+    model, inbox = HangingModel(), Inbox()
+    thread = EngineThread(hash_engine(model=model))
+    thread.add(hash_sequence("r", random_prompt(5, 0)), inbox)
+    assert model.is_there.wait(WAIT_S)
+    behind = thread.call(lambda engine: None)
+    thread.give_up("it hangs")
+    assert [inbox.next(), inbox.next()][0].token.index == 0  # type: ignore[union-attr]
+    told = [inbox.next(), thread.broken.result(timeout=WAIT_S)]
+    told += [call.exception(timeout=WAIT_S) for call in (behind, thread.call(lambda engine: None))]  # type: ignore[misc]
+    assert [(type(error), str(error)) for error in told] == 4 * [(NodeUnavailable, "it hangs")]
+    thread.stop()  # does not wait for it
+    assert thread._thread.is_alive()
+    model.let_go.set()
+    thread._thread.join(WAIT_S)
+    assert not thread._thread.is_alive() and thread.engine.block_pool.num_in_use == 0
+    thread.give_up("again")
+    assert str(thread.broken.result()) == "it hangs"

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 from mooncake.app.local import LocalCluster
 from mooncake.config import Config, load_config
@@ -54,3 +55,10 @@ def running_cluster(config: Config) -> Iterator[LocalCluster]:
         with contextlib.suppress(RuntimeError):  # it ended by itself, with an error
             loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+def stages_of(node: int) -> list[int]:
+    """The processes of a pipeline, whichever of the node's threads has started them."""
+    tasks = Path(f"/proc/{node}/task").iterdir()
+    children = [pid for task in tasks for pid in map(int, (task / "children").read_text().split())]
+    return [pid for pid in children if "pipeline_stage" in Path(f"/proc/{pid}/cmdline").read_text()]
