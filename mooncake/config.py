@@ -210,7 +210,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
     ssl_server_name: str = ""  # in its conductor's certificate, where the address is not
     drain_s: float = 25.0  # that requests on a prefill or decode node have to end when it is asked to stop
-    step_timeout_s: float = 300.0  # without the end of a step: what computes it hangs, and the node ends; 0: never
+    step_timeout_s: float = 600.0  # without the end of a step, or a layer: what computes hangs, the node ends; 0: never
     cores: tuple[int, ...] = ()  # that the process may run on; (): all
     nice: int = 0  # by how much it gives way to others on its cores, up to 19
 

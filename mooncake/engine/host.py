@@ -114,7 +114,7 @@ class NodeHook:
     def __init__(self, inner: StepHook, samples: StepSamples, publish: Callable[[], None]) -> None:
         self.admitted = inner.admitted
         self.before_layer = inner.before_layer
-        self.after_layer = inner.after_layer
+        self.num_layers = 0  # that steps have come to
         self._inner = inner
         self._samples = samples
         self._publish = publish
@@ -123,6 +123,10 @@ class NodeHook:
     @property
     def wants_layers(self) -> bool:
         return self._inner.wants_layers
+
+    def after_layer(self, layer: int) -> None:
+        self.num_layers += 1
+        self._inner.after_layer(layer)
 
     def after_piece(self, layer: int, num_tokens: int) -> None:
         if isinstance(self._inner, PieceHook):
@@ -208,9 +212,10 @@ class EngineHost:
         )
         self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
-        self.thread = EngineThread(self.engine, NodeHook(hook, self.samples, self._publish_events))
-        if self.config.node.step_timeout_s:
-            self._watch = asyncio.create_task(self._watch_steps(self.config.node.step_timeout_s), name="watch steps")
+        node_hook = NodeHook(hook, self.samples, self._publish_events)
+        self.thread = EngineThread(self.engine, node_hook)
+        if timeout_s := self.config.node.step_timeout_s:
+            self._watch = asyncio.create_task(self._watch_steps(node_hook, timeout_s), name="watch steps")
         log.info(
             "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
             self._checkpoint.name,
@@ -342,14 +347,14 @@ class EngineHost:
             self._blends,
         )
 
-    async def _watch_steps(self, timeout_s: float) -> None:
-        """Give the engine up when a step takes longer than any may. Time in which this process itself stood still does
-        not count."""
-        every_s, looks, num_done = min(timeout_s / 4, 1.0), 0, -1
+    async def _watch_steps(self, hook: NodeHook, timeout_s: float) -> None:
+        """Give the engine up when a layer of a step takes longer than any step may. Time in which this process itself
+        stood still does not count."""
+        every_s, looks, before = min(timeout_s / 4, 1.0), 0, (-1, -1)
         while looks * every_s < timeout_s:
             await asyncio.sleep(every_s)
-            is_same = self.thread.num_done == num_done and not self.thread.is_idle
-            looks, num_done = looks + 1 if is_same else 0, self.thread.num_done
+            now = self.thread.num_done, hook.num_layers
+            looks, before = looks + 1 if now == before and not self.thread.is_idle else 0, now
         why = f"no step has ended for {timeout_s:g} s: what computes hangs (node.step_timeout_s)"
         log.critical(why)
         self.thread.give_up(why)

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from drive import ask, status, wait_idle
 from live import small_config, stages_of
 from tiny_model import write_tiny_model
 
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
+from mooncake.config import load_config
+from mooncake.engine.engine import NO_HOOK, CausalModel, StepOutput
+from mooncake.engine.host import EngineHost, plan_cache
+from mooncake.errors import MooncakeError
+from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.types import SamplingParams
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, 40).tolist() for seed in range(3)]
 NEW_TOKENS = 8
@@ -52,3 +60,47 @@ async def test_a_node_whose_stage_stands_still_is_started_again(tmp_path: Path) 
         assert cluster.pids and node not in cluster.pids.values(), "another process has taken its place"
         assert not any(os.path.exists(f"/proc/{pid}") for pid in stages)  # noqa: ASYNC240, PTH110
         assert {each.state for each in (await status(channel)).nodes} == {"live"}
+
+
+class Slow:
+    """A model whose layers take long, and whose steps take longer than any may."""
+
+    def __init__(self, model: CausalModel, layer_s: float) -> None:
+        self._model = model
+        self._layer_s = layer_s
+        self.config = model.config
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        for layer in range(4):
+            time.sleep(self._layer_s)
+            hook.after_layer(layer)
+        return self._model.forward(batch, cache, NoHook())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("layer_s", "hangs"), [(0.3, False), (1.5, True)])
+async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float, hangs: bool) -> None:
+    write_tiny_model(tmp_path / "model")
+    settings = [f"model.path={tmp_path / 'model'}", "decode.kv_gb=0.01", "decode.threads=1", "node.step_timeout_s=0.6"]
+    config = load_config(None, settings)
+    checkpoint = open_checkpoint(config.model.path)
+    host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
+    await host.start(NO_HOOK)
+    try:
+        broken = asyncio.create_task(host.wait_broken())
+        await asyncio.sleep(1.0)
+        assert not broken.done(), "it is only idle"
+        host.engine._model = Slow(host.engine._model, layer_s)
+        ended: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        prompt = np.array(PROMPTS[0], np.uint32)
+        sequence = host.sequence("r", prompt, len(prompt), SamplingParams(max_tokens=1, temperature=0.0), "")
+        host.thread.add(sequence, lambda output: loop.call_soon_threadsafe(ended.put_nowait, output) and None)
+        told = await asyncio.wait_for(ended.get(), 30)
+        assert isinstance(told, MooncakeError) == hangs
+        if hangs:
+            assert "no step has ended" in (await asyncio.wait_for(broken, 10)).message
+        assert broken.done() == hangs
+    finally:
+        broken.cancel()
+        await host.stop()
