@@ -74,7 +74,10 @@ class DraftModel:
             return []
         drafted = self._drafted.get(memory) or self._begin(sequence, memory)
         self._drafted.move_to_end(memory)
-        if memory.is_paused(sequence.num_tokens) or not self._make_room(drafted, sequence.num_tokens + count - 1):
+        if memory.is_paused(sequence.num_tokens):
+            return []
+        if not self._make_room(drafted, sequence.num_tokens + count - 1):
+            self._pool.release(self._drafted.pop(memory).table)
             return []
         try:
             return self._write_on(drafted, sequence, count)

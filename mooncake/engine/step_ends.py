@@ -88,6 +88,8 @@ def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampl
         token_ids += entry.sequence.tokens[first + 1 : scored.stop + 1].tolist()
         num_tops += [num_top] * count
         first_row += len(scored)
+    if not found:
+        return
     for sequence, score in zip(found, sampler.score(logits, rows, token_ids, num_tops), strict=True):
         if math.isfinite(score.logprob):
             assert sequence.prompt_logprobs is not None

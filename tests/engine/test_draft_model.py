@@ -127,9 +127,9 @@ class Counting:
         return self._model.forward(batch, cache, hook)
 
 
-def drafter_on(folder: Path, chunk_tokens: int) -> tuple[DraftModel, Counting]:
+def drafter_on(folder: Path, chunk_tokens: int, num_blocks: int = 40) -> tuple[DraftModel, Counting]:
     checkpoint = open_checkpoint(str(folder))
-    size = CacheSize(checkpoint.kv_layout(8, "float32"), 40, 256)
+    size = CacheSize(checkpoint.kv_layout(8, "float32"), num_blocks, 256)
     backend = on_cpu(checkpoint, resolve_precision("float32"), size)
     model = Counting(backend.model)
     return DraftModel(model, backend.cache, 4, 256, chunk_tokens), model
@@ -178,6 +178,9 @@ def test_whoever_was_asked_about_last_stays_when_there_is_no_room(folders: dict[
     model.sizes.clear()
     assert drafter.propose(sequences[-1]) == fresh[-1] and max(model.sizes) == 1
     assert drafter.propose(sequences[0]) == fresh[0] and max(model.sizes) > 90
+    too_long = sequence_of("7", np.random.default_rng(7).integers(3, 320, 250).tolist())
+    tight, _ = drafter_on(folders["twin"], 0, num_blocks=20)
+    assert tight.propose(too_long) == [] and not tight._drafted and tight._pool.num_in_use == 0
     drafter._pool.check()
 
 
