@@ -29,6 +29,7 @@ PROMPTS = [np.random.default_rng(seed).integers(3, 320, 40).tolist() for seed in
 NEW_TOKENS = 8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_node_whose_stage_stands_still_is_started_again(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", initializer_range=0.3)

@@ -220,6 +220,11 @@ def test_a_chain_is_given_up_from_its_end_as_far_as_nobody_needs_it() -> None:
     index.reserve([BlockName(key("new"), key("b"))], "w", 100, 1, 1.0)
     assert given_up(index, "a", "b") == 0, "somebody is writing what comes after it"
 
+    index = make(8)
+    index.reserve([BlockName(key("late"), key("c"))], "w", 100, 1, 1.0)
+    store(index, chain("a", "b", "c"))
+    assert given_up(index, "a", "b", "c") == 3, "what was begun without its parent builds on nothing"
+
 
 def test_a_corrupt_block_goes_at_once_though_it_is_leased() -> None:
     index = make(1)
@@ -266,6 +271,7 @@ class Life(RuleBasedStateMachine):
         self.late: dict[Grant, str] = {}  # quarantined
         self.content: dict[BlockKey, Grant] = {}  # sealed and not seen to leave
         self.leases: dict[int, tuple[float, list[tuple[BlockKey, int]]]] = {}
+        self.parents: dict[BlockKey, bytes] = {}  # that were here when somebody began to write what comes after them
 
     def follow_events(self) -> None:
         for event in self.index.take_events():
@@ -288,13 +294,19 @@ class Life(RuleBasedStateMachine):
             assert any(name.key not in before and name.key not in writing for name in picks)
             self.follow_events()
             return
+        new: list[BlockName] = []
         for name, offer in zip(picks, offers, strict=True):
             assert offer.is_stored == (name.key in before)
             if offer.grant is not None:
                 assert name.key not in before and name.key not in writing
+                self.parents[name.key] = name.parent if name.parent in {*writing, *before} else b""
                 writing.add(name.key)
                 self.open[offer.grant] = (name, writer)
+                new.append(name)
         self.follow_events()
+        for name in new:  # some made room for what comes after them
+            if self.parents[name.key] not in {*writing, *self.content}:
+                self.parents[name.key] = b""
 
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
@@ -349,7 +361,7 @@ class Life(RuleBasedStateMachine):
         gone: list[BlockKey] = []
         for each in reversed(keys):
             if each in self.content:
-                if any(name.parent == each and name.key in here for name in NAMES):
+                if any(self.parents[other] == each for other in here):
                     break
                 if (each, self.content[each].slot) in leased:
                     break
