@@ -146,7 +146,8 @@ async def test_who_waits_for_room_waits_for_a_missing_role_like_everybody_else(
 ) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft", node_wait_s=20.0 if comes_back else 0.1)
     door, node = cluster.core.dispatcher.door, cluster.decode[0].membership
-    guests = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4))) for _ in range(3)]
+    timeout_s = 20.0 if comes_back else 4.0
+    guests = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s))) for _ in range(3)]
     await cluster.eventually(lambda: door.num_waiting == 3)
     node.draining = True  # it goes on with what it has, and takes nobody
     await cluster.eventually(lambda: door.num_waiting == 0)

@@ -189,7 +189,7 @@ def test_a_crowd_s_prefix_is_copied_and_given_up_where_it_was_not_before(ssd: Ss
 def test_copies_from_and_to_a_machine_that_dies_are_forgotten(dies: str) -> None:
     """Slow links, so that copies are surely on their way then."""
     slow = CROWDED.with_machines(nic_gb_per_s=2.0)
-    simulation = Simulation(slow, flash_crowd(800), Run(jitter_s=0.0), [Fault(6.5, dies, 20.0), Fault(40.0, dies, 5.0)])
+    simulation = Simulation(slow, flash_crowd(400), Run(jitter_s=0.0), [Fault(6.5, dies, 20.0), Fault(40.0, dies, 5.0)])
     on_their_way: list[int] = []
     simulation.agenda.at(6.4, lambda: on_their_way.append(len(simulation.copies._moving)))
     simulation.run()
