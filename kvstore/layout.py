@@ -23,7 +23,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.d
 
 def rows(layout: KVLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """A view ``[layer, K|V, head, token, row_bytes]`` of the bytes that begin with a block."""
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.row_bytes)
+    shape = (layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, layout.row_bytes)
     return block[: layout.block_bytes].reshape(shape)
 
 
@@ -51,6 +51,7 @@ class ShardedLayout:
     block_tokens: int
     dtype: str
     tensor_parallel: int = 1
+    num_kinds: int = 2  # as of ``KVLayout``
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
@@ -65,7 +66,15 @@ class ShardedLayout:
         """The layout of a whole model's block, cut up; layers are dealt out as evenly as they divide."""
         cuts = [layout.num_layers * stage // pipeline_parallel for stage in range(pipeline_parallel + 1)]
         stages = tuple(after - before for before, after in pairwise(cuts))
-        return cls(stages, layout.num_kv_heads, layout.head_dim, layout.block_tokens, layout.dtype, tensor_parallel)
+        return cls(
+            stages,
+            layout.num_kv_heads,
+            layout.head_dim,
+            layout.block_tokens,
+            layout.dtype,
+            tensor_parallel,
+            layout.num_kinds,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -94,4 +103,8 @@ class ShardedLayout:
 
     def block(self, rank: int) -> KVLayout:
         """The bytes of this rank's blocks."""
-        return KVLayout(len(self.layers(rank)), len(self.heads(rank)), self.block_tokens, self.head_dim, self.dtype)
+        return self.box(len(self.layers(rank)), len(self.heads(rank)), self.block_tokens)
+
+    def box(self, num_layers: int, num_heads: int, num_tokens: int) -> KVLayout:
+        """So much of it as a block of its own."""
+        return KVLayout(num_layers, num_heads, num_tokens, self.head_dim, self.dtype, num_kinds=self.num_kinds)

@@ -47,7 +47,7 @@ class Converter:
         self._source_at, source_strides = _lies(source, source_first)
         self._target_at, target_strides = _lies(target, target_first)
         types = _NATIVE_TYPES[source.dtype], _NATIVE_TYPES[target.dtype]
-        shape = _Numbers(count[0], 2, count[1], count[2])
+        shape = _Numbers(count[0], source.num_kinds, count[1], count[2])
         self._how = (*types, source.head_dim, shape, source_strides, target_strides)
 
     def __call__(self, source: Bytes, target: Bytes) -> None:
@@ -66,8 +66,8 @@ _Numbers = ctypes.c_int64 * 4
 def _lies(block: KVLayout, first: Place) -> tuple[int, ctypes.Array[ctypes.c_int64]]:
     """Where in a block a box begins, and how far its layers, K and V, and heads are apart: bytes."""
     head = block.block_tokens * block.row_bytes
-    kind = block.num_kv_heads * head
-    return first[0] * 2 * kind + first[1] * head + first[2] * block.row_bytes, _Numbers(2 * kind, kind, head, 0)
+    kind, layer = block.num_kv_heads * head, block.layer_bytes
+    return first[0] * layer + first[1] * head + first[2] * block.row_bytes, _Numbers(layer, kind, head, 0)
 
 
 def _part(first: Place, count: Place) -> tuple[slice, slice, slice, slice]:

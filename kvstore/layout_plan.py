@@ -43,7 +43,7 @@ class Box:
 
     def shape(self, layout: ShardedLayout) -> KVLayout:
         """The box as a block of its own."""
-        return KVLayout(*self.count, layout.head_dim, layout.dtype)
+        return layout.box(*self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def plan(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> Plan
 
     Raises InvalidRequest when the two are not of one model.
     """
-    same = ("num_layers", "num_kv_heads", "head_dim")
+    same = ("num_layers", "num_kv_heads", "head_dim", "num_kinds")
     if any(getattr(source, name) != getattr(target, name) for name in same):
         raise InvalidRequest("KV of different models: layers, heads and dimensions must agree")
     if not 0 <= target_rank < target.num_ranks:
@@ -118,8 +118,7 @@ def _boxes(
     have, wanted = source.layers(rank), target.layers(target_rank)
     shared = range(max(have.start, wanted.start), min(have.stop, wanted.stop))
     first_token, num_tokens = span
-    slim = KVLayout(1, len(heads), num_tokens, source.head_dim, source.dtype)
-    step = max(1, BOX_BYTES // slim.block_bytes)
+    step = max(1, BOX_BYTES // source.box(1, len(heads), num_tokens).block_bytes)
     for first in shared[::step]:
         count = (min(step, shared.stop - first), len(heads), num_tokens)
         at_source = (first - have.start, heads.start - source.heads(rank).start, first_token % source.block_tokens)
@@ -157,7 +156,7 @@ def _cells(block: KVLayout, first: tuple[int, int, int], count: tuple[int, int, 
     exactly this size would store them."""
     row, layer_bytes = block.row_bytes, block.layer_bytes
     for layer in range(first[0], first[0] + count[0]):
-        for kind in range(2):
+        for kind in range(block.num_kinds):
             for head in range(first[1], first[1] + count[1]):
                 token = (kind * block.num_kv_heads + head) * block.block_tokens + first[2]
                 yield layer * layer_bytes + token * row, count[2] * row

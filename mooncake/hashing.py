@@ -44,6 +44,8 @@ def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:
     )
     if layout.inputs_of:
         text += f"|E{','.join(map(str, layout.inputs_of))}"
+    if layout.num_kinds == 1:
+        text += "|K"
     if shard:
         text += f"|{shard}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]

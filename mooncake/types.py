@@ -258,6 +258,7 @@ class KVLayout:
     dtype: str  # "float32" | "bfloat16" | "int8"
     inputs_of: tuple[int, ...] = ()  # layers whose inputs are kept
     layers_an_input: int = 0  # of a block, that each of them takes
+    num_kinds: int = 2  # K and V; 1: keys that are the values, too (multi-head latent attention)
 
     @property
     def itemsize(self) -> int:
@@ -271,7 +272,7 @@ class KVLayout:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's range in one block (K and V together)."""
-        return 2 * self.num_kv_heads * self.block_tokens * self.row_bytes
+        return self.num_kinds * self.num_kv_heads * self.block_tokens * self.row_bytes
 
     @property
     def block_bytes(self) -> int:

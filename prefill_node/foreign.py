@@ -9,7 +9,7 @@ must not know when a prefix is loaded, nor how bytes travel.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.client import StoreClient
 from kvstore.client_types import Lease
@@ -34,12 +34,10 @@ class ForeignLayout:
         """None when the configuration names no other layout. Raises ConfigError for one that cannot be read."""
         if not section.tensor_parallel:
             return None
-        theirs = KVLayout(
-            layout.num_layers,
-            layout.num_kv_heads,
-            section.block_tokens or layout.block_tokens,
-            layout.head_dim,
-            section.dtype or layout.dtype,
+        theirs = replace(
+            layout,
+            block_tokens=section.block_tokens or layout.block_tokens,
+            dtype=section.dtype or layout.dtype,
         )
         source = ShardedLayout.of(theirs, section.tensor_parallel, section.pipeline_parallel)
         how = plan(source, ShardedLayout.of(layout), 0)

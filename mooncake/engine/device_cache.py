@@ -30,7 +30,7 @@ class DeviceCache:
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, num_places: int = 0) -> None:
         dtype = TORCH_DTYPES[layout.dtype]
         row = layout.row_bytes // dtype.itemsize
-        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, row)
+        shape = (layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, row)
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_places = num_places

@@ -355,7 +355,7 @@ class CpuKernels:
         pages = _pages(cache_layer)
         head_dim = pages.head_dim
         tokens, width = qkv.shape
-        num_heads = width // head_dim - 2 * pages.num_kv_heads
+        num_heads = width // head_dim - cache_layer.shape[1] * pages.num_kv_heads
         norms = [None if norm is None else norm.data_ptr() for norm in (query_norm, key_norm)]
         rope = _Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[0], *norms, eps)
         status = self._rope_write_kv(
@@ -479,8 +479,10 @@ def _takes_pages(cache_layer: torch.Tensor, activations: torch.Tensor) -> bool:
 
 
 def _pages(cache_layer: torch.Tensor) -> _Pages:
-    num_blocks, _, num_kv_heads, block_tokens, _ = cache_layer.shape
+    num_blocks, num_kinds, num_kv_heads, block_tokens, _ = cache_layer.shape
     strides = [stride * cache_layer.element_size() for stride in cache_layer.stride()[:3]]
+    if num_kinds == 1:  # values lie where keys do
+        strides[1] = 0
     kind = _PAGE_KINDS[cache_layer.dtype]
     head_dim = reference.head_dim_of(cache_layer)
     return _Pages(cache_layer.data_ptr(), num_blocks, *strides, block_tokens, num_kv_heads, head_dim, kind)

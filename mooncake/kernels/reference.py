@@ -9,7 +9,8 @@ Letters for shapes, here and in every kernel file:
 ``cache_layer`` is one layer of the paged cache, ``[N, 2, Hkv, block_tokens, D]``, usually a strided view. ``slots[t]``
 is ``block_id * block_tokens + offset``. A cache of int8 codes has rows of D codes and the 4 bytes of their float32
 scale, ``[N, 2, Hkv, block_tokens, D + 4]``: a row is quantised once, when it is written, so that whoever shares or
-moves a block has the same bits. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the last of
+moves a block has the same bits. A cache of keys alone, ``[N, 1, Hkv, block_tokens, D]``, has them as values, too: of
+multi-head latent attention, where what is kept of a token is one vector. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the last of
 its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
 """
 
@@ -179,12 +180,13 @@ def head_dim_of(cache_layer: torch.Tensor) -> int:
     return cache_layer.shape[4] - (SCALE_BYTES if cache_layer.dtype is torch.int8 else 0)
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put ``key`` and ``value``, ``[T, Hkv, D]``, where ``slots`` says."""
+def write_kv(key: torch.Tensor, value: torch.Tensor | None, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
+    """Put ``key`` and ``value``, ``[T, Hkv, D]``, where ``slots`` says; no values into a cache of keys alone."""
     block_tokens = cache_layer.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     cache_layer[blocks, 0, :, offsets] = as_page_rows(key, cache_layer.dtype)
-    cache_layer[blocks, 1, :, offsets] = as_page_rows(value, cache_layer.dtype)
+    if value is not None:
+        cache_layer[blocks, 1, :, offsets] = as_page_rows(value, cache_layer.dtype)
 
 
 def as_page_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -216,19 +218,19 @@ def rope_write_kv(
 ) -> torch.Tensor:
     """What lies between the fused projection and attention: norms of query and key heads if given, RoPE, cache write.
 
-    ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads; it may be overwritten.
-    Over a cache of no heads (Hkv = 0) queries are turned and nothing is written.
+    ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads, which are left out over
+    a cache of keys alone; it may be overwritten. Over a cache of no heads (Hkv = 0) queries are turned and nothing is written.
     Returns the queries, ``[T, Hq, D]``, possibly a view of ``qkv``.
     """
-    num_kv_heads, head_dim = cache_layer.shape[2], head_dim_of(cache_layer)
+    num_kinds, num_kv_heads, head_dim = *cache_layer.shape[1:3], head_dim_of(cache_layer)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
+    num_heads = heads.shape[1] - num_kinds * num_kv_heads
     query, key, value = torch.tensor_split(heads, (num_heads, num_heads + num_kv_heads), dim=1)
     if query_norm is not None:
         query = rms_norm(query, query_norm, eps)
     if key_norm is not None:
         key = rms_norm(key, key_norm, eps)
-    write_kv(rope(key, cos, sin, positions), value, cache_layer, slots)
+    write_kv(rope(key, cos, sin, positions), value if num_kinds == 2 else None, cache_layer, slots)
     return rope(query, cos, sin, positions)
 
 
@@ -311,8 +313,9 @@ def _scores(
     they may see; and those tokens' values, ``[Hkv, context, D]``."""
     num_kv_heads = cache_layer.shape[2]
     num_blocks = -(-context // cache_layer.shape[3])
-    pages = from_page_rows(cache_layer[table[:num_blocks].long()])  # [n, 2, Hkv, block_tokens, D]
-    key, value = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [Hkv, context, D] each
+    pages = from_page_rows(cache_layer[table[:num_blocks].long()])  # [n, K|V, Hkv, block_tokens, D]
+    kinds = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
+    key, value = kinds[0], kinds[-1]  # [Hkv, context, D] each
     queries = query.float().reshape(query.shape[0], num_kv_heads, -1, query.shape[2])  # [t, Hkv, G, D]
     scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
     return (softcap * torch.tanh(scores / softcap) if softcap else scores), value

@@ -20,9 +20,9 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 def pages_over(memory: npt.NDArray[np.uint8], layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """``memory``, of exactly so many blocks, as ``[N, layers, 2, Hkv, block_tokens, D]`` of the layout's type."""
+    """``memory``, of exactly so many blocks, as ``[N, layers, K|V, Hkv, block_tokens, D]`` of the layout's type."""
     flat = torch.from_numpy(memory).view(TORCH_DTYPES[layout.dtype])
-    return flat.view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, -1)
+    return flat.view(num_blocks, layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, -1)
 
 
 class SharedMemory:

@@ -82,9 +82,10 @@ def test_whatever_makes_kv_bytes_differ_makes_the_seed_differ() -> None:
         kv_fingerprint("weights", KVLayout(30, 3, 8, 64, "float32")),
         kv_fingerprint("weights", KVLayout(30, 3, 4, 32, "float32")),
         kv_fingerprint("weights", KVLayout(30, 3, 4, 64, "bfloat16")),
+        kv_fingerprint("weights", KVLayout(30, 3, 4, 64, "float32", num_kinds=1)),
     }
-    assert len(prints) == 7
-    assert len({chain_seed(fingerprint) for fingerprint in prints}) == 7
+    assert len(prints) == 8
+    assert len({chain_seed(fingerprint) for fingerprint in prints}) == 8
 
 
 def test_one_tenants_salt_reaches_no_other() -> None:

@@ -170,6 +170,40 @@ def test_attention_is_the_reference(
     torch.testing.assert_close(batch.attend(cpu), batch.attend(reference), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("lengths", [CHUNKS, MIXED], ids=["chunks", "mixed"])
+@PAGES
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 48), (16, 576), (128, 96)])
+def test_keys_alone_are_the_values_too(
+    cpu: CpuKernels, lengths: list[tuple[int, int]], dtype: torch.dtype, group: int, head_dim: int
+) -> None:
+    batch = ragged(lengths, num_kv_heads=1, group=group, head_dim=head_dim, dtype=dtype)
+    batch.cache_layer[:, 1] = batch.cache_layer[:, 0]
+    alone = replace(batch, cache_layer=batch.cache_layer[:, :1])
+    assert torch.equal(alone.attend(cpu), batch.attend(cpu))
+    tolerance = batch.tolerance(cpu) * max(head_dim / 128, 1)  # of longer sums than elsewhere
+    torch.testing.assert_close(alone.attend(cpu), alone.attend(reference), rtol=tolerance, atol=tolerance)
+
+
+@PAGES
+def test_of_keys_alone_no_values_are_written(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_heads, head_dim, positions = 6, 96, torch.arange(40)
+    query_and_key = torch.randn(40, (num_heads + 1) * head_dim)
+    angles = torch.outer(torch.arange(40.0), torch.rand(head_dim // 2))
+    row = reference.as_page_rows(torch.zeros(head_dim), dtype).shape[0]
+    both, alone, defined = (torch.zeros(3, 2, 1, 16, row, dtype=dtype) for _ in range(3))
+    rotation = angles.cos(), angles.sin(), positions
+    with_values = torch.cat([query_and_key, torch.randn(40, head_dim)], 1)
+    expected = cpu.rope_write_kv(with_values, *rotation, both, positions)
+    reference.rope_write_kv(query_and_key.clone(), *rotation, defined[:, :1], positions)
+
+    query = cpu.rope_write_kv(query_and_key.clone(), *rotation, alone[:, :1], positions)
+
+    assert torch.equal(query, expected) and torch.equal(alone[:, 0], both[:, 0])
+    assert not alone[:, 1].any() and not defined[:, 1].any()
+    torch.testing.assert_close(*map(reference.from_page_rows, (alone, defined)), rtol=0.03, atol=0.03)
+
+
 @PAGES
 @pytest.mark.parametrize("window", [1, 9, 64, 400])
 def test_a_window_hides_what_is_older(cpu: CpuKernels, dtype: torch.dtype, window: int) -> None:

@@ -35,14 +35,14 @@ def soon() -> float:
 def layouts(draw: st.DrawFn) -> tuple[ShardedLayout, ShardedLayout]:
     """Two layouts of one model, the second able to hold what the first holds."""
     layers, heads, dim = draw(st.integers(1, 5)), draw(st.integers(1, 8)), draw(st.sampled_from([1, 4, 8]))
-    dtype = draw(st.sampled_from(sorted(WIDER)))
+    dtype, num_kinds = draw(st.sampled_from(sorted(WIDER))), draw(st.sampled_from([2, 1]))
 
     def one(kind: str) -> ShardedLayout:
         cuts = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
         edges = [0, *cuts, layers]
         stages = tuple(after - before for before, after in itertools.pairwise(edges))
         tokens, degree = draw(st.sampled_from([1, 2, 3, 4, 6, 16])), draw(st.integers(1, 12))
-        return ShardedLayout(stages, heads, dim, tokens, kind, degree)
+        return ShardedLayout(stages, heads, dim, tokens, kind, degree, num_kinds)
 
     return one(dtype), one(draw(st.sampled_from(WIDER[dtype])))
 
@@ -102,7 +102,7 @@ def fill(deployment: Deployment, seed: int) -> None:
     layout, tokens = deployment.layout, deployment.layout.block_tokens
     random = np.random.default_rng(seed)
     blocks = deployment.segments[0].num_blocks
-    shape = (layout.num_layers, 2, layout.num_kv_heads, blocks * tokens, layout.head_dim)
+    shape = (layout.num_layers, layout.num_kinds, layout.num_kv_heads, blocks * tokens, layout.head_dim)
     if layout.dtype == "int8":
         values = random.integers(-127, 128, shape).astype(np.int8)
         values[..., 0] = random.choice([-127, 127], shape[:-1])
@@ -235,17 +235,18 @@ def test_narrower_types_lose_what_they_must_and_no_more(transfer):
     st.sampled_from(list(itertools.product(sorted(WIDER), repeat=2))),
     st.tuples(*(st.integers(1, most) for most in (3, 4, 70))),
     st.sampled_from([1, 4, 12, 128]),
+    st.sampled_from([2, 1]),
     st.integers(0, 1 << 32),
 )
 def test_native_code_computes_the_same_bits(
-    pair: tuple[str, str], shape: tuple[int, int, int], dim: int, seed: int
+    pair: tuple[str, str], shape: tuple[int, int, int], dim: int, num_kinds: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     layers, heads, tokens = shape
-    wide = random.standard_normal((layers, 2, heads, tokens, dim)).astype(np.float32)
-    wide *= np.exp2(random.integers(-40, 40, (layers, 2, heads, tokens, 1)))
+    wide = random.standard_normal((layers, num_kinds, heads, tokens, dim)).astype(np.float32)
+    wide *= np.exp2(random.integers(-40, 40, (*wide.shape[:-1], 1)))
     wide[random.random(wide.shape) < 0.1] = 0.0
-    source_form, target_form = (KVLayout(layers, heads, tokens, dim, dtype) for dtype in pair)
+    source_form, target_form = (KVLayout(layers, heads, tokens, dim, dtype, num_kinds=num_kinds) for dtype in pair)
     source = np.zeros(source_form.block_bytes, np.uint8)
     convert(wide.view(np.uint8), rows(source_form, source), "float32", pair[0])
     count = max(1, layers - 1), heads - heads // 2, tokens - tokens // 3

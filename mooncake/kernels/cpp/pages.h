@@ -25,11 +25,13 @@ template <class T> inline float row_scale(const T* row, int head_dim) {
     }
 }
 
-// Strides are bytes. Tokens of a head follow each other.
+// Strides are bytes. Tokens of a head follow each other. Where keys are the values, too, K and V lie 0 bytes apart.
 struct CacheLayer {
     char* base;
     int64_t num_blocks, block_stride, kv_stride, head_stride;
     int32_t block_tokens, num_kv_heads, head_dim, kind;
+
+    bool has_values() const { return kv_stride != 0; }
 
     template <class T> T* row(int64_t block, int64_t offset, int kv, int head) const {
         return (T*)(base + block * block_stride + kv * kv_stride + head * head_stride + offset * row_bytes<T>(head_dim));

@@ -78,7 +78,8 @@ inline int check_positions(const int64_t* positions, int64_t tokens, const Rope&
     return OK;
 }
 
-// `qkv` is [T][Hq + 2 * Hkv][D]; its queries are turned in place, keys and values go to the cache.
+// `qkv` is [T][Hq + 2 * Hkv][D], or [T][Hq + Hkv][D] where keys are the values; its queries are turned in place, keys and values go
+// to the cache.
 template <class T>
 void rope_write_kv(float* qkv, int64_t stride, const Rope& rope, const int64_t* positions, const CacheLayer& cache,
                    const int64_t* slots, int64_t tokens, int num_heads, int threads) {
@@ -93,7 +94,7 @@ void rope_write_kv(float* qkv, int64_t stride, const Rope& rope, const int64_t* 
             rotate(row, cos, sin, row, D);
             if (is_key) put_row(cache.row<T>(block, offset, 0, h - num_heads), row, D);
         }
-        for (int h = 0; h < cache.num_kv_heads; h++, row += D) put_row(cache.row<T>(block, offset, 1, h), row, D);
+        for (int h = 0; h < cache.num_kv_heads && cache.has_values(); h++, row += D) put_row(cache.row<T>(block, offset, 1, h), row, D);
     });
 }
 
