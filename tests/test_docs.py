@@ -1,0 +1,52 @@
+"""What the documents point at is there: files, anchors, and the settings that they name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from mooncake.config import Config
+
+ROOT = Path(__file__).parents[1]
+GUIDES = sorted((ROOT / "deploy/docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "tests/bench").glob("*.md")), *GUIDES]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_that_is_named_exists(name: str) -> None:
+    sections = get_type_hints(Config)
+    named = re.findall(rf"`({'|'.join(sections)})\.([a-z_]+)\b(?!\()", (ROOT / name).read_text())
+    unknown = [f"{section}.{key}" for section, key in named if key not in get_type_hints(sections[section])]
+    assert [key for key in unknown if not key.endswith((".py", ".md"))] == []
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_a_guide_can_be_read_at_one_sitting(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 120
+    assert page.name in (ROOT / "README.md").read_text()
