@@ -1,136 +1,231 @@
-"""The tables of results in README.md and tests/bench/README.md: words of ``tests/bench/result_tables.toml``, figures of
-what was saved.
+"""The tables of results in README.md and tests/bench/RESULTS.md, and their plots: words of
+``tests/bench/result_tables.toml``, figures of what was saved.
 
-    python tests/support/result_tables.py    # writes both anew; a test says when that is to be done
+    python tests/support/result_tables.py    # makes all of them anew; a test says when that is to be done
 
-A place for a figure is one of these, and a format of Python's behind a colon (``{decode_b1_vs_vllm:.1f}``):
-
-    RATIO                              of the file's ratios
-    best[SUBJECT | FIGURE | KEY=VALUE] of its results; or median[…], highest[…]
-    over[SUBJECT / OTHER | FIGURE | …] best over best; or medians[…]
-    gain[RATIO]                        in percent more than 1
-    least[PATTERN …], most[PATTERN …]  of all ratios of such names
-    line[0][KEY][…]                    whatever the file's first line has
-
-A row of several files names each (``{zen4[tcp_read_1MiB_vs_socket]:.2f}``). What no file has saved is typed; a row
-lists such words under ``typed``, so that nobody takes them for more. Targets ("asked 2.0") and sizes are words.
+A row is a figure, a column a machine. What was asked is ``least`` or ``most``, so whether a cell is met is computed.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
+from textwrap import fill
 from typing import Any
 
+from saved_results import RESULTS, Result, filled
+
 FOLDER = Path(__file__).parents[1] / "bench"
-RESULTS = FOLDER / "results"
-PAGES = {"bench": FOLDER / "README.md", "readme": FOLDER.parents[1] / "README.md"}
+PAGES = {"results": FOLDER / "RESULTS.md", "readme": FOLDER.parents[1] / "README.md"}
+AS_THEY_ARE: Any = {"break_long_words": False, "break_on_hyphens": False}
 BEGIN, END = "<!-- made by tests/support/result_tables.py -->\n", "<!-- end -->\n"
 
 
-class _Found(dict[str, Any]):
-    """Looked up when asked for."""
-
-    def __init__(self, look_up: Callable[[str], Any]) -> None:
-        super().__init__()
-        self._look_up = look_up
-
-    def __missing__(self, key: str) -> Any:
-        return self._look_up(key)
+def told() -> dict[str, Any]:
+    return tomllib.loads((FOLDER / "result_tables.toml").read_text())
 
 
-class Result:
-    """One saved file. Raises KeyError for what it does not have."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure on each machine that has it."""
 
-    def __init__(self, file: Path) -> None:
-        self.name = file.name
-        self._lines = [json.loads(line) for line in file.read_text().splitlines()]
-        self._ways: dict[str, object] = {
-            "best": _Found(lambda key: self._figure(key)["best"]),
-            "median": _Found(lambda key: self._figure(key)["median"]),
-            "over": _Found(lambda key: self._over(key, "best")),
-            "medians": _Found(lambda key: self._over(key, "median")),
-            "gain": _Found(lambda key: 100 * (self._lines[0]["ratios"][key] - 1)),
-            "highest": _Found(lambda key: max(self._figure(key)["values"])),
-            "least": _Found(lambda key: min(self._all(key))),
-            "most": _Found(lambda key: max(self._all(key))),
-            "line": self._lines,
-        }
+    figure: str
+    values: Mapping[str, float]
+    least: float | None
+    most: float | None
+    words: str  # in place of limits that can be checked
+    form: str
+    unit: str
 
-    def __getitem__(self, key: str) -> Any:
-        return self._ways[key] if key in self._ways else self._lines[0]["ratios"][key]
+    @property
+    def asked(self) -> str:
+        if self.least is not None and self.least == self.most:
+            return self._with_unit(f"{self.least:,g}", "= ")
+        if self.least is not None:
+            return self._with_unit(f"{self.least:,g}", "≥ ")
+        return self._with_unit(f"{self.most:,g}", "≤ ") if self.most is not None else self.words
 
-    def _figure(self, key: str) -> dict[str, Any]:
-        subject, name, *wanted = key.split(" | ")
-        params = dict(each.split("=") for each in wanted)
-        found = [
-            row
-            for row in self._lines[0]["results"]
-            if (row["subject"], row["name"]) == (subject, name)
-            and all(str(row.get(param)) == value for param, value in params.items())
-        ]
-        if len(found) != 1:
-            raise KeyError(f"{self.name} has {len(found)} figures {key!r}")
-        return found[0]
+    @property
+    def is_asked(self) -> bool:
+        return self.least is not None or self.most is not None
 
-    def _over(self, key: str, which: str) -> float:
-        both, _, rest = key.partition(" | ")
-        ours, theirs = (self._figure(f"{subject} | {rest}")[which] for subject in both.split(" / "))
-        return float(ours / theirs)
+    def meets(self, machine: str) -> bool:
+        value = self.values[machine]
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
-    def _all(self, patterns: str) -> list[float]:
-        ratios: dict[str, float] = self._lines[0]["ratios"]
-        return [ratios[name] for pattern in patterns.split() for name in fnmatch.filter(ratios, pattern)]
+    def missed(self) -> list[str]:
+        return [machine for machine in self.values if not self.meets(machine)]
 
+    def shortfall(self, machine: str) -> float:
+        """By how much of what was asked the machine misses it."""
+        value = self.values[machine]
+        return max((self.least or value) / value, value / (self.most or value))
 
-class _Words(Formatter):
-    def get_value(self, key: int | str, args: object, kwargs: Mapping[str, Any]) -> Any:
-        return kwargs[str(key)]
+    def said(self, machine: str) -> str:
+        return self._with_unit(format(self.values[machine], self.form))
 
+    def cell(self, machine: str) -> str:
+        if machine not in self.values:
+            return "–"
+        if not self.is_asked:
+            return self.said(machine)
+        return f"**{self.said(machine)}**" if self.meets(machine) else f"✗ {self.said(machine)}"
 
-def rows(page: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads((FOLDER / "result_tables.toml").read_text())[page]
-    return found
+    def _with_unit(self, number: str, before: str = "") -> str:
+        return before + number + self.unit
 
 
-def said(row: Mapping[str, Any]) -> str:
-    """The row's words with their figures."""
-    source: Any
-    if "files" in row:
-        source = {name: Result(RESULTS / file) for name, file in row["files"].items()}
-    else:
-        source = Result(RESULTS / row["file"])
-    return _Words().vformat(row["says"], (), source)
+@dataclass(frozen=True, slots=True)
+class Table:
+    section: str
+    title: str
+    about: str
+    files: Mapping[str, str]  # of machines
+    also: Mapping[str, str]  # other files, for words
+    rows: tuple[Row, ...]
+    missed: str  # why what was asked is not there
+    weakness: str  # what nothing asks, or no file holds, and one should know
+    notes: tuple[str, ...]
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+
+    def row(self, figure: str) -> Row:
+        [found] = [row for row in self.rows if row.figure == figure]
+        return found
+
+    def misses(self) -> list[tuple[Row, str]]:
+        return [(row, machine) for row in self.rows for machine in row.missed()]
+
+    def all_files(self) -> set[str]:
+        return {*self.files.values(), *self.also.values()}
 
 
-def table(page: str) -> str:
-    if page == "readme":
-        return "| | |\n|---|---|\n" + "".join(f"| {row['what']} | {said(row)} |\n" for row in rows(page))
-    lines = [f"| `results/{row['file']}` | {row['what']} | {said(row)} |\n" for row in rows(page)]
-    return "| file | what | ratios |\n|---|---|---|\n" + "".join(lines)
+def row_of(words: Mapping[str, Any], files: Mapping[str, str]) -> Row:
+    files = words.get("files", files)
+    values = {
+        machine: Result(RESULTS / file).figure(words["value"])
+        for machine, file in files.items()
+        if machine in words.get("on", files)
+    }
+    return Row(
+        words["figure"], values, words.get("least"), words.get("most"), words.get("asked", ""),
+        words.get("form", ".2f"), words.get("unit", ""),
+    )  # fmt: skip
+
+
+def table_of(words: Mapping[str, Any]) -> Table:
+    also = words.get("also", {})
+    sources: dict[str, Any] = {name: Result(RESULTS / file) for name, file in {**words["files"], **also}.items()}
+    sources |= {f"{name}_file": file for name, file in also.items()}
+    return Table(
+        words["section"], words["title"], words["about"], words["files"], also,
+        tuple(row_of(row, words["files"]) for row in words["rows"]),
+        filled(words.get("missed", ""), sources),
+        filled(words.get("weakness", ""), sources),
+        tuple(filled(note, sources) for note in words.get("notes", ())),
+    )  # fmt: skip
+
+
+def tables() -> list[Table]:
+    return [table_of(each) for each in told()["table"]]
+
+
+def lines_of(header: list[str], rows: Iterator[list[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, ["---"] * len(header), *rows])
+
+
+def wrapped(text: str, before: str = "") -> str:
+    return fill(text, 112, initial_indent=before, subsequent_indent=" " * len(before), **AS_THEY_ARE) + "\n"
+
+
+def table_text(table: Table, names: Mapping[str, str]) -> str:
+    """The table under its heading, with what is to be known of it and its files."""
+    machines = [machine for machine in names if machine in table.files]
+    header = ["", "asked", *(names[machine] for machine in machines)]
+    body = lines_of(header, ([row.figure, row.asked, *map(row.cell, machines)] for row in table.rows))
+    whys = [f"✗ {why[0].upper()}{why[1:].rstrip('.')}." for why in (table.missed, table.weakness) if why]
+    files = "Files: " + ", ".join(f"`{file}`" for file in sorted(table.all_files()))
+    notes = "".join(wrapped(note, "- ") for note in [*whys, *table.notes, files])
+    return f"### {table.title}\n\n{wrapped(table.about)}\n{body}\n{notes}"
+
+
+def summary(found: list[Table], names: Mapping[str, str]) -> str:
+    """What was asked, where it is met, and what is farthest from it."""
+
+    def met(table: Table, machine: str) -> str:
+        asked = [row for row in table.rows if row.is_asked and machine in row.values]
+        num_met = sum(row.meets(machine) for row in asked)
+        return f"{'' if num_met == len(asked) else '✗ '}{num_met} of {len(asked)}" if asked else ""
+
+    def line(table: Table) -> list[str]:
+        asked = dict.fromkeys(row.asked for row in table.rows if row.is_asked)
+        cells = [met(table, machine) for machine in names]
+        return [f"[{table.title}](#{table.anchor})", ", ".join(asked), *cells, farthest(table, names)]
+
+    asking = [table for table in found if table.weakness or any(row.is_asked for row in table.rows)]
+    header = ["figures that are as asked", "asked", *names.values(), "farthest from what is asked"]
+    return lines_of(header, map(line, asking))
+
+
+def farthest(table: Table, names: Mapping[str, str]) -> str:
+    if not table.misses():
+        return f"✗ {table.weakness}" if table.weakness else ""
+    row, machine = max(table.misses(), key=lambda miss: miss[0].shortfall(miss[1]))
+    return f"{row.figure}: {row.said(machine)}, {names[machine]} (asked {row.asked})"
+
+
+def results_page() -> str:
+    found, words = tables(), told()
+    text = "## Summary\n\n" + summary(found, words["machines"])
+    for section in dict.fromkeys(table.section for table in found):
+        plots = "".join(
+            f"\n![{plot['title']}](plots/{plot['file']})\n" for plot in words["plot"] if plot["section"] == section
+        )
+        parts = [table_text(table, words["machines"]) for table in found if table.section == section]
+        text += f"\n## {section}\n{plots}\n" + "\n".join(parts)
+    return text
+
+
+def readme_table() -> str:
+    words = told()
+    by_title = {table.title: table for table in tables()}
+    names = {machine: name for machine, name in words["machines"].items() if machine != "emulated"}
+    chosen = [
+        (by_title[each["table"]].row(figure), short)
+        for each in words["readme"]
+        for figure, short in each["figures"].items()
+    ]
+    return lines_of(
+        ["", "asked", *names.values()], ([short, row.asked, *map(row.cell, names)] for row, short in chosen)
+    )
 
 
 def whole(page: str) -> str:
-    """The page with its table made anew."""
+    """The page with what is generated made anew."""
     before, rest = PAGES[page].read_text().split(BEGIN)
-    return before + BEGIN + table(page) + END + rest.split(END)[1]
+    made = readme_table() if page == "readme" else results_page()
+    return before + BEGIN + made + END + rest.split(END)[1]
 
 
-def typed_figures(row: Mapping[str, Any]) -> list[str]:
-    """Fractions in a row's words that are neither a file's, nor a target, nor listed as typed."""
-    words = re.sub(r"\{[^{}]*\}", "", row["says"])
-    words = re.sub(r"\basked [^:;)]*", "", words)
-    for phrase in row.get("typed", ()):
-        assert phrase in words, f"{phrase!r} is not in the row"
+def typed_figures(table: Mapping[str, Any]) -> list[str]:
+    """Fractions in a table's words that are neither a file's nor listed as typed."""
+    words = re.sub(
+        r"\{[^{}]*\}", "", " ".join([table.get("missed", ""), table.get("weakness", ""), *table.get("notes", ())])
+    )
+    for phrase in table.get("typed", ()):
+        assert phrase in words, f"{phrase!r} is not in the table's words"
         words = words.replace(phrase, "")
     return re.findall(r"\d+\.\d+", words)
 
 
 if __name__ == "__main__":
+    from result_plots import draw_all
+
     for name, path in PAGES.items():
         path.write_text(whole(name))
+    draw_all(told()["plot"], tables(), told()["machines"])
