@@ -22,7 +22,13 @@ from types import MappingProxyType
 import xxhash
 
 from mooncake.errors import ConfigError, ModelError
-from mooncake.families import OTHER_FAMILIES, published_name, read_config, weight_shapes_of
+from mooncake.families import (
+    OTHER_FAMILIES,
+    published_name,
+    read_config,
+    weight_shapes_of,
+    without_guessing_layers,
+)
 from mooncake.family import unsupported
 from mooncake.gguf_config import GGUF_FAMILIES, hf_name, read_gguf_config
 from mooncake.gguf_file import GGUFFile
@@ -87,7 +93,14 @@ class Checkpoint(ABC):
     def kv_layout(self, block_tokens: int, dtype: str, keep_hidden: tuple[int, ...] = ()) -> KVLayout:
         """Of blocks that keep the inputs of those layers, too. Raises ConfigError for layers that have none to keep."""
         config = self.config
-        plain = KVLayout(len(config.kv_owners), config.num_kv_heads, block_tokens, config.head_dim, dtype)
+        plain = KVLayout(
+            len(config.kv_owners),
+            config.num_kv_heads,
+            block_tokens,
+            config.head_dim,
+            dtype,
+            num_kinds=config.kv_kinds,
+        )
         if not keep_hidden:
             return plain
         if config.kv_sources:
@@ -267,6 +280,7 @@ def _hf_config(
         refuse_sharing(settings)
         config = read_config(family, settings, bos_id, eos_ids, shapes)
         named = {published_name(family, name): shape for name, shape in shapes.items()}
+        named = without_guessing_layers(config, settings, named)
         _check_shapes(config, named, str(Path(settings.source).parent), spare)
         return config
     if not isinstance(family, str) or family not in FAMILIES:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
-from mooncake.model_config import ModelConfig, Settings
+from mooncake.latent_families import LATENT_FAMILIES
+from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
 
@@ -43,9 +44,20 @@ def weight_shapes_of(config: ModelConfig) -> Shapes:
     family = OTHER_FAMILIES[config.architecture]
     shapes = dict(family.top_shapes(config))
     layer = family.layer_shapes(config)
+    first = family.first_shapes(config) if family.first_shapes else layer
     for number in range(config.num_layers):
-        shapes |= {f"{family.layers_at}.{number}.{name}": shape for name, shape in layer.items()}
+        is_first = config.routing is not None and number < config.routing.num_dense_layers
+        own = first if is_first else layer
+        shapes |= {f"{family.layers_at}.{number}.{name}": shape for name, shape in own.items()}
     return shapes
+
+
+def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Shapes) -> Shapes:
+    """What is published behind the last layer, to guess further tokens (DeepSeek-V3 2024, section 2.2), is left out."""
+    at, last = OTHER_FAMILIES[config.architecture].layers_at, config.num_layers
+    count = settings.integer("num_nextn_predict_layers", settings.integer("num_mtp_layers", 0))
+    behind = tuple(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS)))
+    return {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
 
 
 def published_name(architecture: str, name: str) -> str:
@@ -264,4 +276,5 @@ OTHER_FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
     **GATED_FAMILIES,
+    **LATENT_FAMILIES,
 }

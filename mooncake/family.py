@@ -27,13 +27,15 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``prefix``: what some publishers leave out in front of every weight's name."""
+    """``prefix``: what some publishers leave out in front of every weight's name. ``first_shapes``: of the dense layers
+    before those of a ``Routing``."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
     layers_at: str
     top_shapes: Callable[[ModelConfig], Shapes]
     prefix: str = ""
+    first_shapes: Callable[[ModelConfig], Shapes] | None = None
 
 
 def activation(settings: Settings, key: str, default: str) -> str:
@@ -54,3 +56,17 @@ def norm_shapes(name: str, width: int) -> Shapes:
 def head_shapes(name: str, config: ModelConfig) -> Shapes:
     """None, where the embeddings are the head."""
     return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
+
+
+def gated_shapes(name: str, hidden: int, inner: int) -> Shapes:
+    return {
+        f"{name}.gate_proj.weight": (inner, hidden),
+        f"{name}.up_proj.weight": (inner, hidden),
+        f"{name}.down_proj.weight": (hidden, inner),
+    }
+
+
+def llama_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = {"model.norm.weight": (config.hidden_size,)}
+    return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.family import Family, Shapes, activation, head_shapes
+from mooncake.family import Family, Shapes, activation, gated_shapes, llama_top
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
@@ -101,7 +101,7 @@ def _gemma_layer(config: ModelConfig) -> Shapes:
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return {
         **_attention(config),
-        **_gated("mlp", hidden, config.intermediate_size),
+        **gated_shapes("mlp", hidden, config.intermediate_size),
         **{f"{n}.weight": (hidden,) for n in names},
     }
 
@@ -200,7 +200,7 @@ def _read_dense(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
 
 
 def _dense_layer(config: ModelConfig) -> Shapes:
-    return _attention(config) | _gated("mlp", config.hidden_size, config.intermediate_size)
+    return _attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
 # Parts of several
@@ -241,25 +241,11 @@ def _attention(config: ModelConfig) -> Shapes:
     }
 
 
-def _gated(name: str, hidden: int, inner: int) -> Shapes:
-    return {
-        f"{name}.gate_proj.weight": (inner, hidden),
-        f"{name}.up_proj.weight": (inner, hidden),
-        f"{name}.down_proj.weight": (hidden, inner),
-    }
-
-
-def _llama_top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    norm = {"model.norm.weight": (config.hidden_size,)}
-    return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
-
-
 GATED_FAMILIES: dict[str, Family] = {
-    "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", _llama_top),
-    "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", _llama_top),
-    "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", _llama_top),
-    "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", _llama_top),
-    "granite": Family(_read_granite, _granite_layer, "model.layers", _llama_top),
-    "olmo2": Family(_read_dense, _olmo2_layer, "model.layers", _llama_top),
+    "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", llama_top),
+    "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
+    "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", llama_top),
+    "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", llama_top),
+    "granite": Family(_read_granite, _granite_layer, "model.layers", llama_top),
+    "olmo2": Family(_read_dense, _olmo2_layer, "model.layers", llama_top),
 }

@@ -13,6 +13,35 @@ MAX_POSITIONS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): the keys and values of all heads are made of one
+    vector of ``rank`` elements a token; a key of ``rope_dim`` elements beside it, which all heads share, has the
+    positions.
+
+    Both together are what is kept, as the one key of a token, which is its value, too, of ``ModelConfig.head_dim``.
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int  # of each head's query and key, what knows no positions
+    value_dim: int  # of each head
+    query_rank: int = 0  # queries are made of a vector of so many elements; 0: of the hidden state
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Mixtures as DeepSeek has them (DeepSeek-V3 2024, section 2.1.2)."""
+
+    num_dense_layers: int  # the first ones, whose MLPs are ``ModelConfig.intermediate_size`` wide
+    expert_size: int  # width of an expert
+    shared_size: int  # of what all tokens use beside theirs
+    scoring: str  # "softmax", or "sigmoid" with a bias that only chooses
+    factor: float  # of the experts' sum
+    num_groups: int = 1  # experts come in so many groups,
+    top_groups: int = 1  # of which a token uses those of so many
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder. Differences within the Llama family are fields, not code; others add theirs at the end.
 
@@ -53,10 +82,17 @@ class ModelConfig:
     residual_factor: float = 1.0  # of what attention and MLP of each layer add,
     logit_divisor: float = 1.0  # and of logits
     kv_sources: tuple[int, ...] = ()  # whose KV each layer attends to: an earlier layer's or its own; (): own
+    latent: LatentAttention | None = None
+    routing: Routing | None = None  # None: of Qwen3's and Mixtral's kind, in every layer
 
     @property
     def softmax_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def kv_kinds(self) -> int:
+        """Rows that the cache keeps of a token and head: a key and a value, or one that is both."""
+        return 1 if self.latent else 2
 
     @property
     def kv_owners(self) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def yarn_scaling(
         "original_max_position_embeddings": trained_len,
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,
-        "attention_factor": _sharpness(factor) if attention_factor is None else attention_factor,
+        "attention_factor": yarn_sharpness(factor) if attention_factor is None else attention_factor,
     }
     return {name: _checked(source, "yarn", name, value) for name, value in numbers.items()} | {"truncate": truncate}
 
@@ -114,11 +114,11 @@ def yarn_scaling(
 def _yarn_attention_factor(rope: Settings, factor: float) -> float:
     mscale, of_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if mscale and of_all:
-        return _sharpness(factor, mscale) / _sharpness(factor, of_all)
-    return _sharpness(factor)
+        return yarn_sharpness(factor, mscale) / yarn_sharpness(factor, of_all)
+    return yarn_sharpness(factor)
 
 
-def _sharpness(factor: float, mscale: float = 1.0) -> float:
+def yarn_sharpness(factor: float, mscale: float = 1.0) -> float:
     """YaRN's sqrt(1 / t) for contexts so many times as long (its section 3.4)."""
     return 1.0 if not factor > 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -172,8 +172,8 @@ def on_cpu(
         prefault_in_background(cache.memory)
     if context_ranks == 1:
         return Backend(model, cache, mirror=cache)
-    if adapters or precision.key_scales or can_blend:
-        raise ModelError("context parallelism goes without adapters, model.key_scales and blending")
+    if adapters or precision.key_scales or can_blend or checkpoint.config.latent:
+        raise ModelError("context parallelism goes without adapters, model.key_scales, blending and latent attention")
     from mooncake.model.context_parallel import ContextParallelModel, Setup
 
     setup = Setup(
@@ -202,6 +202,8 @@ def on_gpu(
         from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
     except ImportError as error:
         raise ConfigError(f"device {device!r} needs Triton: {error}") from None
+    if checkpoint.config.latent:
+        raise ModelError(f"{checkpoint.name} has latent attention, whose heads are wider than the kernels of GPUs take")
     if not INTERPRETED and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
 

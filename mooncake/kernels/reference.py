@@ -10,8 +10,9 @@ Letters for shapes, here and in every kernel file:
 is ``block_id * block_tokens + offset``. A cache of int8 codes has rows of D codes and the 4 bytes of their float32
 scale, ``[N, 2, Hkv, block_tokens, D + 4]``: a row is quantised once, when it is written, so that whoever shares or
 moves a block has the same bits. A cache of keys alone, ``[N, 1, Hkv, block_tokens, D]``, has them as values, too: of
-multi-head latent attention, where what is kept of a token is one vector. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the last of
-its ``context_lens[b]`` tokens. Sums are float32 whatever the inputs are. Nothing here knows about models.
+multi-head latent attention, where what is kept of a token is one vector. Tokens of sequence b are
+``query_starts[b] ≤ t < query_starts[b + 1]``: the last of its ``context_lens[b]`` tokens. Sums are float32 whatever the
+inputs are. Nothing here knows about models.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ def rope_write_kv(
     """What lies between the fused projection and attention: norms of query and key heads if given, RoPE, cache write.
 
     ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads, which are left out over
-    a cache of keys alone; it may be overwritten. Over a cache of no heads (Hkv = 0) queries are turned and nothing is written.
+    a cache of keys alone; it may be overwritten. Over a cache of no heads (Hkv = 0) queries are turned and nothing is
+    written.
     Returns the queries, ``[T, Hq, D]``, possibly a view of ``qkv``.
     """
     num_kinds, num_kv_heads, head_dim = *cache_layer.shape[1:3], head_dim_of(cache_layer)

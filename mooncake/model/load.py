@@ -11,6 +11,7 @@ from mooncake.kernels import Kernels
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
+from mooncake.model.deepseek import DeepSeek
 from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Gpt2, GptNeoX, Opt, StarCoder2
@@ -32,6 +33,9 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "mixtral": MixtureOfExperts,
     "granite": Granite,
     "olmo2": Olmo2,
+    "deepseek_v2": DeepSeek,
+    "deepseek_v3": DeepSeek,
+    "kimi_k2": DeepSeek,
 }
 
 

@@ -1,7 +1,4 @@
-"""Mixtures of experts over a paged cache, Qwen3's and Mixtral: a token uses a few of each MLP's experts.
-
-A step computes each expert once, for the tokens that chose it.
-"""
+"""Mixtures of experts over a paged cache, Qwen3's and Mixtral: a token uses a few of each MLP's experts."""
 
 from __future__ import annotations
 
@@ -10,9 +7,31 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.gated_families import EXPERT_NAMES
-from mooncake.kernels import Linear
+from mooncake.kernels import Kernels, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Those of one layer, by their numbers."""
+
+    gate_up: list[Linear]
+    down: list[Linear]
+
+    def mix(self, normed: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        """What the experts ``chosen`` make of each token ``[T, hidden]``, times their ``weights``; both are ``[T, k]``.
+
+        Each expert is computed once, for the tokens that chose it, and a token's sum is in the order of their numbers,
+        so that batches do not change it.
+        """
+        mixed = torch.zeros_like(normed)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, choice = torch.where(chosen == expert)
+            inner = kernels.silu_mul(self.gate_up[expert](normed[tokens]))
+            part = self.down[expert](inner) * weights[tokens, choice, None].to(normed.dtype)
+            mixed.index_add_(0, tokens, part.to(mixed.dtype))
+        return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +43,7 @@ class _Layer:
     output: Linear
     mlp_norm: torch.Tensor
     router: Linear
-    gate_up: list[Linear]  # one an expert
-    down: list[Linear]
+    experts: Experts
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
@@ -40,8 +58,10 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
             self.linear(prefix + names.router),
-            [self.linear(expert + names.gate, expert + names.up) for expert in experts],
-            [self.linear(expert + names.down) for expert in experts],
+            Experts(
+                [self.linear(expert + names.gate, expert + names.up) for expert in experts],
+                [self.linear(expert + names.down) for expert in experts],
+            ),
         )
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
@@ -52,15 +72,8 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         return hidden + self._mixture(layer, self._norm(hidden, layer.mlp_norm))
 
     def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        """Sum over each token's experts, in the order of the experts' numbers, so that batches do not change it."""
         shares = layer.router(normed).float().softmax(-1)
-        chosen, experts = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
+        weights, chosen = shares.topk(self.config.experts_per_token, dim=-1)
         if self.config.norm_expert_weights:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        mixed = torch.zeros_like(normed)
-        for expert in sorted(set(experts.flatten().tolist())):
-            tokens, choice = torch.where(experts == expert)
-            inner = self.kernels.silu_mul(layer.gate_up[expert](normed[tokens]))
-            part = layer.down[expert](inner) * chosen[tokens, choice, None].to(normed.dtype)
-            mixed.index_add_(0, tokens, part.to(mixed.dtype))
-        return mixed
+            weights = weights / weights.sum(-1, keepdim=True)
+        return layer.experts.mix(normed, chosen, weights, self.kernels)

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 MAX_CACHED_BYTES = 8 << 30  # of all models together; the one used longest ago goes first
 _STALE_PART_S = 3600  # a file still being written after this long belongs to nobody
 
+# What decides between nearly equal scores is float32 in models of any type.
+_KEPT_WIDE = ".e_score_correction_bias"
+
 # GGUF files of these families hold the rows of q and k in the order of interleaved rotary pairs.
 _INTERLEAVED = ("llama", "mistral")
 
@@ -79,7 +82,9 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
                 raise ModelError(f"{shard.path} has the weight {name}, which nothing in its configuration asks for")
 
     def make(name: str) -> torch.Tensor:
-        return dequantised(coded[name], stored, dtype) if name in coded else stored[name].to(dtype)
+        if name in coded:
+            return dequantised(coded[name], stored, dtype)
+        return stored[name].to(torch.float32 if name.endswith(_KEPT_WIDE) else dtype)
 
     def own_codes(name: str) -> Codes | None:
         weight = coded.get(name)

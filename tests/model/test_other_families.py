@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -36,6 +40,7 @@ from transformers import (
 )
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.backend import CacheSize, Processes, open_backend
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
@@ -43,6 +48,8 @@ from mooncake.errors import ModelError
 from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
+from mooncake.model.weights import load_weights
+from mooncake.precision import resolve_precision
 from mooncake.types import SamplingParams
 
 VOCAB = 97
@@ -50,6 +57,21 @@ NEW_TOKENS = 12
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 EVEN = {"vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, **IDS}
 GATED = {**EVEN, "intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+
+LATENT = {
+    **{**EVEN, "num_hidden_layers": 4},
+    **{"intermediate_size": 160, "moe_intermediate_size": 48, "num_experts_per_tok": 3, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24},
+    **{"v_head_dim": 20, "max_position_embeddings": 512, "initializer_range": 0.2},
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: GPT2LMHeadModel(
@@ -158,6 +180,34 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**GATED, num_local_experts=6, num_experts_per_tok=2, sliding_window=20, initializer_range=0.2)
     ),
+    "deepseek-v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=6)),
+    "deepseek-v2-in-groups": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **LATENT,
+            q_lora_rank=24,
+            n_routed_experts=8,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=3.0,
+            rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        )
+    ),
+    "deepseek-v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=24,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        )
+    ),
+    "moonlight": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **LATENT, q_lora_rank=None, n_routed_experts=6, n_group=1, topk_group=1, routed_scaling_factor=2.446
+        )
+    ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -185,7 +235,8 @@ class Published:
         torch.manual_seed(7)
         self.theirs = FAMILIES[family]().eval()
         with torch.no_grad():  # published models have neither zero biases nor all-one norms
-            for parameter in self.theirs.parameters():
+            biases = [b for name, b in self.theirs.named_buffers() if name.endswith("e_score_correction_bias")]
+            for parameter in (*self.theirs.parameters(), *biases):
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
         self.theirs.save_pretrained(folder)
@@ -274,6 +325,50 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         open_checkpoint(str(tmp_path))
 
 
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published = Published("deepseek-v3", tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    guessing = {"model.layers.4.eh_proj.weight": torch.ones(96, 192), "model.layers.4.enorm.weight": torch.ones(96)}
+    save_file(load_file(file) | guessing, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}))
+    with pytest.raises(ModelError, match=r"model\.layers\.4\.\w+\.weight, which nothing"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+    checkpoint = Published("deepseek-v3", tmp_path).checkpoint
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    exact, rounded = (load_weights(checkpoint, dtype)[bias] for dtype in ("float32", "bfloat16"))
+    assert exact.any() and torch.equal(exact, rounded)
+
+
+def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
+    layout = Published("deepseek-v3", tmp_path).checkpoint.kv_layout(16, "bfloat16")
+    assert layout.block_bytes == 4 * 16 * (48 + 16) * 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "sentence"),
+    [
+        (Processes(context=2), "cpu", "latent attention"),
+        (Processes(stages=2), "cpu", "stages are for the Llama family"),
+        (Processes(tensor=2), "cpu", "tensor parallelism is for the Llama family"),
+        (Processes(), "cuda", "has latent attention"),
+    ],
+)
+def test_latent_attention_is_refused_where_it_is_not_computed(
+    processes: Processes, device: str, sentence: str, tmp_path: Path
+) -> None:
+    checkpoint = Published("deepseek-v3", tmp_path).checkpoint
+    size = CacheSize(checkpoint.kv_layout(16, "float32"), 20, 256)
+    with pytest.raises(ModelError, match=sentence):
+        open_backend(checkpoint, resolve_precision("float32"), size, device, processes)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "sentence"),
     [
@@ -292,6 +387,15 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("gemma3", {"layer_types": ["full_attention"]}, "each of the 3 layers"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "only some layers experts"),
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "chooses experts by 'noaux_tc'"),
+        ("deepseek-v3", {"n_group": 3}, "cannot be chosen from 2 of 3 groups"),
+        ("deepseek-v3", {"num_experts_per_tok": 5}, "cannot be chosen"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "only 'sigmoid'"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek-v3", {"attention_bias": True}, "asks for attention_bias"),
+        ("deepseek-v3", {"kv_lora_rank": 40}, "kv_a_proj_with_mqa.weight has the shape"),
+        ("moonlight", {"moe_layer_freq": 2}, "only some layers experts"),
         ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.gate.weight has the shape"),
         ("mixtral", {"hidden_act": "gelu"}, "other than silu"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),

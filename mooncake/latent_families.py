@@ -1,0 +1,153 @@
+"""Families with multi-head latent attention: DeepSeek-V2 and -V3 (R1, Moonlight and Kimi K2 are V3). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.family import Family, Shapes, activation, gated_shapes, llama_top
+from mooncake.model_config import LatentAttention, ModelConfig, Routing, Settings
+from mooncake.rope_settings import Rope, read_rope, yarn_sharpness
+
+
+def _read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    if activation(settings, "hidden_act", "silu") != "silu":
+        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    latent = LatentAttention(
+        rank=_size(settings, "kv_lora_rank", 512),
+        rope_dim=_size(settings, "qk_rope_head_dim", 64),
+        nope_dim=_size(settings, "qk_nope_head_dim", 128),
+        value_dim=_size(settings, "v_head_dim", 128),
+        query_rank=settings.integer("q_lora_rank", 0),
+    )
+    rope = read_rope(settings, latent.rope_dim)
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": settings.integer("hidden_size"),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": settings.integer("num_attention_heads"),
+        "num_kv_heads": 1,
+        "head_dim": latent.rank + latent.rope_dim,
+        "rotary_dim": latent.rope_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
+        "attention_scale": _attention_scale(settings, latent, rope),
+        "latent": latent,
+        "num_experts": settings.integer("n_routed_experts"),
+        "experts_per_token": settings.integer("num_experts_per_tok"),
+    }
+
+
+def _size(settings: Settings, key: str, default: int) -> int:
+    """Rows of the cache are halves that turn against each other, so of each part there are two."""
+    size = settings.integer(key, default)
+    if size < 2 or size % 2:
+        raise ModelError(f"{settings.source}: {key} must be even and positive, got {size}")
+    return size
+
+
+def _attention_scale(settings: Settings, latent: LatentAttention, rope: Rope) -> float:
+    """YaRN sharpens the part without positions here, too, so by the scale and not by the rotations alone."""
+    scale = float((latent.nope_dim + latent.rope_dim) ** -0.5)
+    if rope.scaling is None:
+        return scale
+    given = settings.get("rope_parameters") or settings.get("rope_scaling")
+    parameters = Settings(given if isinstance(given, dict) else {}, settings.source)
+    of_all = parameters.number("mscale_all_dim", 0.0)
+    return scale * yarn_sharpness(parameters.number("factor", 1.0), of_all) ** 2 if of_all else scale
+
+
+def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    method = settings.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"{settings.source} chooses experts by {method!r}, which is not supported for this family")
+    if settings.flag("norm_topk_prob", False):
+        raise ModelError(f"{settings.source} asks for norm_topk_prob, which is not supported for this family")
+    return {
+        **_read_deepseek(settings, shapes),
+        "routing": _routing(settings, "softmax", factor=1.0, is_grouped=method != "greedy"),
+    }
+
+
+def _read_deepseek_v3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if (value := settings.get(key) or only) != only:
+            raise ModelError(f"{settings.source} asks for {key} {value!r}; only {only!r} is supported for this family")
+    if not settings.flag("rope_interleave", True):
+        raise ModelError(f"{settings.source} has halves of heads that turn (rope_interleave), which is not supported")
+    return {
+        **_read_deepseek(settings, shapes),
+        "norm_expert_weights": settings.flag("norm_topk_prob", True),
+        "routing": _routing(settings, "sigmoid", factor=2.5, is_grouped=True),
+    }
+
+
+def _routing(settings: Settings, scoring: str, factor: float, is_grouped: bool) -> Routing:
+    if settings.integer("moe_layer_freq", 1) != 1:
+        raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
+    expert_size, num_experts = settings.integer("moe_intermediate_size"), settings.integer("n_routed_experts")
+    groups, top = (settings.integer(key, 1) if is_grouped else 1 for key in ("n_group", "topk_group"))
+    in_groups = num_experts // max(groups, 1)
+    if not 1 <= top <= groups or num_experts % groups or settings.integer("num_experts_per_tok") > top * in_groups:
+        raise ModelError(f"{settings.source}: {num_experts} experts cannot be chosen from {top} of {groups} groups")
+    return Routing(
+        num_dense_layers=settings.integer("first_k_dense_replace", 0),
+        expert_size=expert_size,
+        shared_size=expert_size * settings.integer("n_shared_experts", 0),
+        scoring=scoring,
+        factor=settings.number("routed_scaling_factor", factor),
+        num_groups=groups,
+        top_groups=top,
+    )
+
+
+def _attention(config: ModelConfig) -> Shapes:
+    latent, hidden = config.latent, config.hidden_size
+    assert latent is not None
+    queries = config.num_heads * (latent.nope_dim + latent.rope_dim)
+    if latent.query_rank:
+        query: Shapes = {
+            "self_attn.q_a_proj.weight": (latent.query_rank, hidden),
+            "self_attn.q_a_layernorm.weight": (latent.query_rank,),
+            "self_attn.q_b_proj.weight": (queries, latent.query_rank),
+        }
+    else:
+        query = {"self_attn.q_proj.weight": (queries, hidden)}
+    return {
+        **query,
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.rank + latent.rope_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.rank,),
+        "self_attn.kv_b_proj.weight": (config.num_heads * (latent.nope_dim + latent.value_dim), latent.rank),
+        "self_attn.o_proj.weight": (hidden, config.num_heads * latent.value_dim),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def _first_layer(config: ModelConfig) -> Shapes:
+    return _attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+
+
+def _layer(config: ModelConfig) -> Shapes:
+    routing, hidden = config.routing, config.hidden_size
+    assert routing is not None
+    layer = _attention(config) | {"mlp.gate.weight": (config.num_experts, hidden)}
+    if routing.scoring == "sigmoid":
+        layer["mlp.gate.e_score_correction_bias"] = (config.num_experts,)
+    for expert in range(config.num_experts):
+        layer |= gated_shapes(f"mlp.experts.{expert}", hidden, routing.expert_size)
+    return layer | (gated_shapes("mlp.shared_experts", hidden, routing.shared_size) if routing.shared_size else {})
+
+
+LATENT_FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(_read_deepseek_v2, _layer, "model.layers", llama_top, first_shapes=_first_layer),
+    "deepseek_v3": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
+    "kimi_k2": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
+}

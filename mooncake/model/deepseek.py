@@ -1,0 +1,175 @@
+"""DeepSeek-V2 and -V3 over a paged cache of latent vectors: attention by one key a token that all heads share.
+
+A head's key is W_k c for the token's latent vector c, beside the common key that has the positions, and its value is
+W_v c. So q · W_k c = (W_kᵀ q) · c, and the mixture of values is W_v times the mixture of c: queries go to where the
+latent vectors are, and what was mixed comes back ("absorbed", DeepSeek-V2 2024, section 2.1.2). To the kernels that is
+one KV head whose keys are its values. Long prompts cost more products so than with keys and values made anew for each
+head, and nothing is made of what is cached but what is read once for all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.kernels import Linear
+from mooncake.model.decoder import Step
+from mooncake.model.gated import GatedDecoder
+from mooncake.model.moe import Experts
+from mooncake.model_config import LatentAttention
+
+LATENT_EPS = 1e-6
+"""Of the norms within attention, whatever config.json says of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gated:
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    router: Linear
+    choice_bias: torch.Tensor | None  # [experts]
+    experts: Experts
+    shared: _Gated | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    down: Linear  # of queries, unless they have no latent vector, and of keys and values
+    query_norm: torch.Tensor | None
+    query: Linear  # for each head what turns, then for each head what does not
+    latent_norm: torch.Tensor
+    key_up: list[Linear]  # of each head: W_kᵀ
+    value_up: list[Linear]
+    output: Linear
+    mlp_norm: torch.Tensor
+    mlp: _Gated | _Mixture
+
+
+class DeepSeek(GatedDecoder[_Layer]):
+    @property
+    def latent(self) -> LatentAttention:
+        assert self.config.latent is not None
+        return self.config.latent
+
+    def _take(self, prefix: str) -> _Layer:
+        latent, attention = self.latent, prefix + "self_attn."
+        kv_down = self.weight(attention + "kv_a_proj_with_mqa.weight")
+        kv_down = torch.cat([kv_down[: latent.rank], kv_down[latent.rank :][self._halves()]])
+        query_name = attention + ("q_b_proj" if latent.query_rank else "q_proj")
+        query = self._by_part(self.weight(query_name + ".weight"))
+        if latent.query_rank:
+            kv_down = torch.cat([self.weight(attention + "q_a_proj.weight"), kv_down])
+        kv_up = self.weight(attention + "kv_b_proj.weight").view(self.config.num_heads, -1, latent.rank)
+        key_up, value_up = kv_up.tensor_split([latent.nope_dim], dim=1)
+        return _Layer(
+            attention_norm=self.vector(prefix + "input_layernorm.weight"),
+            down=self.kernels.linear(kv_down),
+            query_norm=self.vector(attention + "q_a_layernorm.weight") if latent.query_rank else None,
+            query=self.kernels.linear(query),
+            latent_norm=self.vector(attention + "kv_a_layernorm.weight"),
+            key_up=[self.kernels.linear(head.T.contiguous()) for head in key_up],
+            value_up=[self.kernels.linear(head.contiguous()) for head in value_up],
+            output=self.linear(attention + "o_proj"),
+            mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
+            mlp=self._take_mlp(prefix + "mlp."),
+        )
+
+    def _halves(self) -> torch.Tensor:
+        """An order in which the pairs that turn together, published side by side, are elements i and i + n / 2."""
+        turning = torch.arange(self.latent.rope_dim)
+        return torch.cat([turning[0::2], turning[1::2]])
+
+    def _by_part(self, query: torch.Tensor) -> torch.Tensor:
+        """Rows of the published queries, head by head of two parts, as ``_Layer.query`` has them."""
+        heads = query.view(self.config.num_heads, -1, query.shape[1])
+        nope, rope = heads.tensor_split([self.latent.nope_dim], dim=1)
+        return torch.cat([rope[:, self._halves()].flatten(0, 1), nope.flatten(0, 1)])
+
+    def _take_mlp(self, prefix: str) -> _Gated | _Mixture:
+        routing = self.config.routing
+        if routing is None or prefix + "gate.weight" not in self._weights:
+            return self._gated(prefix)
+        bias = prefix + "gate.e_score_correction_bias"
+        experts = [f"{prefix}experts.{expert}." for expert in range(self.config.num_experts)]
+        return _Mixture(
+            # in float32, as published: what is nearly as good is nearly always another expert
+            router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
+            choice_bias=self.weight(bias).float() if routing.scoring == "sigmoid" else None,
+            experts=Experts(
+                [self.linear(expert + "gate_proj", expert + "up_proj") for expert in experts],
+                [self.linear(expert + "down_proj") for expert in experts],
+            ),
+            shared=self._gated(prefix + "shared_experts.") if routing.shared_size else None,
+        )
+
+    def _gated(self, prefix: str) -> _Gated:
+        return _Gated(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        hidden = hidden + self._attend(index, layer, self._norm(hidden, layer.attention_norm), step)
+        mlp, normed = layer.mlp, self._norm(hidden, layer.mlp_norm)
+        return hidden + (self._dense(mlp, normed) if isinstance(mlp, _Gated) else self._mixture(mlp, normed))
+
+    def _attend(self, index: int, layer: _Layer, normed: torch.Tensor, step: Step) -> torch.Tensor:
+        latent, heads = self.latent, self.config.num_heads
+        places = [latent.query_rank, latent.query_rank + latent.rank]
+        compressed, vector, turning = layer.down(normed).tensor_split(places, dim=1)
+        if layer.query_norm is not None:
+            normed = self.kernels.rms_norm(compressed.contiguous(), layer.query_norm, LATENT_EPS)
+        vector = self.kernels.rms_norm(vector.contiguous(), layer.latent_norm, LATENT_EPS)
+        rotated, still = layer.query(normed).tensor_split([heads * latent.rope_dim], dim=1)
+        queries = [up(part) for up, part in zip(layer.key_up, still.chunk(heads, 1), strict=True)]
+        rows = _rows(
+            torch.cat([rotated, turning], 1).view(len(normed), heads + 1, -1), torch.stack([*queries, vector], 1)
+        )
+        mixed = step.attend(index, rows.flatten(1), self._tables).view(len(normed), heads, -1)
+        mixed = _latent_of(mixed, latent.rope_dim)
+        values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
+        return layer.output(torch.cat(values, 1))
+
+    def _dense(self, mlp: _Gated, normed: torch.Tensor) -> torch.Tensor:
+        return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
+
+    def _mixture(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self._route(mlp, normed)
+        mixed = mlp.experts.mix(normed, chosen, weights, self.kernels)
+        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
+
+    def _route(self, mlp: _Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers ``[T, k]`` of each token's experts. The bias chooses, and weighs nothing."""
+        routing, count = self.config.routing, self.config.experts_per_token
+        assert routing is not None
+        logits = mlp.router(normed.float())
+        scores = logits.softmax(-1) if mlp.choice_bias is None else logits.sigmoid()
+        ranks = scores if mlp.choice_bias is None else scores + mlp.choice_bias
+        if routing.num_groups > 1:
+            grouped = ranks.view(len(ranks), routing.num_groups, -1)
+            # a group counts as its best expert does, or with a bias as its best two
+            best = grouped.topk(1 if mlp.choice_bias is None else min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups).indices, True)
+            ranks = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+        chosen = ranks.topk(count, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.config.norm_expert_weights:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * routing.factor, chosen
+
+
+def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:
+    """Queries or keys ``[..., D]`` of these parts, in the order in which kernels turn them (``rotary_order``)."""
+    first, second = rotating.chunk(2, -1)
+    before, behind = still.chunk(2, -1)
+    return torch.cat([first, before, second, behind], -1)
+
+
+def _latent_of(rows: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """The still part of such rows."""
+    first, second = rows.chunk(2, -1)
+    return torch.cat([first[..., rope_dim // 2 :], second[..., rope_dim // 2 :]], -1)

@@ -1,0 +1,52 @@
+"""A model with latent attention through a whole cluster: one row a token is handed over, stored and read back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from drive import ask, wait_idle
+from live import running_cluster, small_config
+from tiny_model import write_tiny_model
+
+from mooncake import LLM, SamplingParams
+
+NEW = 12
+DEEPSEEK = {
+    **{"num_hidden_layers": 3, "num_key_value_heads": 4, "initializer_range": 0.2, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
+}
+SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NEW):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: Path) -> None:
+    theirs = write_tiny_model(tmp_path, "deepseek_v3", **DEEPSEEK)
+    prompts = [np.random.default_rng(seed).integers(3, 320, 41).tolist() for seed in range(3)]
+    if kv_dtype == "float32":
+        wanted = [greedy(theirs, prompt) for prompt in prompts]
+    else:
+        sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+        with LLM(str(tmp_path), kv_gb=0.01, block_tokens=8, kv_dtype=kv_dtype, chunk_tokens=16) as llm:
+            wanted = [list(one.token_ids) for one in llm.generate(prompts, sampling)]
+    config = small_config(f"model.path={tmp_path}", f"model.kv_dtype={kv_dtype}", "model.dtype=float32", *SMALL)
+    with running_cluster(config) as cluster:
+        async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+            for cached in (0, 40):
+                answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
+                assert [answer.tokens for answer in answers] == wanted
+                assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
+                await wait_idle(channel)
