@@ -1,4 +1,4 @@
-"""Text to token ids and back, from tokenizer.json or from the metadata of a GGUF file. Torch-free.
+"""Text to token ids and back, from tokenizer.json, tiktoken.model or the metadata of a GGUF file. Torch-free.
 
 User text is always encoded with control tokens disabled: a literal ``<|im_start|>`` in a prompt is a dozen characters
 and opens no turn. Control tokens come from the chat template and from nowhere else (``mooncake.chat_template``).
@@ -21,6 +21,7 @@ from mooncake.chat_template import ROLES, ChatMessage, ChatTemplate
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import MAX_JSON_BYTES, read_json
+from mooncake.tiktoken_file import backend_from_tiktoken
 from mooncake.types import TokenIds
 
 LONG_TEXT_CHARS = 64 << 10  # longer texts are best tokenized in a thread, and leave others the interpreter meanwhile
@@ -167,9 +168,27 @@ class DetokenizeStream:
 
 
 def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
-    """Read tokenizer.json and what stands beside it. Raises ModelError when it is missing, broken or unsupported."""
-    path = folder / "tokenizer.json"
+    """Read tokenizer.json, or tiktoken.model, and what stands beside it. Raises ModelError for what is missing, broken
+    or unsupported."""
+    settings = folder / "tokenizer_config.json"
+    config = read_json(settings) if settings.exists() else {}
+    backend = _hf_backend(folder, config)
+    control_ids = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    bos_ids = _leading_ids(backend)
+    backend.encode_special_tokens = True
+    source = _hf_template(folder, config)
+    variables = {
+        name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := _named(config, name))
+    }
+    template = None if source is None else ChatTemplate(source, list(control_ids), variables)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
+
+
+def _hf_backend(folder: Path, config: Mapping[str, object]) -> tokenizers.Tokenizer:
+    path, ranks = folder / "tokenizer.json", folder / "tiktoken.model"
     if not path.exists():
+        if ranks.exists():
+            return backend_from_tiktoken(ranks, config, {byte: char for char, byte in _BYTE_OF.items()})
         raise ModelError(f"there is no tokenizer in {folder}: tokenizer.json is missing")
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
@@ -179,17 +198,7 @@ def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
         raise ModelError(f"{path} is not a valid tokenizer: {error}") from None
     backend.no_padding()
     backend.no_truncation()
-    control_ids = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    bos_ids = _leading_ids(backend)
-    backend.encode_special_tokens = True
-    settings = folder / "tokenizer_config.json"
-    config = read_json(settings) if settings.exists() else {}
-    source = _hf_template(folder, config)
-    variables = {
-        name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := _named(config, name))
-    }
-    template = None if source is None else ChatTemplate(source, list(control_ids), variables)
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
+    return backend
 
 
 def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:
