@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
+from mooncake.mixture_families import MIXTURE_FAMILIES
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
@@ -264,4 +265,5 @@ OTHER_FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
     **GATED_FAMILIES,
+    **MIXTURE_FAMILIES,
 }

@@ -205,10 +205,9 @@ def attend(
             )  # fmt: skip
 
         divisor = tl.where(total == 0.0, 1.0, total)
-        if SINKS:
-            if row < 0:  # of a tile in several pieces, the merge counts it
-                sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
-                divisor += tl.exp2(sink - peak)
+        if SINKS:  # of a tile in several pieces, the merge counts it
+            sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
+            divisor += tl.where(row < 0, tl.exp2(sink - peak), 0.0)
         result = accumulated / divisor[:, None]
         if row < 0:
             at = (first + row_token).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM)

@@ -13,6 +13,7 @@ from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
+from mooncake.model.gpt_oss import GptOss
 from mooncake.model.gpt import Gpt2, GptNeoX, Opt, StarCoder2
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
@@ -32,6 +33,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "mixtral": MixtureOfExperts,
     "granite": Granite,
     "olmo2": Olmo2,
+    "gpt_oss": GptOss,
 }
 
 

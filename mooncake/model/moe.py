@@ -5,6 +5,7 @@ A step computes each expert once, for the tokens that chose it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,15 +53,28 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         return hidden + self._mixture(layer, self._norm(hidden, layer.mlp_norm))
 
     def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        """Sum over each token's experts, in the order of the experts' numbers, so that batches do not change it."""
         shares = layer.router(normed).float().softmax(-1)
         chosen, experts = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
         if self.config.norm_expert_weights:
             chosen = chosen / chosen.sum(-1, keepdim=True)
-        mixed = torch.zeros_like(normed)
-        for expert in sorted(set(experts.flatten().tolist())):
-            tokens, choice = torch.where(experts == expert)
-            inner = self.kernels.silu_mul(layer.gate_up[expert](normed[tokens]))
-            part = layer.down[expert](inner) * chosen[tokens, choice, None].to(normed.dtype)
-            mixed.index_add_(0, tokens, part.to(mixed.dtype))
-        return mixed
+        return sum_of_experts(
+            normed, experts, chosen, lambda expert, rows: layer.down[expert](self.kernels.silu_mul(layer.gate_up[expert](rows)))
+        )
+
+
+def sum_of_experts(
+    normed: torch.Tensor,
+    experts: torch.Tensor,
+    shares: torch.Tensor,
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Of each of the tokens ``[T, hidden]``, what its ``experts`` ``[T, k]`` make of it, by its ``shares`` ``[T, k]``.
+
+    In the order of the experts' numbers, so that batches do not change it. ``compute`` is one expert for some tokens.
+    """
+    mixed = torch.zeros_like(normed)
+    for expert in sorted(set(experts.flatten().tolist())):
+        tokens, choice = torch.where(experts == expert)
+        part = compute(expert, normed[tokens]) * shares[tokens, choice, None].to(normed.dtype)
+        mixed.index_add_(0, tokens, part.to(mixed.dtype))
+    return mixed

@@ -18,6 +18,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MixtralConfig,
@@ -158,6 +160,22 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**GATED, num_local_experts=6, num_experts_per_tok=2, sliding_window=20, initializer_range=0.2)
     ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **GATED,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=20,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+            initializer_range=0.4,
+        )
+    ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -294,6 +312,10 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
         ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.gate.weight has the shape"),
         ("mixtral", {"hidden_act": "gelu"}, "other than silu"),
+        ("gpt-oss", {"attention_bias": False}, "leaves out the biases"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "asks for a swiglu_limit of 5.0; supported: 7.0"),
+        ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
+        ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),
