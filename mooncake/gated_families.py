@@ -245,7 +245,11 @@ def attention_shapes(config: ModelConfig) -> Shapes:
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, query),
         **({f"self_attn.{name}_norm.weight": (dim,) for name in "qk"} if config.qk_norm else {}),
-        **({f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"} if config.qkv_bias else {}),
+        **(
+            {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
+            if config.qkv_bias
+            else {}
+        ),
     }
 
 

@@ -58,7 +58,10 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         if self.config.norm_expert_weights:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         return sum_of_experts(
-            normed, experts, chosen, lambda expert, rows: layer.down[expert](self.kernels.silu_mul(layer.gate_up[expert](rows)))
+            normed,
+            experts,
+            chosen,
+            lambda expert, rows: layer.down[expert](self.kernels.silu_mul(layer.gate_up[expert](rows))),
         )
 
 
