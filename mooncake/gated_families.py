@@ -104,6 +104,13 @@ def _gemma_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**read_qwen_moe(settings, shapes, num_experts=128, experts_per_token=8), "qk_norm": True}
+
+
+def read_qwen_moe(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], num_experts: int, experts_per_token: int
+) -> dict[str, object]:
+    """``num_experts`` and ``experts_per_token`` where nothing says them."""
     if settings.flag("attention_bias", False) or settings.flag("use_sliding_window", False):
         raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
     if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
@@ -111,9 +118,8 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
     return {
         **read_silu(settings, shapes),
         "intermediate_size": settings.integer("moe_intermediate_size"),
-        "qk_norm": True,
-        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", 128)),
-        "experts_per_token": settings.integer("num_experts_per_tok", 8),
+        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", num_experts)),
+        "experts_per_token": settings.integer("num_experts_per_tok", experts_per_token),
         "norm_expert_weights": settings.flag("norm_topk_prob", False),
     }
 
@@ -143,10 +149,11 @@ class ExpertNames:
 EXPERT_NAMES = {
     "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    "qwen2_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
 
 
-def _moe_layer(config: ModelConfig) -> Shapes:
+def moe_layer(config: ModelConfig) -> Shapes:
     hidden, inner, names = config.hidden_size, config.intermediate_size, EXPERT_NAMES[config.architecture]
     layer = {**attention_shapes(config), f"{names.router}.weight": (config.num_experts, hidden)}
     for expert in range(config.num_experts):
@@ -270,8 +277,8 @@ def llama_top(config: ModelConfig) -> Shapes:
 GATED_FAMILIES: dict[str, Family] = {
     "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", llama_top),
     "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
-    "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", llama_top),
-    "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", llama_top),
+    "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
+    "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),
     "granite": Family(_read_granite, _granite_layer, "model.layers", llama_top),
     "olmo2": Family(_read_dense, _olmo2_layer, "model.layers", llama_top),
 }

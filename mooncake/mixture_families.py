@@ -1,4 +1,4 @@
-"""Mixtures of experts with arithmetic of their own: gpt-oss. Torch-free."""
+"""Mixtures of experts with more than experts: gpt-oss and Qwen2-MoE. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, linear_shapes
-from mooncake.gated_families import attention_shapes, llama_top, read_silu, windows_in_turn
+from mooncake.gated_families import (
+    attention_shapes,
+    gated_shapes,
+    llama_top,
+    moe_layer,
+    read_qwen_moe,
+    read_silu,
+    windows_in_turn,
+)
 from mooncake.model_config import ModelConfig, Settings
 
 # gpt-oss (OpenAI 2025)
@@ -50,6 +58,23 @@ def _gpt_oss_layer(config: ModelConfig) -> Shapes:
     }
 
 
+# Qwen2-MoE and Qwen1.5-MoE (Qwen team 2024)
+
+
+def _read_qwen2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **read_qwen_moe(settings, shapes, num_experts=60, experts_per_token=4),
+        "qkv_bias": settings.flag("qkv_bias", True),
+        "shared_expert_size": settings.integer("shared_expert_intermediate_size"),
+    }
+
+
+def _qwen2_moe_layer(config: ModelConfig) -> Shapes:
+    shared = gated_shapes("mlp.shared_expert", config.hidden_size, config.shared_expert_size)
+    return {**moe_layer(config), **shared, "mlp.shared_expert_gate.weight": (1, config.hidden_size)}
+
+
 MIXTURE_FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
+    "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer, "model.layers", llama_top),
 }

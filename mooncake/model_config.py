@@ -53,6 +53,7 @@ class ModelConfig:
     residual_factor: float = 1.0  # of what attention and MLP of each layer add,
     logit_divisor: float = 1.0  # and of logits
     kv_sources: tuple[int, ...] = ()  # whose KV each layer attends to: an earlier layer's or its own; (): own
+    shared_expert_size: int = 0  # Qwen2-MoE: width of the expert that every token uses, too
 
     @property
     def softmax_scale(self) -> float:

@@ -1,7 +1,7 @@
 """Quantised weights in Hugging Face folders: what config.json says of them, and which tensors make each. Torch-free.
 
-Opens compressed-tensors, fp8, GPTQ, AWQ and mxfp4, and says in one sentence what is wrong with the others. Which weights are
-coded is seen in the tensors: lists of modules left out ("ignore", "modules_to_not_convert") only repeat it.
+Opens compressed-tensors, fp8, GPTQ, AWQ and mxfp4, and says in one sentence what is wrong with the others. Which
+weights are coded is seen in the tensors: lists of modules left out ("ignore", "modules_to_not_convert") only repeat it.
 ``mooncake.model.dequantise`` reads the codes.
 """
 
@@ -42,7 +42,8 @@ _UNUSED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """One matrix, or those of all experts, as codes, weight = (code - zero) * scale, and the names of the tensors that hold it ("" for none).
+    """One matrix, or those of all experts, as codes, weight = (code - zero) * scale, and the names of the tensors that
+    hold it ("" for none).
 
     Scales and zeros hold for ``tile`` rows and columns each. Without ``zeros``, signed codes have the zero 0 and
     unsigned ones the middle of their range.

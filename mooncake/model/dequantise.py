@@ -74,7 +74,7 @@ def _parts(weight: CodedWeight, tensors: Tensors) -> tuple[torch.Tensor, torch.T
 
 
 def _of_experts(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[experts, inputs, outputs]`` of mxfp4, one expert after the other: on their way, codes take many times as much."""
+    """``[experts, inputs, outputs]`` of mxfp4, one after the other: on their way, codes take many times as much."""
     values = torch.empty((*exponents.shape, 2 * blocks.shape[-1]), dtype=dtype)
     for expert, codes, powers in zip(values, blocks, exponents, strict=True):
         pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

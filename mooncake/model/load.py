@@ -13,8 +13,8 @@ from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt_oss import GptOss
 from mooncake.model.gpt import Gpt2, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt_oss import GptOss
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
@@ -34,6 +34,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "granite": Granite,
     "olmo2": Olmo2,
     "gpt_oss": GptOss,
+    "qwen2_moe": MixtureOfExperts,
 }
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts over a paged cache, Qwen3's and Mixtral: a token uses a few of each MLP's experts.
+"""Mixtures of experts over a paged cache, Qwen's and Mixtral: a token uses a few of each MLP's experts.
 
 A step computes each expert once, for the tokens that chose it.
 """
@@ -17,6 +17,15 @@ from mooncake.model.gated import GatedDecoder
 
 
 @dataclass(frozen=True, slots=True)
+class _Shared:
+    """The expert that every token uses, by a share that the token says."""
+
+    share: Linear  # [1, hidden]
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: torch.Tensor
     qkv: Linear
@@ -27,6 +36,7 @@ class _Layer:
     router: Linear
     gate_up: list[Linear]  # one an expert
     down: list[Linear]
+    shared: _Shared | None  # Qwen2-MoE
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
@@ -35,7 +45,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         experts = [f"{prefix}{names.experts}.{expert}." for expert in range(self.config.num_experts)]
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
-            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
+            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
             self.vector(attention + "q_norm.weight") if has_norms else None,
             self.vector(attention + "k_norm.weight") if has_norms else None,
             self.linear(attention + "o_proj"),
@@ -43,14 +53,24 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self.linear(prefix + names.router),
             [self.linear(expert + names.gate, expert + names.up) for expert in experts],
             [self.linear(expert + names.down) for expert in experts],
+            self._shared(prefix + "mlp.shared_expert") if self.config.shared_expert_size else None,
         )
+
+    def _shared(self, name: str) -> _Shared:
+        gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
+        return _Shared(self.linear(f"{name}_gate"), gate_up, self.linear(f"{name}.down_proj"))
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
         attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
         hidden = hidden + layer.output(attended)
-        return hidden + self._mixture(layer, self._norm(hidden, layer.mlp_norm))
+        normed = self._norm(hidden, layer.mlp_norm)
+        mixed = self._mixture(layer, normed)
+        if layer.shared is not None:
+            shared = layer.shared.down(self.kernels.silu_mul(layer.shared.gate_up(normed)))
+            mixed = mixed + layer.shared.share(normed).sigmoid() * shared
+        return hidden + mixed
 
     def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
         shares = layer.router(normed).float().softmax(-1)

@@ -31,6 +31,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Starcoder2Config,
@@ -176,6 +178,16 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             initializer_range=0.4,
         )
     ),
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **GATED,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=112,
+            num_experts=6,
+            num_experts_per_tok=2,
+            initializer_range=0.2,
+        )
+    ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -310,6 +322,8 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("gemma3", {"layer_types": ["full_attention"]}, "each of the 3 layers"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "only some layers experts"),
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
+        ("qwen2-moe", {"mlp_only_layers": [1]}, "only some layers experts"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 96}, "mlp.shared_expert.gate_proj.weight has the shape"),
         ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.gate.weight has the shape"),
         ("mixtral", {"hidden_act": "gelu"}, "other than silu"),
         ("gpt-oss", {"attention_bias": False}, "leaves out the biases"),
