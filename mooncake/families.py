@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
+from mooncake.interleaved_families import INTERLEAVED_FAMILIES
 from mooncake.mixture_families import MIXTURE_FAMILIES
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.rope_settings import read_rope
@@ -266,4 +267,5 @@ OTHER_FAMILIES: dict[str, Family] = {
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
     **GATED_FAMILIES,
     **MIXTURE_FAMILIES,
+    **INTERLEAVED_FAMILIES,
 }

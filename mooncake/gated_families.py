@@ -208,13 +208,16 @@ def _dense_layer(config: ModelConfig) -> Shapes:
 
 
 def read_silu(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+    settings: Settings,
+    shapes: Mapping[str, tuple[int, ...]],
+    default_theta: float = 10_000.0,
+    partial: bool = False,
 ) -> dict[str, object]:
     if activation(settings, "hidden_act", "silu") != "silu":
         raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
     heads = settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
-    rope = read_rope(settings, head_dim, default_theta)
+    rope = read_rope(settings, head_dim, default_theta, partial)
     return {
         "num_layers": settings.integer("num_hidden_layers"),
         "hidden_size": settings.integer("hidden_size"),
@@ -225,6 +228,7 @@ def read_silu(
         "max_model_len": rope.max_model_len,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
+        "rotary_dim": rope.rotary_dim,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
     }

@@ -26,7 +26,7 @@ class GatedDecoder(Decoder, Generic[Layer]):
             self._head = self.linear("lm_head")
         self._final_norm = self.vector("model.norm.weight")
         self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling, config.rotary_dim)
         )
         self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
 

@@ -1,6 +1,6 @@
-"""The GPT line over a paged cache: GPT-2, OPT, GPT-NeoX and StarCoder2.
+"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX and StarCoder2.
 
-Layer norms, biases everywhere, an MLP without a gate.
+Layer norms, biases nearly everywhere, an MLP without a gate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mooncake.families import OPT_POSITION_OFFSET
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.interleaved import interleaved_qkv
 from mooncake.model.rope import no_rotation, rope_tables, rotary_order
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -48,11 +49,11 @@ class _Gpt(Decoder):
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self._final_norm(hidden))
 
-    def _finish(self, embedding: str, final_norm: str, head: str) -> None:
+    def _finish(self, embedding: str, final_norm: str, head: str, has_head_bias: bool = False) -> None:
         self._activation = activation(self.config.activation)
         self._embedding = self._head = self.linear(embedding)
         if not self.config.tie_embeddings:
-            self._head = self.linear(head)
+            self._head = self.linear(head, biased=has_head_bias)
         self._final_norm = self.layer_norm(final_norm)
         self._tables = self.tables(no_rotation(self.max_model_len, self.config.head_dim))
 
@@ -82,6 +83,32 @@ class Gpt2(_Gpt):
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens) + self._positions[batch.positions]
+
+
+class GptJ(_Gpt):
+    """GPT-J (Wang and Komatsuzaki 2021): attention and MLP behind one norm, and only a part of each head rotates."""
+
+    def _build(self) -> None:
+        self._finish("transformer.wte", "transformer.ln_f", head="lm_head", has_head_bias=True)
+        config = self.config
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None, config.rotary_dim)
+        )
+        self._layers = [self._take(f"transformer.h.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        norm = self.layer_norm(prefix + "ln_1")
+        return _Layer(
+            norm,
+            interleaved_qkv(self, prefix + "attn."),
+            self.linear(prefix + "attn.out_proj"),
+            norm,
+            self.linear(prefix + "mlp.fc_in", biased=True),
+            self.linear(prefix + "mlp.fc_out", biased=True),
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
 
 
 class Opt(_Gpt):

@@ -13,8 +13,9 @@ from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Gpt2, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt import Gpt2, GptJ, GptNeoX, Opt, StarCoder2
 from mooncake.model.gpt_oss import GptOss
+from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
@@ -35,6 +36,11 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "olmo2": Olmo2,
     "gpt_oss": GptOss,
     "qwen2_moe": MixtureOfExperts,
+    "glm": Glm,
+    "glm4": Glm,
+    "cohere": Cohere,
+    "cohere2": Cohere,
+    "gptj": GptJ,
 }
 
 

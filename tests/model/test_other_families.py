@@ -10,12 +10,22 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GptOssConfig,
@@ -188,6 +198,29 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             initializer_range=0.2,
         )
     ),
+    "glm": lambda: GlmForCausalLM(GlmConfig(**GATED, attention_bias=False, initializer_range=0.2)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(**GATED, partial_rotary_factor=0.75, initializer_range=0.2)),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**GATED, logit_scale=0.25, initializer_range=0.2)),
+    "cohere2": lambda: Cohere2ForCausalLM(
+        Cohere2Config(
+            **GATED,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            initializer_range=0.2,
+        )
+    ),
+    "gptj": lambda: GPTJForCausalLM(
+        GPTJConfig(
+            vocab_size=VOCAB,
+            n_embd=96,
+            n_layer=3,
+            n_head=6,
+            n_positions=512,
+            rotary_dim=8,
+            initializer_range=0.15,
+            **IDS,
+        )
+    ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -330,6 +363,10 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("gpt-oss", {"swiglu_limit": 5.0}, "asks for a swiglu_limit of 5.0; supported: 7.0"),
         ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
         ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
+        ("glm4", {"attention_bias": False}, "k_proj.bias, which nothing"),
+        ("cohere", {"use_qk_norm": True}, "asks for use_qk_norm"),
+        ("cohere2", {"logit_scale": 0.0}, "logit_scale must be positive"),
+        ("gptj", {"rotary_dim": 18}, "rotates 18 of a head's 16 elements"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),
