@@ -54,6 +54,7 @@ class ModelConfig:
     logit_divisor: float = 1.0  # and of logits
     kv_sources: tuple[int, ...] = ()  # whose KV each layer attends to: an earlier layer's or its own; (): own
     shared_expert_size: int = 0  # Qwen2-MoE: width of the expert that every token uses, too
+    mlp_has_norm: bool = True  # False: the MLP reads what attention's norm gives (small Falcons)
 
     @property
     def softmax_scale(self) -> float:

@@ -1,6 +1,6 @@
-"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX and StarCoder2.
+"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and StarCoder2.
 
-Layer norms, biases nearly everywhere, an MLP without a gate.
+Layer norms, often biases, an MLP without a gate.
 """
 
 from __future__ import annotations
@@ -164,6 +164,40 @@ class GptNeoX(_Gpt):
         rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
         order = rotary_order(config.head_dim, config.rotary_dim)
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+
+class Falcon(_Gpt):
+    """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few."""
+
+    def _build(self) -> None:
+        config = self.config
+        self._finish("transformer.word_embeddings", "transformer.ln_f", head="lm_head")
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        )
+        self._layers = [self._take(f"transformer.h.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        attention, has_two = prefix + "self_attention.", self.config.mlp_has_norm
+        norm = self.layer_norm(prefix + ("ln_attn" if has_two else "input_layernorm"))
+        return _Layer(
+            norm,
+            self.kernels.linear(self._by_kind(self.weight(attention + "query_key_value.weight"))),
+            self.linear(attention + "dense"),
+            self.layer_norm(prefix + "ln_mlp") if has_two else norm,
+            self.linear(prefix + "mlp.dense_h_to_4h"),
+            self.linear(prefix + "mlp.dense_4h_to_h"),
+        )
+
+    def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
+        """Rows from ``[KV head][G queries, key, value][D]`` to all queries, all keys, all values."""
+        config = self.config
+        group = config.num_heads // config.num_kv_heads
+        rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)
+        return torch.cat([part.reshape(-1, config.hidden_size) for part in rows.split([group, 1, 1], dim=1)])
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens)

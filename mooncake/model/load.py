@@ -13,7 +13,7 @@ from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Gpt2, GptJ, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Opt, StarCoder2
 from mooncake.model.gpt_oss import GptOss
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
@@ -41,6 +41,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "cohere": Cohere,
     "cohere2": Cohere,
     "gptj": GptJ,
+    "falcon": Falcon,
 }
 
 

@@ -14,6 +14,8 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -221,6 +223,22 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **IDS,
         )
     ),
+    "falcon-7b": lambda: FalconForCausalLM(FalconConfig(**EVEN, initializer_range=0.15)),
+    "falcon-40b": lambda: FalconForCausalLM(
+        FalconConfig(
+            **EVEN,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            ffn_hidden_size=160,
+            tie_word_embeddings=False,
+            initializer_range=0.15,
+        )
+    ),
+    "falcon2-11b": lambda: FalconForCausalLM(
+        FalconConfig(
+            **EVEN, new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2, initializer_range=0.15
+        )
+    ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -367,6 +385,9 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("cohere", {"use_qk_norm": True}, "asks for use_qk_norm"),
         ("cohere2", {"logit_scale": 0.0}, "logit_scale must be positive"),
         ("gptj", {"rotary_dim": 18}, "rotates 18 of a head's 16 elements"),
+        ("falcon-7b", {"alibi": True}, "asks for alibi or biases"),
+        ("falcon-7b", {"multi_query": False}, "older form of Falcon"),
+        ("falcon-40b", {"num_ln_in_parallel_attn": 1}, "lacks the weight transformer.h.0.input_layernorm.weight"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),
