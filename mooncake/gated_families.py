@@ -244,6 +244,8 @@ def windows_in_turn(settings: Settings, num_layers: int, every: int, default: in
         raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
+    if window < 1 and "sliding_attention" in kinds:
+        raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 

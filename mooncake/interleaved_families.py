@@ -37,9 +37,8 @@ def _glm_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    for key in ("attention_bias", "use_qk_norm"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    if settings.flag("attention_bias", False):
+        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
     scale = settings.number("logit_scale", 0.0625)
     if not 0 < scale < 1e6:
         raise ModelError(f"{settings.source}: logit_scale must be positive, got {scale}")
@@ -50,6 +49,7 @@ def _read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         "tie_embeddings": settings.flag("tie_word_embeddings", True),
         "logit_divisor": 1 / scale,
         "parallel_residual": True,
+        "qk_norm": settings.flag("use_qk_norm", False),
     }
 
 
@@ -60,9 +60,12 @@ def _read_cohere2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _cohere_layer(config: ModelConfig) -> Shapes:
-    hidden = config.hidden_size
-    mlp = gated_shapes("mlp", hidden, config.intermediate_size)
-    return {**attention_shapes(config), **mlp, "input_layernorm.weight": (hidden,)}
+    hidden, dim = config.hidden_size, config.head_dim
+    layer = attention_shapes(config) | gated_shapes("mlp", hidden, config.intermediate_size)
+    if config.qk_norm:  # a weight for each head
+        layer["self_attn.q_norm.weight"] = config.num_heads, dim
+        layer["self_attn.k_norm.weight"] = config.num_kv_heads, dim
+    return {**layer, "input_layernorm.weight": (hidden,)}
 
 
 # GPT-J (Wang and Komatsuzaki 2021)

@@ -121,6 +121,8 @@ class ModelConfig:
         if wrong:
             raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
         self._check_kv_sources()
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ModelError(f"a token cannot use {self.experts_per_token} of {self.num_experts} experts")
 
     def _check_kv_sources(self) -> None:
         if self.kv_sources and len(self.kv_sources) != self.num_layers:

@@ -197,7 +197,7 @@ class Falcon(_Gpt):
         config = self.config
         group = config.num_heads // config.num_kv_heads
         rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)
-        return torch.cat([part.reshape(-1, config.hidden_size) for part in rows.split([group, 1, 1], dim=1)])
+        return torch.cat([part.reshape(-1, config.hidden_size) for part in torch.split(rows, [group, 1, 1], dim=1)])
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens)

@@ -12,14 +12,14 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Decoder, Step
 from mooncake.model.gated import GatedDecoder
+from mooncake.model.layers import vector
 from mooncake.model.rope import no_rotation, rotary_order
+from mooncake.model_config import ModelConfig
 
 
 def interleaved_qkv(model: Decoder, attention: str, biased: bool = False) -> Linear:
     """The projections of queries, keys and values below ``attention`` as one, queries and keys in ``rotary_order``."""
-    config = model.config
-    rotary_dim = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
-    order = rotary_order(config.head_dim, rotary_dim, in_turn=True)
+    config, order = model.config, _order(model.config)
 
     def stacked(part: str) -> torch.Tensor:
         query, key, value = (model.weight(f"{attention}{name}_proj.{part}") for name in "qkv")
@@ -27,6 +27,11 @@ def interleaved_qkv(model: Decoder, attention: str, biased: bool = False) -> Lin
         return torch.cat([*turned, value])
 
     return model.kernels.linear(stacked("weight"), stacked("bias") if biased else None)
+
+
+def _order(config: ModelConfig) -> torch.Tensor:
+    rotary_dim = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
+    return rotary_order(config.head_dim, rotary_dim, in_turn=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class Glm(GatedDecoder[_GlmLayer]):
 class _CohereLayer:
     norm: torch.Tensor
     qkv: Linear
+    qk_norm: torch.Tensor | None  # [Hq + Hkv, D], Command R+
     output: Linear
     gate_up: Linear
     down: Linear
@@ -92,10 +98,22 @@ class Cohere(GatedDecoder[_CohereLayer]):
         return _CohereLayer(
             self.vector(prefix + "input_layernorm.weight"),
             interleaved_qkv(self, attention),
+            self._head_norms(attention) if self.config.qk_norm else None,
             self.linear(attention + "o_proj"),
             self.linear(mlp + "gate_proj", mlp + "up_proj"),
             self.linear(mlp + "down_proj"),
         )
+
+    def _head_norms(self, attention: str) -> torch.Tensor:
+        stored = torch.cat([self.weight(f"{attention}{name}_norm.weight") for name in "qk"])
+        return vector(stored[:, _order(self.config)], self.kernels)
+
+    def _normed_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Queries and keys, each head by itself and with its own weight."""
+        heads = qkv.view(len(qkv), -1, self.config.head_dim)
+        turning, value = torch.split(heads, [len(weight), self.config.num_kv_heads], dim=1)
+        normed = torch.nn.functional.layer_norm(turning, turning.shape[2:], eps=self.config.rms_eps) * weight
+        return torch.cat([normed, value], dim=1).flatten(1)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(hidden, weight.shape, weight, None, self.config.rms_eps)
@@ -103,7 +121,10 @@ class Cohere(GatedDecoder[_CohereLayer]):
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         normed = self._norm(hidden, layer.norm)
-        attended = step.attend(index, layer.qkv(normed), self._tables_of[index])
+        qkv = layer.qkv(normed)
+        if layer.qk_norm is not None:
+            qkv = self._normed_heads(qkv, layer.qk_norm)
+        attended = step.attend(index, qkv, self._tables_of[index])
         return hidden + layer.output(attended) + layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

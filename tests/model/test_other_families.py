@@ -203,6 +203,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "glm": lambda: GlmForCausalLM(GlmConfig(**GATED, attention_bias=False, initializer_range=0.2)),
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**GATED, partial_rotary_factor=0.75, initializer_range=0.2)),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**GATED, logit_scale=0.25, initializer_range=0.2)),
+    "cohere-plus": lambda: CohereForCausalLM(CohereConfig(**GATED, use_qk_norm=True, initializer_range=0.2)),
     "cohere2": lambda: Cohere2ForCausalLM(
         Cohere2Config(
             **GATED,
@@ -267,7 +268,7 @@ class Published:
         self.theirs = FAMILIES[family]().eval()
         with torch.no_grad():  # published models have neither zero biases nor all-one norms
             for parameter in self.theirs.parameters():
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or (parameter == 1).all():
                     parameter.add_(torch.randn_like(parameter) * 0.3)
         self.theirs.save_pretrained(folder)
         self.folder = folder
@@ -382,7 +383,10 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
         ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
         ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
         ("glm4", {"attention_bias": False}, "k_proj.bias, which nothing"),
-        ("cohere", {"use_qk_norm": True}, "asks for use_qk_norm"),
+        ("cohere", {"attention_bias": True}, "asks for attention_bias"),
+        ("cohere", {"use_qk_norm": True}, "lacks the weight model.layers.0.self_attn.q_norm.weight"),
+        ("cohere2", {"sliding_window": -1}, "need a sliding_window, got -1"),
+        ("mixtral", {"num_experts_per_tok": 7}, "a token cannot use 7 of 6 experts"),
         ("cohere2", {"logit_scale": 0.0}, "logit_scale must be positive"),
         ("gptj", {"rotary_dim": 18}, "rotates 18 of a head's 16 elements"),
         ("falcon-7b", {"alibi": True}, "asks for alibi or biases"),
