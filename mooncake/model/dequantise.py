@@ -17,6 +17,7 @@ from mooncake.quantised import CodedWeight
 Tensors = Mapping[str, torch.Tensor]
 
 _FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of E2M1's codes
+_FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # of a byte, the low bits first
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs is
 
 
@@ -77,9 +78,9 @@ def _of_experts(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtyp
     """``[experts, inputs, outputs]`` of mxfp4, one after the other: on their way, codes take many times as much."""
     values = torch.empty((*exponents.shape, 2 * blocks.shape[-1]), dtype=dtype)
     for expert, codes, powers in zip(values, blocks, exponents, strict=True):
-        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        numbers = torch.nn.functional.embedding(codes.int(), _FLOAT4_PAIRS).flatten(-2)
         scales = torch.ldexp(torch.ones(powers.shape), powers.int() - 127)
-        torch.mul(_FLOAT4[pairs.int()], scales.unsqueeze(-1), out=expert)
+        torch.mul(numbers, scales.unsqueeze(-1), out=expert)
     return values.flatten(2).mT
 
 
