@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes
-from mooncake.model_config import ModelConfig, Settings
+from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
 # Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
@@ -236,6 +236,8 @@ def read_silu(
 
 def windows_in_turn(settings: Settings, num_layers: int, every: int, default: int) -> tuple[int, ...]:
     """Each layer's window, 0 for none; where no list says it, one layer of ``every`` sees all."""
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
     window = settings.integer("sliding_window", default)
     kinds = settings.get("layer_types")
     if kinds is None:
