@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
+from mooncake.interleaved_families import INTERLEAVED_FAMILIES
 from mooncake.latent_families import LATENT_FAMILIES
+from mooncake.mixture_families import MIXTURE_FAMILIES
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
@@ -270,11 +272,65 @@ def _starcoder2_top(config: ModelConfig) -> Shapes:
     return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
 
 
+# Falcon (Almazrouei et al. 2023)
+
+
+def _read_falcon(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    is_new = settings.flag("new_decoder_architecture", False)  # 40B, 180B and 2-11B
+    if settings.flag("alibi", False) or settings.flag("bias", False):
+        raise ModelError(f"{settings.source} asks for alibi or biases (as Falcon-RW does), which is not supported")
+    if not settings.flag("parallel_attn", True) or not (is_new or settings.flag("multi_query", True)):
+        raise ModelError(f"{settings.source} is of an older form of Falcon, which is not supported")
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    settings = Settings({"max_position_embeddings": 2048, **settings.tree}, settings.source)
+    rope = read_rope(settings, hidden // max(1, heads))
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("ffn_hidden_size", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_kv_heads", heads) if is_new else 1,
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
+        "activation": activation(settings, "activation", "gelu"),
+        "parallel_residual": True,
+        "mlp_has_norm": is_new and settings.integer("num_ln_in_parallel_attn", 2) == 2,
+    }
+
+
+def _falcon_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    norms = ("ln_attn", "ln_mlp") if config.mlp_has_norm else ("input_layernorm",)
+    return {
+        **{key: shape for name in norms for key, shape in norm_shapes(name, hidden).items()},
+        "self_attention.query_key_value.weight": (
+            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+            hidden,
+        ),
+        "self_attention.dense.weight": (hidden, hidden),
+        "mlp.dense_h_to_4h.weight": (inner, hidden),
+        "mlp.dense_4h_to_h.weight": (hidden, inner),
+    }
+
+
+def _falcon_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = norm_shapes("transformer.ln_f", config.hidden_size)
+    return {"transformer.word_embeddings.weight": table, **norm, **head_shapes("lm_head", config)}
+
+
 OTHER_FAMILIES: dict[str, Family] = {
     "gpt2": Family(_read_gpt2, _gpt2_layer, "transformer.h", _gpt2_top, prefix="transformer."),
     "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
+    "falcon": Family(_read_falcon, _falcon_layer, "transformer.h", _falcon_top, prefix="transformer."),
     **GATED_FAMILIES,
     **LATENT_FAMILIES,
+    **MIXTURE_FAMILIES,
+    **INTERLEAVED_FAMILIES,
 }

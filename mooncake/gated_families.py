@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, gated_shapes, llama_top
-from mooncake.model_config import ModelConfig, Settings
+from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 from mooncake.rope_settings import read_rope
 
 # Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
@@ -58,12 +58,6 @@ def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
         if settings.get(key):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
     num_layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
-    window = settings.integer("sliding_window", 4096)
-    kinds = settings.get("layer_types")
-    if kinds is None:
-        kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
     return {
         "num_layers": num_layers,
         "hidden_size": settings.integer("hidden_size"),
@@ -73,7 +67,7 @@ def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
         "vocab_size": settings.integer("vocab_size"),
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "activation": activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
-        "layer_windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        "layer_windows": windows_in_turn(settings, num_layers, every, 4096),
         "attention_scale": settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
     }
 
@@ -100,7 +94,7 @@ def _gemma_layer(config: ModelConfig) -> Shapes:
     hidden = config.hidden_size
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return {
-        **_attention(config),
+        **attention_shapes(config),
         **gated_shapes("mlp", hidden, config.intermediate_size),
         **{f"{n}.weight": (hidden,) for n in names},
     }
@@ -110,23 +104,29 @@ def _gemma_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**read_qwen_moe(settings, shapes, num_experts=128, experts_per_token=8), "qk_norm": True}
+
+
+def read_qwen_moe(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], num_experts: int, experts_per_token: int
+) -> dict[str, object]:
+    """``num_experts`` and ``experts_per_token`` where nothing says them."""
     if settings.flag("attention_bias", False) or settings.flag("use_sliding_window", False):
         raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
     if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
         raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
     return {
-        **_read_silu(settings, shapes),
+        **read_silu(settings, shapes),
         "intermediate_size": settings.integer("moe_intermediate_size"),
-        "qk_norm": True,
-        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", 128)),
-        "experts_per_token": settings.integer("num_experts_per_tok", 8),
+        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", num_experts)),
+        "experts_per_token": settings.integer("num_experts_per_tok", experts_per_token),
         "norm_expert_weights": settings.flag("norm_topk_prob", False),
     }
 
 
 def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     return {
-        **_read_silu(settings, shapes, default_theta=1e6),
+        **read_silu(settings, shapes, default_theta=1e6),
         "intermediate_size": settings.integer("intermediate_size"),
         "sliding_window": settings.integer("sliding_window", 0) or None,
         "num_experts": settings.integer("num_local_experts", settings.integer("num_experts", 8)),
@@ -149,12 +149,13 @@ class ExpertNames:
 EXPERT_NAMES = {
     "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    "qwen2_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
 
 
-def _moe_layer(config: ModelConfig) -> Shapes:
+def moe_layer(config: ModelConfig) -> Shapes:
     hidden, inner, names = config.hidden_size, config.intermediate_size, EXPERT_NAMES[config.architecture]
-    layer = {**_attention(config), f"{names.router}.weight": (config.num_experts, hidden)}
+    layer = {**attention_shapes(config), f"{names.router}.weight": (config.num_experts, hidden)}
     for expert in range(config.num_experts):
         at = f"{names.experts}.{expert}"
         layer |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
@@ -196,24 +197,27 @@ def _read_dense(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key, False):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
-    return {**_read_silu(settings, shapes), "intermediate_size": settings.integer("intermediate_size")}
+    return {**read_silu(settings, shapes), "intermediate_size": settings.integer("intermediate_size")}
 
 
 def _dense_layer(config: ModelConfig) -> Shapes:
-    return _attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+    return attention_shapes(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
 # Parts of several
 
 
-def _read_silu(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+def read_silu(
+    settings: Settings,
+    shapes: Mapping[str, tuple[int, ...]],
+    default_theta: float = 10_000.0,
+    partial: bool = False,
 ) -> dict[str, object]:
     if activation(settings, "hidden_act", "silu") != "silu":
         raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
     heads = settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
-    rope = read_rope(settings, head_dim, default_theta)
+    rope = read_rope(settings, head_dim, default_theta, partial)
     return {
         "num_layers": settings.integer("num_hidden_layers"),
         "hidden_size": settings.integer("hidden_size"),
@@ -224,12 +228,30 @@ def _read_silu(
         "max_model_len": rope.max_model_len,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
+        "rotary_dim": rope.rotary_dim,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
     }
 
 
-def _attention(config: ModelConfig) -> Shapes:
+def windows_in_turn(settings: Settings, num_layers: int, every: int, default: int) -> tuple[int, ...]:
+    """Each layer's window, 0 for none; where no list says it, one layer of ``every`` sees all."""
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
+    window = settings.integer("sliding_window", default)
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
+    if window < 1 and "sliding_attention" in kinds:
+        raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def attention_shapes(config: ModelConfig) -> Shapes:
     hidden, dim = config.hidden_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     return {
@@ -238,14 +260,19 @@ def _attention(config: ModelConfig) -> Shapes:
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, query),
         **({f"self_attn.{name}_norm.weight": (dim,) for name in "qk"} if config.qk_norm else {}),
+        **(
+            {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
+            if config.qkv_bias
+            else {}
+        ),
     }
 
 
 GATED_FAMILIES: dict[str, Family] = {
     "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", llama_top),
     "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
-    "qwen3_moe": Family(_read_qwen3_moe, _moe_layer, "model.layers", llama_top),
-    "mixtral": Family(_read_mixtral, _moe_layer, "model.layers", llama_top),
+    "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
+    "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),
     "granite": Family(_read_granite, _granite_layer, "model.layers", llama_top),
     "olmo2": Family(_read_dense, _olmo2_layer, "model.layers", llama_top),
 }

@@ -42,6 +42,7 @@ def _read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
         "latent": latent,
         "num_experts": settings.integer("n_routed_experts"),
         "experts_per_token": settings.integer("num_experts_per_tok"),
+        "shared_expert_size": settings.integer("moe_intermediate_size") * settings.integer("n_shared_experts", 0),
     }
 
 
@@ -100,7 +101,6 @@ def _routing(settings: Settings, scoring: str, factor: float, is_grouped: bool) 
     return Routing(
         num_dense_layers=settings.integer("first_k_dense_replace", 0),
         expert_size=expert_size,
-        shared_size=expert_size * settings.integer("n_shared_experts", 0),
         scoring=scoring,
         factor=settings.number("routed_scaling_factor", factor),
         num_groups=groups,
@@ -143,7 +143,8 @@ def _layer(config: ModelConfig) -> Shapes:
         layer["mlp.gate.e_score_correction_bias"] = (config.num_experts,)
     for expert in range(config.num_experts):
         layer |= gated_shapes(f"mlp.experts.{expert}", hidden, routing.expert_size)
-    return layer | (gated_shapes("mlp.shared_experts", hidden, routing.shared_size) if routing.shared_size else {})
+    shared = config.shared_expert_size
+    return layer | (gated_shapes("mlp.shared_experts", hidden, shared) if shared else {})
 
 
 LATENT_FAMILIES: dict[str, Family] = {

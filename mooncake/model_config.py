@@ -34,7 +34,6 @@ class Routing:
 
     num_dense_layers: int  # the first ones, whose MLPs are ``ModelConfig.intermediate_size`` wide
     expert_size: int  # width of an expert
-    shared_size: int  # of what all tokens use beside theirs
     scoring: str  # "softmax", or "sigmoid" with a bias that only chooses
     factor: float  # of the experts' sum
     num_groups: int = 1  # experts come in so many groups,
@@ -82,6 +81,8 @@ class ModelConfig:
     residual_factor: float = 1.0  # of what attention and MLP of each layer add,
     logit_divisor: float = 1.0  # and of logits
     kv_sources: tuple[int, ...] = ()  # whose KV each layer attends to: an earlier layer's or its own; (): own
+    shared_expert_size: int = 0  # width of the expert that every token uses, too
+    mlp_has_norm: bool = True  # False: the MLP reads what attention's norm gives (small Falcons)
     latent: LatentAttention | None = None
     routing: Routing | None = None  # None: of Qwen3's and Mixtral's kind, in every layer
 
@@ -155,6 +156,8 @@ class ModelConfig:
         if wrong:
             raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
         self._check_kv_sources()
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ModelError(f"a token cannot use {self.experts_per_token} of {self.num_experts} experts")
 
     def _check_kv_sources(self) -> None:
         if self.kv_sources and len(self.kv_sources) != self.num_layers:

@@ -1,7 +1,7 @@
 """Quantised weights in Hugging Face folders: what config.json says of them, and which tensors make each. Torch-free.
 
-Opens compressed-tensors, fp8, GPTQ and AWQ, and says in one sentence what is wrong with the others. Which weights are
-coded is seen in the tensors: lists of modules left out ("ignore", "modules_to_not_convert") only repeat it.
+Opens compressed-tensors, fp8, GPTQ, AWQ and mxfp4, and says in one sentence what is wrong with the others. Which
+weights are coded is seen in the tensors: lists of modules left out ("ignore", "modules_to_not_convert") only repeat it.
 ``mooncake.model.dequantise`` reads the codes.
 """
 
@@ -19,7 +19,7 @@ from mooncake.precision import Coding
 from mooncake.safetensors_file import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
-Layout = Literal["rows", "packed", "gptq", "awq"]
+Layout = Literal["rows", "packed", "gptq", "awq", "mxfp4"]
 """How the codes of a matrix ``[outputs, inputs]`` lie. Words are int32 with 32 / bits codes, the lowest bits first.
 
     rows    [outputs, inputs] of int8 or float8; zeros are int8
@@ -27,6 +27,7 @@ Layout = Literal["rows", "packed", "gptq", "awq"]
             outputs, or int8
     gptq    [words, outputs] along the inputs; zeros [groups, words] along the outputs
     awq     [inputs, words] along the outputs, in the order 0 2 4 6 1 3 5 7; zeros [groups, words] likewise
+    mxfp4   [experts, outputs, groups, 16] along the inputs, two float4 a byte; scales are exponents (OCP MX 1.0, 2023)
 """
 
 WORD_BITS = 32
@@ -41,13 +42,14 @@ _UNUSED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """One matrix as codes, weight = (code - zero) * scale, and the names of the tensors that hold it ("" for none).
+    """One matrix, or those of all experts, as codes, weight = (code - zero) * scale, and the names of the tensors that
+    hold it ("" for none).
 
     Scales and zeros hold for ``tile`` rows and columns each. Without ``zeros``, signed codes have the zero 0 and
     unsigned ones the middle of their range.
     """
 
-    shape: tuple[int, int]  # outputs, inputs
+    shape: tuple[int, ...]  # outputs, inputs; of experts, as gpt-oss has them: experts, inputs, outputs
     layout: Layout
     bits: int
     tile: tuple[int, int]
@@ -298,11 +300,34 @@ def _grouped(tensors: Tensors, module: str, groups: int, outputs: int, bits: int
     return scales, zeros
 
 
+# mxfp4, as gpt-oss has it
+
+MXFP4_GROUP = 32  # inputs that share a scale
+
+
+def _mxfp4(settings: Settings) -> Reader:
+    def read(tensors: Tensors) -> Coded:
+        coded: dict[str, CodedWeight] = {}
+        for codes in sorted(name for name in tensors if name.endswith("_blocks")):
+            name, tensor = codes.removesuffix("_blocks"), tensors[codes]
+            if len(tensor.shape) != 4:
+                raise ModelError(f"{codes} is {tensor.dtype} {list(tensor.shape)}; mxfp4 needs U8 of four dimensions")
+            experts, outputs, groups, _ = tensor.shape
+            _check(tensors, codes, ("U8",), (experts, outputs, groups, MXFP4_GROUP // 2))
+            _check(tensors, f"{name}_scales", ("U8",), (experts, outputs, groups))
+            shape = experts, groups * MXFP4_GROUP, outputs
+            coded[name] = CodedWeight(shape, "mxfp4", 4, (1, MXFP4_GROUP), codes, f"{name}_scales")
+        return coded
+
+    return read
+
+
 _METHODS: dict[str, Callable[[Settings], Reader]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -65,6 +65,7 @@ class Kernels(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

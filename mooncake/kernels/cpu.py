@@ -29,7 +29,8 @@ _SIGNATURES = {
     "mc_paged_attention": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # query, query_stride, output, pages, num_heads
         *(_POINTER, _LONG, _POINTER, _POINTER, _INT),  # block_tables, table_stride, query_starts, context_lens, B
-        *(_FLOAT, _INT, _FLOAT, _POINTER, _POINTER, _INT),  # scale, window, softcap, first_positions, log_sums, threads
+        *(_FLOAT, _INT, _FLOAT, _POINTER),  # scale, window, softcap, sinks
+        *(_POINTER, _POINTER, _INT),  # first_positions, log_sums, threads
     ],
     "mc_rope_write_kv": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # qkv, qkv_stride, rope, positions, pages
@@ -382,8 +383,9 @@ class CpuKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap)
+        given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap, sinks)
         return self.ready_attention(*given)()
 
     def ready_attention(
@@ -396,12 +398,14 @@ class CpuKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """``paged_attention`` but for the call of the library, which may be made any number of times, as long as the
         tensors live."""
         query_stride, *inner = query.stride()
-        if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
-            given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap)
+        are_wide = sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
+        if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1] and are_wide):
+            given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap, sinks)
             return lambda: reference.paged_attention(*given)
         output, attend, pages = query.new_empty(query.shape), self._paged_attention, _pages(cache_layer)
         arguments = (
@@ -418,6 +422,7 @@ class CpuKernels:
             scale,
             window,
             softcap,
+            None if sinks is None else sinks.data_ptr(),
             None,
             None,
             num_threads(),
@@ -460,6 +465,7 @@ class CpuKernels:
             scale,
             0,
             softcap,
+            None,
             first_positions.data_ptr(),
             log_sums.data_ptr(),
             num_threads(),

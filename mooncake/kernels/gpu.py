@@ -229,6 +229,7 @@ class GpuKernels:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -239,7 +240,8 @@ class GpuKernels:
             return torch.empty_like(query)
         if plan is None:
             plan = self.plan_call(query, cache_layer, query_starts, context_lens, window, scaled=scales is not None)
-        return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window, softcap)
+        rest = (block_tables, scale, window, softcap, sinks)
+        return run_plan(plan, self.num_processors, query, cache_layer, scales, *rest)
 
 
 class Int8Linear:

@@ -161,6 +161,7 @@ def run_plan(
     scale: float,
     window: int,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     choose: Callable[[int, int, int, bool, bool], Launch] = attention_launch,
 ) -> torch.Tensor:
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
@@ -183,6 +184,7 @@ def run_plan(
             output,
             plan.partial,
             plan.partial_lse,
+            plan.partial_lse if sinks is None else sinks,
             query.stride(0),
             *cache_layer.stride()[:4],
             *((0, 0, 0, 0) if scales is None else scales.stride()),
@@ -200,6 +202,7 @@ def run_plan(
             WINDOWED=window > 0,
             CAPPED=softcap > 0,
             SCALED=scales is not None,
+            SINKS=sinks is not None,
             WIDE=wide,
             ROW_UNIT=math.gcd(cache_layer.stride(3), 16),
             num_warps=launch.num_warps,
@@ -211,9 +214,11 @@ def run_plan(
         plan.partial,
         plan.partial_lse,
         *merging,
+        plan.partial_lse if sinks is None else sinks,
         output,
         NUM_HEADS=num_heads,
         **heads,
+        SINKS=sinks is not None,
         PARTS=MERGED_PARTS,
         num_warps=1,
     )

@@ -245,12 +245,15 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[T, Hq, D]`` over each sequence's own context; returns ``[T, Hq, D]``.
 
     Query head h reads key and value head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it;
     blocks before the windows of all queries of a sequence are not read, whatever its table has there.
     With ``softcap`` c > 0 a score s counts as ``c * tanh(s / c)`` (Gemma 2).
+    With ``sinks`` ``[Hq]`` each query also has its head's own as a score, of a value of zeros: it takes a share of the
+    attention and adds nothing (gpt-oss, after StreamingLLM, Xiao et al. 2023).
     """
     output, block_tokens = torch.empty_like(query), cache_layer.shape[3]
     starts, contexts = query_starts.tolist(), context_lens.tolist()
@@ -260,7 +263,7 @@ def paged_attention(
         table, context = block_tables[b, hidden:], context - hidden * block_tokens
         scores, value = _scores(query[rows], cache_layer, table, context, scale, softcap)
         scores.masked_fill_(~_visible(context, rows.stop - rows.start, window, scores.device), float("-inf"))
-        mixed = torch.einsum("kgts,ksd->tkgd", scores.softmax(-1), value)
+        mixed = torch.einsum("kgts,ksd->tkgd", _shares(scores, sinks), value)
         output[rows] = mixed.flatten(1, 2).to(query.dtype)
     return output
 
@@ -321,6 +324,14 @@ def _scores(
     queries = query.float().reshape(query.shape[0], num_kv_heads, -1, query.shape[2])  # [t, Hkv, G, D]
     scores = torch.einsum("tkgd,ksd->kgts", queries, key) * scale
     return (softcap * torch.tanh(scores / softcap) if softcap else scores), value
+
+
+def _shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of ``[Hkv, G, t, context]``, of which a sink takes its part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 def _visible(context: int, num_queries: int, window: int, device: torch.device) -> torch.Tensor:

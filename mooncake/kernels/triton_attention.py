@@ -128,6 +128,7 @@ def attend(
     output,  # [T, Hq, D]
     partial,  # float32 [rows, Hq, D]
     partial_lse,  # float32 [rows, Hq], in powers of two
+    sinks,  # [Hq], if SINKS
     query_stride,
     block_stride,
     kv_stride,
@@ -152,6 +153,7 @@ def attend(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDE: tl.constexpr,
     ROW_UNIT: tl.constexpr,  # divides row_stride, for the compiler to know how wide it may load
 ):
@@ -202,7 +204,11 @@ def attend(
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
 
-        result = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
+        divisor = tl.where(total == 0.0, 1.0, total)
+        if SINKS:  # of a tile in several pieces, the merge counts it
+            sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
+            divisor += tl.where(row < 0, tl.exp2(sink - peak), 0.0)
+        result = accumulated / divisor[:, None]
         if row < 0:
             at = (first + row_token).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM)
             at = at + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -222,10 +228,12 @@ def merge(
     merge_starts,  # int32 [tokens to merge + 1]
     merge_rows,  # int32
     num_tokens,  # int32 [1]
+    sinks,  # [Hq], if SINKS
     output,  # [T, Hq, D]
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
     PARTS: tl.constexpr,  # loaded at a time: one after the other would be waited for as often
 ):
     """``sum(2^lse_i · o_i) / sum(2^lse_i)`` over the parts of each token and head, in the plan's order."""
@@ -250,6 +258,8 @@ def merge(
             accumulated = accumulated * fade + tl.sum(values * weights[:, None], 0)
             total = total * fade + tl.sum(weights, 0)
             peak = new_peak
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - peak)
         result = accumulated / tl.where(total == 0.0, 1.0, total)
         at = (tl.load(merge_tokens + index).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
         tl.store(output + at + dims, result.to(output.dtype.element_ty), mask=dim_ok)

@@ -152,8 +152,8 @@ class LayerHook(Protocol):
 class Attention(Protocol):
     """What computes attention in place of the kernel, for a rank that has a part of the context only."""
 
-    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """``[T, Hq, D]`` of the step's queries ``[T, Hq, D]``, whose keys and values are written."""
+    def __call__(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """``[T, Hq, D]`` of the step's queries ``[T, Hq, D]``, whose keys and values are written; ``sinks`` [Hq]."""
         ...
 
 

@@ -103,26 +103,26 @@ class ContextAttention:
     def method_of(self, layer: int) -> Method:
         return Method.HEADS if self._config.window_of(layer) else self._method
 
-    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         count = self._num_tokens[self._post.rank]
         if self._home is not None:
             self._home.keep(layer, 0, self._own)
         cut, own = query[:count], self._own[:, :, :count].contiguous()
         method = self.method_of(layer)
         if method is Method.HEADS:
-            mixed = self._by_heads(layer, cut, own)
+            mixed = self._by_heads(layer, cut, own, sinks)
         elif method is Method.PASS_Q:
-            mixed = self._pass_q(layer, cut, own)
+            mixed = self._pass_q(layer, cut, own).with_sinks(sinks)
         else:
-            mixed = self._pass_kv(layer, cut, own)
+            mixed = self._pass_kv(layer, cut, own).with_sinks(sinks)
         if len(query) > count:
-            mixed = torch.cat([mixed, self._residents(layer, query[count:])])
+            mixed = torch.cat([mixed, self._residents(layer, query[count:], sinks)])
         self._post.settle()
         return mixed
 
     # Keys and values go round
 
-    def _pass_kv(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
+    def _pass_kv(self, layer: int, query: torch.Tensor, own: Rows) -> _Seen:
         post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
         left, right = (rank - 1) % size, (rank + 1) % size
         part = self._deal(layer)
@@ -152,7 +152,7 @@ class ContextAttention:
                     home.keep(layer, before, new)
                 else:
                     part = next_part
-        return seen.output
+        return seen
 
     def _deal(self, layer: int) -> Awaited:
         """Its part of the prefixes to each rank; returns the own one."""
@@ -164,7 +164,7 @@ class ContextAttention:
 
     # Queries go round
 
-    def _pass_q(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
+    def _pass_q(self, layer: int, query: torch.Tensor, own: Rows) -> _Seen:
         post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
         left, right = (rank - 1) % size, (rank + 1) % size
         part = self._deal(layer)
@@ -199,11 +199,11 @@ class ContextAttention:
         for awaited in coming_home:
             both = awaited.wait()
             seen.add((both[..., :-1], both[..., -1]))
-        return seen.output
+        return seen
 
     # Each rank has all tokens of some heads
 
-    def _by_heads(self, layer: int, query: torch.Tensor, own: Rows) -> torch.Tensor:
+    def _by_heads(self, layer: int, query: torch.Tensor, own: Rows, sinks: torch.Tensor | None) -> torch.Tensor:
         rank, size, shape, order = self._post.rank, self._plan.size, self._shape, self._order
         prefix = self._send_heads(layer, query, own)
         heads, kv_heads = shape.heads_of(rank, size), shape.kv_heads_of(rank, size)
@@ -220,7 +220,8 @@ class ContextAttention:
             pages = self._home.layers[layer][:, :, kv_heads]
             tables = self._home.batch.block_tables[order.sequences].contiguous()
         together = torch.cat([each.wait() for each in queries])[order.by_sequence]
-        mixed = self._whole(layer, together, pages, tables, order.query_starts, order.context_lens)
+        mine = None if sinks is None else sinks[heads]
+        mixed = self._whole(layer, together, pages, tables, order.query_starts, order.context_lens, mine)
         by_rank = torch.split(mixed[order.by_rank], self._num_tokens)
         for other in self._others:
             self._post.send(by_rank[other], other, Kind.OUTPUT)
@@ -260,12 +261,12 @@ class ContextAttention:
         """Keys and values of all heads, on their way to the first rank."""
         return {other: self._rows_from(other, self._num_tokens[other], Kind.NEW) for other in self._others}
 
-    def _residents(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def _residents(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         assert self._home is not None
         batch, runs = self._home.batch, self._plan.residents
         sequences = [run.sequence for run in runs]
         tables, lengths = batch.block_tables[sequences].contiguous(), batch.context_lens[sequences]
-        return self._whole(layer, query, self._home.layers[layer], tables, _query_starts(runs), lengths)
+        return self._whole(layer, query, self._home.layers[layer], tables, _query_starts(runs), lengths, sinks)
 
     def _whole(
         self,
@@ -275,10 +276,11 @@ class ContextAttention:
         tables: torch.Tensor,
         starts: torch.Tensor,
         lengths: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self._config
-        scale, window = config.softmax_scale, config.window_of(layer)
-        return self._kernels.paged_attention(query, pages, tables, starts, lengths, scale, window, config.score_cap)
+        rest = (config.softmax_scale, config.window_of(layer), config.score_cap, sinks)
+        return self._kernels.paged_attention(query, pages, tables, starts, lengths, *rest)
 
     def _in_place(self, layer: int, query: torch.Tensor, origin: int, lengths: Sequence[int]) -> Partial | None:
         """Of the queries of ``origin``'s runs, over the first tokens of each sequence where the cache has them."""
@@ -329,10 +331,13 @@ class _Seen:
         elif part is not None:
             merge_attention(*self._so_far, *part)
 
-    @property
-    def output(self) -> torch.Tensor:
+    def with_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor:
+        """The output, once all has been seen: a sink is a part with a score and no value."""
         assert self._so_far is not None, "every token sees itself"
-        return self._so_far[0]
+        output, log_sums = self._so_far
+        if sinks is not None:
+            self.add((torch.zeros_like(output), sinks.expand_as(log_sums)))
+        return output
 
     def partial(self, query: torch.Tensor) -> Partial:
         """For queries that may have seen nothing."""

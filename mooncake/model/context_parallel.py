@@ -222,13 +222,13 @@ class _Told:
     def after_layer(self, layer: int) -> None:
         """The rank's own tokens are written, the others' are not here yet."""
 
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if self._is_first:
             self._post.signal(goes_on=True)
         elif not self._post.await_signal():
             raise StepAbandoned
         try:
-            mixed = self._attention(layer, query)
+            mixed = self._attention(layer, query, sinks)
         except Broken:
             raise
         except Exception as error:

@@ -38,10 +38,11 @@ class Step:
         tables: Tables,
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values of ``layer`` and attend over the whole context: ``[T, Hq * D]``.
 
-        ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten.
+        ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten. ``sinks`` as in ``reference.paged_attention``.
         """
         batch = self.batch
         row, block_tables, slots = batch.pages_of(layer)
@@ -52,7 +53,7 @@ class Step:
         )
         self.hook.after_layer(layer)
         if self.attention is not None:
-            return self.attention(layer, query).flatten(1)
+            return self.attention(layer, query, sinks).flatten(1)
         mixed = self.kernels.paged_attention(
             query,
             cache,
@@ -62,6 +63,7 @@ class Step:
             self.config.softmax_scale,
             self.config.window_of(layer),
             self.config.score_cap,
+            sinks,
         )
         return mixed.flatten(1)
 

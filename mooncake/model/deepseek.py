@@ -16,7 +16,7 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
-from mooncake.model.moe import Experts
+from mooncake.model.moe import sum_of_experts
 from mooncake.model_config import LatentAttention
 
 LATENT_EPS = 1e-6
@@ -33,7 +33,7 @@ class _Gated:
 class _Mixture:
     router: Linear
     choice_bias: torch.Tensor | None  # [experts]
-    experts: Experts
+    experts: list[_Gated]
     shared: _Gated | None
 
 
@@ -96,16 +96,12 @@ class DeepSeek(GatedDecoder[_Layer]):
         if routing is None or prefix + "gate.weight" not in self._weights:
             return self._gated(prefix)
         bias = prefix + "gate.e_score_correction_bias"
-        experts = [f"{prefix}experts.{expert}." for expert in range(self.config.num_experts)]
         return _Mixture(
             # in float32, as published: what is nearly as good is nearly always another expert
             router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
             choice_bias=self.weight(bias).float() if routing.scoring == "sigmoid" else None,
-            experts=Experts(
-                [self.linear(expert + "gate_proj", expert + "up_proj") for expert in experts],
-                [self.linear(expert + "down_proj") for expert in experts],
-            ),
-            shared=self._gated(prefix + "shared_experts.") if routing.shared_size else None,
+            experts=[self._gated(f"{prefix}experts.{expert}.") for expert in range(self.config.num_experts)],
+            shared=self._gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
         )
 
     def _gated(self, prefix: str) -> _Gated:
@@ -139,7 +135,7 @@ class DeepSeek(GatedDecoder[_Layer]):
 
     def _mixture(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(mlp, normed)
-        mixed = mlp.experts.mix(normed, chosen, weights, self.kernels)
+        mixed = sum_of_experts(normed, chosen, weights, lambda expert, rows: self._dense(mlp.experts[expert], rows))
         return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
 
     def _route(self, mlp: _Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

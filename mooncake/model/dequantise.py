@@ -16,12 +16,16 @@ from mooncake.quantised import CodedWeight
 
 Tensors = Mapping[str, torch.Tensor]
 
+_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of E2M1's codes
+_FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # of a byte, the low bits first
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs is
 
 
 def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-    """``[outputs, inputs]``, computed in float32 and rounded to ``dtype`` once. Raises ModelError for groups that the
+    """Of the weight's shape, computed in float32 and rounded to ``dtype`` once. Raises ModelError for groups that the
     scales do not have."""
+    if weight.layout == "mxfp4":
+        return _of_experts(tensors[weight.codes], tensors[weight.scales], dtype)
     codes, scales, zeros = _parts(weight, tensors)
     outputs, inputs = weight.shape
     height, width = weight.tile
@@ -68,6 +72,16 @@ def _parts(weight: CodedWeight, tensors: Tensors) -> tuple[torch.Tensor, torch.T
         if zeros is not None and zeros.dtype is torch.int32:
             zeros = _signed(_unpacked(zeros.T, bits), bits).T[: grid[0]]
     return codes, scales.reshape(grid), None if zeros is None else zeros.reshape(grid).float()
+
+
+def _of_experts(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[experts, inputs, outputs]`` of mxfp4, one after the other: on their way, codes take many times as much."""
+    values = torch.empty((*exponents.shape, 2 * blocks.shape[-1]), dtype=dtype)
+    for expert, codes, powers in zip(values, blocks, exponents, strict=True):
+        numbers = torch.nn.functional.embedding(codes.int(), _FLOAT4_PAIRS).flatten(-2)
+        scales = torch.ldexp(torch.ones(powers.shape), powers.int() - 127)
+        torch.mul(numbers, scales.unsqueeze(-1), out=expert)
+    return values.flatten(2).mT
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The GPT line over a paged cache: GPT-2, OPT, GPT-NeoX and StarCoder2.
+"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and StarCoder2.
 
-Layer norms, biases everywhere, an MLP without a gate.
+Layer norms, often biases, an MLP without a gate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mooncake.families import OPT_POSITION_OFFSET
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.interleaved import interleaved_qkv
 from mooncake.model.rope import no_rotation, rope_tables, rotary_order
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -48,11 +49,11 @@ class _Gpt(Decoder):
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self._final_norm(hidden))
 
-    def _finish(self, embedding: str, final_norm: str, head: str) -> None:
+    def _finish(self, embedding: str, final_norm: str, head: str, has_head_bias: bool = False) -> None:
         self._activation = activation(self.config.activation)
         self._embedding = self._head = self.linear(embedding)
         if not self.config.tie_embeddings:
-            self._head = self.linear(head)
+            self._head = self.linear(head, biased=has_head_bias)
         self._final_norm = self.layer_norm(final_norm)
         self._tables = self.tables(no_rotation(self.max_model_len, self.config.head_dim))
 
@@ -82,6 +83,32 @@ class Gpt2(_Gpt):
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens) + self._positions[batch.positions]
+
+
+class GptJ(_Gpt):
+    """GPT-J (Wang and Komatsuzaki 2021): attention and MLP behind one norm, and only a part of each head rotates."""
+
+    def _build(self) -> None:
+        self._finish("transformer.wte", "transformer.ln_f", head="lm_head", has_head_bias=True)
+        config = self.config
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None, config.rotary_dim)
+        )
+        self._layers = [self._take(f"transformer.h.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        norm = self.layer_norm(prefix + "ln_1")
+        return _Layer(
+            norm,
+            interleaved_qkv(self, prefix + "attn."),
+            self.linear(prefix + "attn.out_proj"),
+            norm,
+            self.linear(prefix + "mlp.fc_in", biased=True),
+            self.linear(prefix + "mlp.fc_out", biased=True),
+        )
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
 
 
 class Opt(_Gpt):
@@ -137,6 +164,40 @@ class GptNeoX(_Gpt):
         rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
         order = rotary_order(config.head_dim, config.rotary_dim)
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+
+class Falcon(_Gpt):
+    """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few."""
+
+    def _build(self) -> None:
+        config = self.config
+        self._finish("transformer.word_embeddings", "transformer.ln_f", head="lm_head")
+        self._tables = self.tables(
+            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
+        )
+        self._layers = [self._take(f"transformer.h.{index}.") for index in range(config.num_layers)]
+
+    def _take(self, prefix: str) -> _Layer:
+        attention, has_two = prefix + "self_attention.", self.config.mlp_has_norm
+        norm = self.layer_norm(prefix + ("ln_attn" if has_two else "input_layernorm"))
+        return _Layer(
+            norm,
+            self.kernels.linear(self._by_kind(self.weight(attention + "query_key_value.weight"))),
+            self.linear(attention + "dense"),
+            self.layer_norm(prefix + "ln_mlp") if has_two else norm,
+            self.linear(prefix + "mlp.dense_h_to_4h"),
+            self.linear(prefix + "mlp.dense_4h_to_h"),
+        )
+
+    def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
+        """Rows from ``[KV head][G queries, key, value][D]`` to all queries, all keys, all values."""
+        config = self.config
+        group = config.num_heads // config.num_kv_heads
+        rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)
+        return torch.cat([part.reshape(-1, config.hidden_size) for part in torch.split(rows, [group, 1, 1], dim=1)])
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens)

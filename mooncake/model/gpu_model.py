@@ -75,6 +75,7 @@ class PlannedKernels(GpuKernels):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -94,6 +95,7 @@ class PlannedKernels(GpuKernels):
             scale,
             window,
             softcap,
+            sinks,
             plan or self.step_plans.get(window),
             scales,
         )

@@ -14,7 +14,9 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek
 from mooncake.model.gated import Granite, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Gpt2, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt_oss import GptOss
+from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
@@ -36,6 +38,14 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,
+    "gpt_oss": GptOss,
+    "qwen2_moe": MixtureOfExperts,
+    "glm": Glm,
+    "glm4": Glm,
+    "cohere": Cohere,
+    "cohere2": Cohere,
+    "gptj": GptJ,
+    "falcon": Falcon,
 }
 
 

@@ -39,17 +39,17 @@ def no_rotation(num_positions: int, head_dim: int) -> Tables:
     return torch.ones(num_positions, half), torch.zeros(num_positions, half)
 
 
-def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+def rotary_order(head_dim: int, rotary_dim: int, in_turn: bool = False) -> torch.Tensor:
     """int64 ``[head_dim]``: of a head whose first elements rotate in pairs (i, i + rotary_dim / 2), an order in which
-    the pairs are (i, i + head_dim / 2), as kernels have them; what stays fills the rest of both halves.
+    the pairs are (i, i + head_dim / 2), as kernels have them; what stays fills the rest of both halves. ``in_turn``:
+    the pairs are (2 i, 2 i + 1).
 
     Queries and keys are reordered alike, so their products are what they were.
     """
     pairs, half = rotary_dim // 2, head_dim // 2
-    still = torch.arange(2 * pairs, head_dim)
-    return torch.cat(
-        [torch.arange(pairs), still[: half - pairs], torch.arange(pairs, 2 * pairs), still[half - pairs :]]
-    )
+    turning, still = torch.arange(2 * pairs), torch.arange(2 * pairs, head_dim)
+    first, second = (turning[::2], turning[1::2]) if in_turn else turning.chunk(2)
+    return torch.cat([first, still[: half - pairs], second, still[half - pairs :]])
 
 
 def _frequencies(periods: torch.Tensor, theta: float, scaling: Mapping[str, object]) -> torch.Tensor:

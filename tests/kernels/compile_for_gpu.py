@@ -77,16 +77,19 @@ def attention_cases() -> Iterator[Case]:
             few = min(rows, most_rows(256, False))
             yield _attention("gemma2", 2, 256, 64, few, "bfloat16", "bfloat16", windowed, capped=True)
         yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
-    for head_dim in (64, 128, 256):
+        for windowed in (False, True):
+            yield _attention("gpt-oss", 8, 64, 64, rows, "bfloat16", "bfloat16", windowed, sinks=True)
+    for head_dim, sinks in ((64, False), (128, False), (256, False), (64, True)):
         yield Case(
-            f"merge-{head_dim}",
+            f"merge-{head_dim}{'-sinks' if sinks else ''}",
             triton_attention.merge,
             {
                 **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
+                "sinks": "*bf16",
                 **dict.fromkeys(("merge_tokens", "merge_starts", "merge_rows", "num_tokens"), "*i32"),
                 "output": "*bf16",
             },
-            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "PARTS": MERGED_PARTS},
+            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "SINKS": sinks, "PARTS": MERGED_PARTS},
             num_warps=1,
         )
 
@@ -101,20 +104,22 @@ def _attention(
     pages: str,
     windowed: bool,
     capped: bool = False,
+    sinks: bool = False,
     row_unit: int = 16,  # 4: each row carries its scale
 ) -> Case:
     wide = query == "float32"
     group_pad = triton.next_power_of_2(group)
     launch = attention_launch(rows, head_dim, block_tokens, wide, pages in SCALED)
     return Case(
-        f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}{'-cap' if capped else ''}",
+        f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}"
+        f"{'-cap' if capped else ''}{'-sinks' if sinks else ''}",
         triton_attention.attend,
         {
             "query": POINTERS[query],
             "cache": POINTERS[pages],
             **dict.fromkeys(("scales", "partial", "partial_lse"), "*fp32"),
             **dict.fromkeys(("block_tables", "pieces", "num_pieces"), "*i32"),
-            "output": POINTERS[query],
+            **dict.fromkeys(("sinks", "output"), POINTERS[query]),
             **dict.fromkeys(
                 (
                     *(
@@ -144,6 +149,7 @@ def _attention(
             "WINDOWED": windowed,
             "CAPPED": capped,
             "SCALED": pages in SCALED,
+            "SINKS": sinks,
             "WIDE": wide,
             "ROW_UNIT": row_unit,
         },

@@ -72,6 +72,7 @@ class Ragged:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     def tolerance(self, cpu: CpuKernels) -> float:
         dtype = self.cache_layer.dtype
@@ -98,6 +99,7 @@ class Ragged:
             self.query.shape[2] ** -0.5,
             window,
             self.softcap,
+            self.sinks,
         )
 
 
@@ -225,6 +227,22 @@ def test_scores_are_bent_to_within_a_cap(cpu: CpuKernels, dtype: torch.dtype, wi
     expected = batch.attend(reference, window)
     torch.testing.assert_close(batch.attend(cpu, window), expected, rtol=tolerance, atol=tolerance)
     assert softcap == 50 or not torch.allclose(plain.attend(cpu, window), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
+@pytest.mark.parametrize("window", [0, 64])
+@PAGES
+def test_a_sink_takes_its_part_of_each_heads_attention(
+    cpu: CpuKernels, lengths: list[tuple[int, int]], window: int, dtype: torch.dtype
+) -> None:
+    """Once, in whatever parts the context is attended to; a large one leaves nothing, and a small one all."""
+    plain = ragged(lengths, dtype=dtype)
+    batch = replace(plain, sinks=torch.tensor([-3.0, 0.0, 2.5, 6.0, 300.0, -300.0]))
+    tolerance = batch.tolerance(cpu)
+    actual, without = batch.attend(cpu, window), plain.attend(cpu, window)
+    torch.testing.assert_close(actual, batch.attend(reference, window), rtol=tolerance, atol=tolerance)
+    assert not actual[:, 4].any() and torch.equal(actual[:, 5], without[:, 5])
+    assert (actual[:, 1:4].norm() / without[:, 1:4].norm()) < 0.9
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])

@@ -35,18 +35,19 @@ def check_limits(builds: list[dict[str, int | str | bool]]) -> None:
         name, threads = str(build["case"]), int(build["threads"])
         assert int(build["stack_bytes"]) + int(build["local_bytes"]) <= SPILL_BYTES[int(build["sm"])], build
         programs = 2 if name.startswith("attend") and threads == 128 else 1
-        if name in ("merge-64", "merge-128"):
+        if name.startswith(("merge-64", "merge-128")):
             programs = MERGES_PER_PROCESSOR
         assert int(build["shared_bytes"]) * programs <= SHARED_BYTES[int(build["sm"])], build
         assert int(build["registers"]) * threads * programs <= REGISTERS, build
 
 
-def test_the_kernels_of_an_8b_decode_step_compile_within_limits() -> None:
+def test_the_kernels_of_an_8b_decode_step_and_those_with_sinks_compile_within_limits() -> None:
     builds = compiled(
-        "^attend-llama8b-16-bfloat16-bfloat16$", "^merge-128$", "^rope-write-bfloat16$", "^norm-4096-add$"
+        *("^attend-llama8b-16-bfloat16-bfloat16$", "^merge-128$", "^rope-write-bfloat16$", "^norm-4096-add$"),
+        *("^attend-gpt-oss-16-.*-window-sinks$", "^merge-64-sinks$"),
     )
     assert {build["sm"] for build in builds} == {80, 90}
-    assert len(builds) == 8
+    assert len(builds) == 12
     check_limits(builds)
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SINKS = torch.tensor([-3.0, 0.0, 1.0, 2.5, 6.0, 60.0], device=DEVICE)  # of the six heads; the last sees little else
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -109,6 +110,15 @@ def test_scores_are_bent_to_within_a_cap(kernels: GpuKernels, softcap: float, wi
     assert softcap == 50 or not torch.allclose(kernels.paged_attention(*batch.arguments, window), expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("window", [0, 10])
+def test_a_sink_takes_its_part_of_each_heads_attention(kernels: GpuKernels, window: int) -> None:
+    batch = Batch([1, 20], [150, 47])
+    expected = reference.paged_attention(*batch.arguments, window, sinks=SINKS)
+    actual = kernels.paged_attention(*batch.arguments, window, sinks=SINKS)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    assert not torch.allclose(kernels.paged_attention(*batch.arguments, window), expected, atol=1e-2)
+
+
 def test_split_contexts_merge_to_the_same(kernels: GpuKernels) -> None:
     batch = Batch([1, 1, 6], [400, 33, 260])
     plan = kernels.plan(
@@ -120,9 +130,10 @@ def test_split_contexts_merge_to_the_same(kernels: GpuKernels) -> None:
         block_tokens=16,
         piece_tokens=48,
     )
-    expected = reference.paged_attention(*batch.arguments)
-    actual = kernels.paged_attention(*batch.arguments, plan=plan)
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    for sinks in (None, SINKS):  # which counts once, however many pieces there are
+        expected = reference.paged_attention(*batch.arguments, sinks=sinks)
+        actual = kernels.paged_attention(*batch.arguments, sinks=sinks, plan=plan)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_cascade_over_a_shared_prefix_equals_the_flat_pass(kernels: GpuKernels) -> None:
@@ -132,8 +143,10 @@ def test_a_cascade_over_a_shared_prefix_equals_the_flat_pass(kernels: GpuKernels
     plan = kernels.plan(*host, block_tables=batch.tables.cpu().numpy(), **options)
     assert len(plan.passes) == 2
     assert plan.keys_read == 512 + (560 + 530 + 545 + 516 + 529) - 5 * 512
-    expected = reference.paged_attention(*batch.arguments)
-    torch.testing.assert_close(kernels.paged_attention(*batch.arguments, plan=plan), expected, atol=2e-5, rtol=2e-5)
+    for sinks in (None, SINKS):
+        expected = reference.paged_attention(*batch.arguments, sinks=sinks)
+        actual = kernels.paged_attention(*batch.arguments, sinks=sinks, plan=plan)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 def check_within_rounding(batch: Batch, actual: torch.Tensor, layer: torch.Tensor) -> None:

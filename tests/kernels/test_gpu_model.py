@@ -64,6 +64,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": LLAMA,
     "qwen3_moe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True},
     "mixtral": LLAMA | {"num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True, "sliding_window": 24},
+    "qwen2_moe": LLAMA | {"qkv_bias": True, "num_experts": 3, "experts_per_token": 2, "shared_expert_size": 32},
+    "glm4": LLAMA | {"qkv_bias": True, "rotary_dim": 8},
+    "cohere2": LLAMA | {"tie_embeddings": True, "layer_windows": (24, 0), "logit_divisor": 4.0},
+    "gpt_oss": LLAMA | {"qkv_bias": True, "layer_windows": (24, 0), "num_experts": 3, "experts_per_token": 2},
 }
 
 

@@ -115,12 +115,14 @@ class Step:
         shape = (sum(blocks), 2, 2, num_kv_heads, BLOCK_TOKENS, HEAD_DIM)
         self.cache = reference.as_page_rows(torch.randn(shape, generator=random), dtype)
         self.query = torch.randn(total, num_heads, HEAD_DIM, generator=random)
+        self.sinks: torch.Tensor | None = None
         self.shape = Shape(num_heads, num_kv_heads, HEAD_DIM, self.cache.shape[-1] * self.cache.element_size())
 
     def whole(self, layer: int) -> torch.Tensor:
         batch, config = self.batch, self.config
         given = (self.query, self.cache[:, layer], batch.block_tables, batch.query_starts, batch.context_lens)
-        return choose_kernels().paged_attention(*given, config.softmax_scale, config.window_of(layer), config.score_cap)
+        rest = (config.softmax_scale, config.window_of(layer), config.score_cap, self.sinks)
+        return choose_kernels().paged_attention(*given, *rest)
 
     def new_rows(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         slots = self.batch.slots[rows]
@@ -139,7 +141,7 @@ class Step:
             post, own = ThreadPost(rank, plan.size, boxes), self.new_rows(layer, rows)
             attend = ContextAttention(plan, post, choose_kernels(), self.config, self.shape, own, method, home)
             try:
-                output[rows] = attend(layer, self.query[rows])
+                output[rows] = attend(layer, self.query[rows], self.sinks)
             except BaseException as error:
                 errors.append(error)
 
@@ -178,6 +180,18 @@ def test_heads_that_share_keys_are_attended(method: Method, heads: tuple[int, in
     output, _, sent_bytes = step.over(plan, method, layer=0)
     torch.testing.assert_close(output, step.whole(0), rtol=2e-6, atol=2e-6)
     assert sent_bytes == plan.sent_bytes(method, step.shape)
+
+
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("window", [0, 24])
+def test_a_sink_counts_once(method: Method, window: int) -> None:
+    step = Step(RAGGED, (6, 2), torch.float32, window, 0.0)
+    plan = ContextPlan.of(2, step.batch.query_starts.numpy(), step.batch.context_lens.numpy(), 20)
+    without = step.whole(0)
+    step.sinks = torch.tensor([-2.0, 0.0, 1.0, 2.0, 4.0, 60.0])
+    output, _, _ = step.over(plan, method, layer=0)
+    torch.testing.assert_close(output, step.whole(0), rtol=2e-6, atol=2e-6)
+    assert not torch.allclose(output, without, atol=0.1)
 
 
 @pytest.mark.parametrize("method", Method)

@@ -65,17 +65,18 @@ def test_the_real_model_over_ranks(size: int) -> None:
         both.check(tokens[:770], 701, Method.PASS_Q, atol=1e-4, kv_atol=5e-4)
 
 
-def test_a_family_with_windows_goes_by_heads_where_it_must(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_family_with_windows_goes_by_heads_where_it_must(family: str, tmp_path: Path) -> None:
     write_tiny_model(
-        tmp_path / "gemma", "gemma2", num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=24
+        tmp_path / "tiny", family, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=24
     )
-    with pair(str(tmp_path / "gemma"), 2) as both:
+    with pair(str(tmp_path / "tiny"), 2) as both:
         alone, together = both.logits(some_tokens(90), 0)
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
         assert both.over_ranks.report is not None
         assert set(both.over_ranks.report.methods) == {Method.HEADS, Method.PASS_KV}
         with pytest.raises(ModelError, match="sliding window go by heads"):
-            Pair(str(tmp_path / "gemma"), 2, Method.PASS_Q)
+            Pair(str(tmp_path / "tiny"), 2, Method.PASS_Q)
 
 
 class Killing(NoHook):

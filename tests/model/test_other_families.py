@@ -10,18 +10,32 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MixtralConfig,
@@ -33,6 +47,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Starcoder2Config,
@@ -208,6 +224,72 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **LATENT, q_lora_rank=None, n_routed_experts=6, n_group=1, topk_group=1, routed_scaling_factor=2.446
         )
     ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **GATED,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=20,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+            initializer_range=0.4,
+        )
+    ),
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **GATED,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=112,
+            num_experts=6,
+            num_experts_per_tok=2,
+            initializer_range=0.2,
+        )
+    ),
+    "glm": lambda: GlmForCausalLM(GlmConfig(**GATED, attention_bias=False, initializer_range=0.2)),
+    "glm4": lambda: Glm4ForCausalLM(Glm4Config(**GATED, partial_rotary_factor=0.75, initializer_range=0.2)),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**GATED, logit_scale=0.25, initializer_range=0.2)),
+    "cohere-plus": lambda: CohereForCausalLM(CohereConfig(**GATED, use_qk_norm=True, initializer_range=0.2)),
+    "cohere2": lambda: Cohere2ForCausalLM(
+        Cohere2Config(
+            **GATED,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            initializer_range=0.2,
+        )
+    ),
+    "gptj": lambda: GPTJForCausalLM(
+        GPTJConfig(
+            vocab_size=VOCAB,
+            n_embd=96,
+            n_layer=3,
+            n_head=6,
+            n_positions=512,
+            rotary_dim=8,
+            initializer_range=0.15,
+            **IDS,
+        )
+    ),
+    "falcon-7b": lambda: FalconForCausalLM(FalconConfig(**EVEN, initializer_range=0.15)),
+    "falcon-40b": lambda: FalconForCausalLM(
+        FalconConfig(
+            **EVEN,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            ffn_hidden_size=160,
+            tie_word_embeddings=False,
+            initializer_range=0.15,
+        )
+    ),
+    "falcon2-11b": lambda: FalconForCausalLM(
+        FalconConfig(
+            **EVEN, new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2, initializer_range=0.15
+        )
+    ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -237,7 +319,7 @@ class Published:
         with torch.no_grad():  # published models have neither zero biases nor all-one norms
             biases = [b for name, b in self.theirs.named_buffers() if name.endswith("e_score_correction_bias")]
             for parameter in (*self.theirs.parameters(), *biases):
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or (parameter == 1).all():
                     parameter.add_(torch.randn_like(parameter) * 0.3)
         self.theirs.save_pretrained(folder)
         self.folder = folder
@@ -396,8 +478,24 @@ def test_latent_attention_is_refused_where_it_is_not_computed(
         ("deepseek-v3", {"attention_bias": True}, "asks for attention_bias"),
         ("deepseek-v3", {"kv_lora_rank": 40}, "kv_a_proj_with_mqa.weight has the shape"),
         ("moonlight", {"moe_layer_freq": 2}, "only some layers experts"),
+        ("qwen2-moe", {"mlp_only_layers": [1]}, "only some layers experts"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 96}, "mlp.shared_expert.gate_proj.weight has the shape"),
         ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.gate.weight has the shape"),
         ("mixtral", {"hidden_act": "gelu"}, "other than silu"),
+        ("gpt-oss", {"attention_bias": False}, "leaves out the biases"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "asks for a swiglu_limit of 5.0; supported: 7.0"),
+        ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
+        ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
+        ("glm4", {"attention_bias": False}, "k_proj.bias, which nothing"),
+        ("cohere", {"attention_bias": True}, "asks for attention_bias"),
+        ("cohere", {"use_qk_norm": True}, "lacks the weight model.layers.0.self_attn.q_norm.weight"),
+        ("cohere2", {"sliding_window": -1}, "need a sliding_window, got -1"),
+        ("mixtral", {"num_experts_per_tok": 7}, "a token cannot use 7 of 6 experts"),
+        ("cohere2", {"logit_scale": 0.0}, "logit_scale must be positive"),
+        ("gptj", {"rotary_dim": 18}, "rotates 18 of a head's 16 elements"),
+        ("falcon-7b", {"alibi": True}, "asks for alibi or biases"),
+        ("falcon-7b", {"multi_query": False}, "older form of Falcon"),
+        ("falcon-40b", {"num_ln_in_parallel_attn": 1}, "lacks the weight transformer.h.0.input_layernorm.weight"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from quantised import (
     less_one,
     packed,
     words,
+    write_mxfp4,
     write_quantised,
 )
 from safetensors.torch import load_file, save_file
@@ -195,6 +197,61 @@ def _put_expert(state: Mapping[str, torch.Tensor], name: str, values: torch.Tens
     {"gate": whole[: len(whole) // 2], "up": whole[len(whole) // 2 :], "down": whole}[found[3]].copy_(values)
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder whose experts are mxfp4, and transformers' own model with their values."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "initializer_range": 0.4}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 32}
+    theirs = write_tiny_model(folder, "gpt_oss", **shape, rope_parameters=yarn)
+    write_mxfp4(folder, theirs)
+    return folder, theirs
+
+
+def test_the_experts_of_gpt_oss_are_mxfp4(gpt_oss: tuple[Path, Any]) -> None:
+    folder, theirs = gpt_oss
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = load_weights(open_checkpoint(str(folder)), str(dtype).removeprefix("torch."))
+        for name, values in theirs.state_dict().items():
+            assert torch.equal(weights[name], values.to(dtype)), name
+    prompt, tokens = answer(folder)
+    given = torch.tensor([prompt])
+    made = theirs.generate(given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    assert tokens == tuple(made[0, len(prompt) :].tolist())
+    assert len(set(tokens)) >= 4, "a model that repeats itself proves nothing"
+
+
+def test_transformers_reads_the_same_of_mxfp4(gpt_oss: tuple[Path, Any]) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    folder, _ = gpt_oss
+    how = Mxfp4Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=how)
+    for name, values in load_weights(open_checkpoint(str(folder)), "float32").items():
+        assert torch.equal(values, theirs.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "sentence"),
+    [
+        ("scales", None, "the quantised weights lack model.layers.0.mlp.experts.down_proj_scales"),
+        ("scales", torch.zeros(4, 64, 2, dtype=torch.uint8), "needs U8 [4, 64, 3]"),
+        ("blocks", torch.zeros(4, 64, 3, 8, dtype=torch.uint8), "needs U8 [4, 64, 3, 16]"),
+        ("blocks", torch.zeros(4, 64, 48, dtype=torch.uint8), "mxfp4 needs U8 of four dimensions"),
+        ("blocks", torch.zeros(4, 64, 3, 16), "needs U8 [4, 64, 3, 16]"),
+    ],
+)
+def test_mxfp4_that_does_not_fit_is_one_sentence(
+    gpt_oss: tuple[Path, Any], part: str, change: torch.Tensor | None, sentence: str, tmp_path: Path
+) -> None:
+    shutil.copytree(gpt_oss[0], tmp_path / "bad")
+    file = tmp_path / "bad" / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file) | {f"model.layers.0.mlp.experts.down_proj_{part}": change}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(ModelError, match=re.escape(sentence)):
+        open_checkpoint(str(tmp_path / "bad"))
+
+
 def test_a_layer_is_packed_before_the_next_one_is_dequantised(tmp_path: Path) -> None:
     """By the memory of a process of its own, without what is mapped, whenever a weight is asked for; what is given back
     is given to the system, as the large pieces of real models are."""
@@ -266,6 +323,11 @@ def test_words_of_the_formats_own_tools() -> None:
     codes = [135, 138, 141, 144]
     assert known((4, 4), "gptq", 8, 0x908D8A87, 0x03020100) == [[c - zero for c in codes] for zero in range(1, 5)]
     assert known((8, 1), "awq", 4, 0x75316420, 0x86427531) == [[code - (code + 1)] for code in range(8)]
+    bytes_of = torch.arange(16, dtype=torch.uint8) * 2 | (torch.arange(16, dtype=torch.uint8) * 2 + 1) << 4
+    stored = {"codes": bytes_of.view(1, 1, 1, 16), "scales": torch.tensor([[[128]]], dtype=torch.uint8)}
+    halves = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]  # OCP's table of E2M1, times two
+    [[values]] = dequantised(CodedWeight((1, 32, 1), "mxfp4", 4, (1, 32), "codes", "scales"), stored, torch.float32).mT
+    assert values.tolist() == [*halves, *(-value for value in halves)] * 2
     assert known((8, 1), "awq", 4, 0xFDB9ECA8, 0x86427531) == [[code + 8 - (code + 1)] for code in range(8)]
 
 
@@ -475,7 +537,7 @@ def problem(published: Published) -> str:
             {"quant_method": "bitsandbytes"},
             "is quantised by 'bitsandbytes', which is not supported; supported: comp",
         ),
-        (fp8, {"quant_method": "mxfp4"}, "is quantised by 'mxfp4', which is not supported"),
+        (fp8, {"quant_method": "mxfp4"}, "scale, which nothing in its configuration asks for"),
         (fp8, {"quant_method": None}, "is quantised by None, which is not supported"),
         (fp8, {"weight_block_size": [128]}, "weight_block_size must be two sizes, got [128]"),
         (fp8, {"weight_block_size": [0, 128]}, "weight_block_size must be two sizes"),

@@ -27,8 +27,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SHAPE,
     "gemma2": SHAPE | {"query_pre_attn_scalar": 16},  # every second layer sees a window
     "gemma3_text": SHAPE | {"query_pre_attn_scalar": 16, "num_hidden_layers": 13},  # all but every sixth
+    "gpt_oss": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.4},
 }
-GROUPS = {"mistral": ((16,), 0), "gemma2": ((0, 16), 0), "gemma3_text": ((0, *[16] * 6), 1)}  # windows, empty rows
+GROUPS = {"mistral": ((16,), 0), "gemma2": ((0, 16), 0), "gemma3_text": ((0, *[16] * 6), 1), "gpt_oss": ((0, 16), 0)}
+"""Windows, empty rows."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -44,7 +46,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 def theirs(model: Any, prompt: list[int]) -> list[int]:
     given = torch.tensor([prompt])
-    made = model.generate(given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    made = model.generate(given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1)  # none ends it
     return list(made[0, len(prompt) :].tolist())
 
 

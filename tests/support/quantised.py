@@ -209,3 +209,32 @@ def _awq_words(codes: torch.Tensor) -> torch.Tensor:
         [codes[:, first + place, None] for first in range(0, codes.shape[1], 8) for place in AWQ_ORDER], 1
     )
     return words(mixed, 4)
+
+
+# mxfp4
+
+FLOAT4 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # by their codes
+
+
+def write_mxfp4(folder: Path, theirs: Any) -> None:
+    """As ``write_quantised``, of the experts of a gpt-oss."""
+    stored = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if name.endswith((".gate_up_proj", ".down_proj")):
+                blocks, scales, values = mxfp4(stored.pop(name).float().mT)
+                stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+                weight.copy_(values.mT)
+    save_file(stored, folder / "model.safetensors")
+    config, settings = folder / "config.json", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks [..., groups, 16] and scales [..., groups] of weights [..., inputs], and the values."""
+    groups = weight.unflatten(-1, (-1, 32))
+    powers = groups.abs().amax(-1).log2().floor() - 2  # the largest code is 1.5 * 2^2
+    scales = 2.0 ** powers[..., None]
+    codes = ((groups / scales)[..., None] - FLOAT4).abs().argmin(-1)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return blocks, (powers + 127).to(torch.uint8), (FLOAT4[codes] * scales).flatten(-2)

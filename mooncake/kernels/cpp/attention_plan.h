@@ -32,6 +32,7 @@ struct AttentionCall {
     float cap_log2 = 0;   // scores are bent to within ± this / log2(e); 0: they are as they are
     const int32_t* first_positions = nullptr;  // of each sequence's first query in its context; null: queries end with it
     float* log_sums = nullptr;                 // [T, Hq], of the weights of a row before they are divided; null: not wanted
+    const float* sinks = nullptr;              // [Hq]: scores beside those of tokens, whose values are zeros; null: none
 
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
@@ -56,6 +57,11 @@ struct AttentionCall {
     // `most` is in log2, as scores are.
     void put_log_sum(int seq, int kv_head, int row, float most, float sum) const {
         if (log_sums) log_sums[place(seq, kv_head, row)] = (most + std::log2(sum)) * 0.693147181f;
+    }
+
+    // `sum` of the weights of a row's tokens, and that of its sink, which is counted here alone, once all parts are one.
+    float with_sink(int kv_head, int row, float most, float sum) const {
+        return sinks ? sum + std::exp2(sinks[kv_head * group() + row % group()] * 1.44269504f - most) : sum;
     }
 };
 
@@ -232,7 +238,7 @@ struct Results {
         if (index < 0) {
             for (int row = 0; row < rows; row++) {
                 float* out = call.output_row(seq, item.kv_head, first + row);
-                const float inverse = 1.0f / sums[row];
+                const float inverse = 1.0f / call.with_sink(item.kv_head, first + row, most[row], sums[row]);
                 for (int d = 0; d < D; d += W) store(out + d, load(mixed + row * D + d) * inverse);
                 call.put_log_sum(seq, item.kv_head, first + row, most[row], sums[row]);
             }
@@ -259,10 +265,11 @@ struct Results {
                 total += weights[p] * parts[p * merge.stride + rows * (D + 1) + row];
             }
             float* out = call.output_row(seq, kv_head, first + row);
+            const float inverse = 1.0f / call.with_sink(kv_head, first + row, most, total);
             for (int d = 0; d < D; d += W) {
                 vf acc{};
                 for (int p = 0; p < merge.parts; p++) acc += load(parts + p * merge.stride + row * D + d) * weights[p];
-                store(out + d, acc * (1.0f / total));
+                store(out + d, acc * inverse);
             }
             call.put_log_sum(seq, kv_head, first + row, most, total);
         }
