@@ -358,14 +358,18 @@ def test_neighbours_with_the_same_first_blocks_change_no_bit(
 
 
 @PAGES
-@pytest.mark.parametrize(("group", "softcap"), [(1, 0.0), (3, 0.0), (7, 0.0), (3, 1.5)])
+@pytest.mark.parametrize(
+    ("group", "softcap", "has_sinks"),
+    [(1, 0.0, False), (3, 0.0, False), (7, 0.0, False), (3, 1.5, False), (3, 0.0, True)],
+)
 def test_many_neighbours_with_the_same_first_blocks_change_no_bit(
-    cpu: CpuKernels, dtype: torch.dtype, group: int, softcap: float
+    cpu: CpuKernels, dtype: torch.dtype, group: int, softcap: float, has_sinks: bool
 ) -> None:
     """So many rows that lanes run over them: full, with some to spare, and what is left over for the few."""
     batch = ragged([(520 + 9 * b, 1) for b in range(37)], block_tokens=64, group=group, dtype=dtype)
     batch.block_tables[1:, :8] = batch.block_tables[0, :8]
-    assert_alone_is_the_same(replace(batch, softcap=softcap), cpu)
+    sinks = torch.linspace(-2, 6, 2 * group) if has_sinks else None
+    assert_alone_is_the_same(replace(batch, softcap=softcap, sinks=sinks), cpu)
 
 
 def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
@@ -375,7 +379,7 @@ def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
         first, last = batch.query_starts[b : b + 2].tolist()
         starts = torch.tensor([0, last - first], dtype=torch.int32)
         query, context = batch.query[first:last], batch.context_lens[b : b + 1]
-        alone = Ragged(query, batch.cache_layer, table[None], starts, context, batch.softcap)
+        alone = Ragged(query, batch.cache_layer, table[None], starts, context, batch.softcap, batch.sinks)
         assert torch.equal(alone.attend(cpu), together[first:last])
 
 
