@@ -42,6 +42,7 @@ class GpuKernels:
             if self.device.type == "cpu"
             else torch.cuda.get_device_properties(self.device).multi_processor_count
         )
+        self.choose_launch = attention_launch
 
     # Products and norms
 
@@ -250,7 +251,18 @@ class GpuKernels:
             return torch.empty_like(query)
         if plan is None:
             plan = self.plan_call(query, cache_layer, query_starts, context_lens, window, scaled=scales is not None)
-        return run_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale, window, softcap)
+        return run_plan(
+            plan,
+            self.num_processors,
+            query,
+            cache_layer,
+            scales,
+            block_tables,
+            scale,
+            window,
+            softcap,
+            self.choose_launch,
+        )
 
 
 class Int8Linear:

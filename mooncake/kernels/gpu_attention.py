@@ -166,8 +166,8 @@ def run_plan(
     block_tables: torch.Tensor,
     scale: float,
     window: int,
-    softcap: float = 0.0,
-    choose: Callable[[int, int, int, bool, bool], Launch] = attention_launch,
+    softcap: float,
+    choose: Callable[[int, int, int, bool, bool], Launch],
 ) -> torch.Tensor:
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
     tokens, num_heads, head_dim = query.shape

@@ -3,11 +3,12 @@
 A decode step over int8 pages has half the bytes to wait for and the same products to make, so what counts is the
 instructions that a byte takes. Codes are loaded two at a time, as a 16-bit number that holds an even and an odd
 dimension: such pairs come out of shared memory as matrix units want 16-bit operands, and become two float16 in five
-instructions for four codes (one by one, as bfloat16, they took fourteen). So queries and sums are kept apart by even
+instructions for four codes (one by one, as bfloat16, they took thirteen). So queries and sums are kept apart by even
 and odd dimensions too.
 
-The scale of a value goes into the exponent of its key's weight. What is summed is ``2^(s + log2 v)``, whose peak is
-followed instead of that of ``s``, so that weights stay in float16 whatever the scales are.
+What is multiplied with codes is a key's weight times its value's scale, in float16, which knows no number below 6e-8.
+So the peak that is followed is not that of the scores ``s`` but of ``s + log2 scale``: the largest of those products is
+near 2^14 whatever the scales are, and the weights themselves stay float32.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,17 +21,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mooncake.app.bench_gpu_device import DECODE_INT8, OTHERS
 from mooncake.kernels import triton_attention, triton_coded_attention, triton_elementwise
 from mooncake.kernels.gpu import COPY_WORDS
 from mooncake.kernels.gpu_attention import (
     DECODE_ROWS,
     MERGED_PARTS,
+    MERGES_PER_PROCESSOR,
     PREFILL_ROWS,
     SHARED_ROWS,
     attention_launch,
     most_rows,
     reads_pairs,
 )
+from mooncake.kernels.triton_launch import facts
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 SCALED = ("int8", "float8")
@@ -45,6 +48,8 @@ class Case:
     constants: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    programs: int = 1  # that a multiprocessor should hold
+    targets: tuple[int, ...] = (80, 90)
     plain: frozenset[str] = field(default_factory=frozenset)  # numbers that are not multiples of 16
 
 
@@ -79,6 +84,21 @@ def attention_cases() -> Iterator[Case]:
             few = min(rows, most_rows(256, False))
             yield _attention("gemma2", 2, 256, 64, few, "bfloat16", "bfloat16", windowed, capped=True)
         yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
+    for kind, launches in OTHERS.items():
+        for launch in launches:
+            usual = _attention(
+                "llama8b", 4, 128, 64, launch.tile_rows, "bfloat16", "int8" if kind == DECODE_INT8 else "bfloat16",
+                windowed=False, row_unit=4 if kind == DECODE_INT8 else 16,
+            )  # fmt: skip
+            yield replace(
+                usual,
+                name=f"{usual.name}-{launch.keys}-{launch.num_stages}-{launch.per_processor}",
+                constants={**usual.constants, "KEYS": launch.keys},
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+                programs=launch.per_processor,
+                targets=(90,),
+            )
     for head_dim in (64, 128, 256):
         yield Case(
             f"merge-{head_dim}",
@@ -90,6 +110,7 @@ def attention_cases() -> Iterator[Case]:
             },
             {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "PARTS": MERGED_PARTS},
             num_warps=1,
+            programs=MERGES_PER_PROCESSOR if head_dim <= 128 else 1,
         )
 
 
@@ -153,6 +174,7 @@ def _attention(
         },
         launch.num_warps,
         launch.num_stages,
+        launch.per_processor,
         plain=frozenset(
             {"table_stride", "window", "scale_row_stride"}
             | ({"row_stride", "scale_head_stride"} if row_unit % 16 else set())
@@ -191,6 +213,7 @@ def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, r
         },
         launch.num_warps,
         launch.num_stages,
+        launch.per_processor,
         plain=frozenset({"table_stride", "window"} | ({"scale_head_stride"} if carries else set())),
     )
 
@@ -285,15 +308,17 @@ def build(case: Case, capability: int) -> dict[str, object]:
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=target, options=options)
+    told = facts(compiled)
     return {
         "case": case.name,
         "sm": capability,
         "threads": 32 * case.num_warps,
-        "shared_bytes": compiled.metadata.shared,
+        "programs": case.programs,
+        "shared_bytes": told["shared_bytes"],
         **_resources(compiled.asm["cubin"]),
         "loop_instructions": _loop_instructions(compiled.asm["cubin"]),
-        "async_copies": compiled.asm["ptx"].count("cp.async.c"),
-        "wgmma": "wgmma" in compiled.asm["ptx"],
+        "async_copies": told["async_copies"],
+        "wgmma": bool(told["warpgroup_products"]),
     }
 
 
@@ -336,7 +361,7 @@ def main(patterns: list[str]) -> None:
     for case in (*attention_cases(), *elementwise_cases()):
         if patterns and not any(re.search(pattern, case.name) for pattern in patterns):
             continue
-        for capability in (80, 90):
+        for capability in case.targets:
             if capability == 80 and "float8" in case.name:
                 continue  # no such numbers on that processor
             print(json.dumps(build(case, capability)), flush=True)
