@@ -86,16 +86,16 @@ class Part:
 
 
 _KERNELS, _MODEL = "mooncake.app.bench_gpu_kernels", "mooncake.app.bench_gpu_model"
-_KERNEL_TESTS = ("test_attention_plan.py", "test_gpu_kernels.py", "test_device_cache.py")
+_KERNEL_TESTS = ("test_gpu_kernels.py", "test_gpu_model.py", "test_device_cache.py", "test_device_sampler.py")
 LIMITS = "limits"
 PARTS = (
     Part(LIMITS, 90, f"{_KERNELS}:limits"),
-    Part("decode attention", 120, f"{_KERNELS}:decode_attention"),
+    Part("decode attention", 150, f"{_KERNELS}:decode_attention"),
     Part("prefill attention", 90, f"{_KERNELS}:prefill_attention"),
     Part("cascade", 90, f"{_KERNELS}:cascade"),
     Part("page copies", 90, f"{_KERNELS}:page_copies"),
     Part("whole model", 180, f"{_MODEL}:whole_model"),
-    Part("kernel tests", 150, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
+    Part("kernel tests", 200, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
     Part("engine", 180, "mooncake.app.bench_gpu_engine:engine_steps"),
     Part("elementwise", 60, f"{_KERNELS}:elementwise"),
     Part("int8 products", 90, f"{_KERNELS}:int8_products"),
@@ -269,13 +269,13 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
     try:
         with torch.inference_mode(), gpu.trying(name):
             getattr(importlib.import_module(module), function)(gpu, report, stream)
-    finally:  # what follows may fail with the GPU
+    finally:  # also when it is stopped
         chosen = {kind: asdict(launch) for kind, launch in gpu.launches.items()}
         found = PartResult(figures=report.figures, ratios=report.ratios, launches=chosen, failures=gpu.failures)
-        found.kernels = list(built_kernels())
         out.write_bytes(_encoded(found))
-    found.gpu = torch.cuda.get_device_name() if gpu.device.type == "cuda" else "none (interpreter)"
-    found.state = state()
+    with gpu.trying("what it ran on"):  # fails with the GPU
+        found.state, found.kernels = state(), list(built_kernels())
+        found.gpu = torch.cuda.get_device_name() if gpu.device.type == "cuda" else "none (interpreter)"
     out.write_bytes(_encoded(found))
     if gpu.missing:
         raise InternalError(f"failed: {'; '.join(gpu.missing)}")

@@ -38,18 +38,19 @@ class DecodeShape:
 
 
 def limits(gpu: Gpu, report: Report, _: float) -> None:
-    words = torch.ones(gpu.scale.size(4 << 30, 1 << 20) // 4, device=gpu.device)
-    read = rate("limit", READ_STREAM, "GB/s", words.nbytes / 1e9, gpu.timed_s(lambda _: words.max(), captured=True))
-    target = torch.empty_like(words)
-    copy = rate("limit", COPY, "GB/s", 2 * words.nbytes / 1e9, gpu.timed_s(lambda _: target.copy_(words)))
-    gpu.free()
-    size = gpu.scale.size(8192, 64)
-    left, right = (torch.randn(size, size, device=gpu.device).to(gpu.dtype) for _ in range(2))
-    product = rate(
-        "limit", "matrix product", "TFLOP/s", 2 * size**3 / 1e12, gpu.timed_s(lambda _: left @ right, captured=True)
-    )
-    report.add(read, copy, product)
-    gpu.free()
+    words = torch.rand(gpu.scale.size(4 << 30, 1 << 20) // 4, device=gpu.device)
+    with gpu.trying("copies"):
+        target = torch.empty_like(words)
+        seconds = gpu.timed_s(lambda _: target.copy_(words))
+        report.add(rate("limit", COPY, "GB/s", 2 * words.nbytes / 1e9, seconds))
+    with gpu.trying("reads"):
+        seconds = gpu.timed_s(lambda _: words.max(), captured=True)
+        report.add(rate("limit", READ_STREAM, "GB/s", words.nbytes / 1e9, seconds))
+    with gpu.trying("products"):
+        size = gpu.scale.size(8192, 64)
+        left, right = (torch.randn(size, size, device=gpu.device).to(gpu.dtype) for _ in range(2))
+        seconds = gpu.timed_s(lambda _: left @ right, captured=True)
+        report.add(rate("limit", "matrix product", "TFLOP/s", 2 * size**3 / 1e12, seconds))
 
 
 def stream_of(report: Report) -> float:
