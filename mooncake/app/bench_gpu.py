@@ -146,7 +146,7 @@ class _Run:
         self._code = code()
 
     def run(self, part: Part, limit_s: float) -> None:
-        """Unless it is done. What a part that failed had found is kept until it runs again."""
+        """Unless it is done. What a part had found is kept until it finds something else."""
         done = self._done.get(part.name)
         if done is not None and not done.failure and done.code == self._code:
             return
@@ -158,6 +158,8 @@ class _Run:
             result = msgspec.json.decode(found.read_bytes(), type=PartResult) if found.exists() else PartResult()
             result.output = output.read_text(errors="replace")[-OUTPUT_CHARS:] if failure else ""
         result.failure, result.took_s, result.code = failure, round(time.monotonic() - started, 1), self._code
+        if failure and not result.figures and done is not None:
+            result.figures, result.ratios, result.code = done.figures, done.ratios, done.code
         self._done[part.name] = result
         self.save()
 

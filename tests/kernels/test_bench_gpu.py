@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -71,6 +72,18 @@ def test_another_run_keeps_what_it_does_not_measure_anew(tmp_path: Path) -> None
     report = json.loads(file.read_text())
     assert report["ratios"]["prefill_streaming_vs_alone"] == 1.5
     assert report["notes"].count("measured with other code: hand-off") == 1
+
+
+def test_a_part_that_finds_nothing_leaves_what_was_found_before_and_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    figure = {"subject": "limit", "name": "read stream", "unit": "GB/s", "values": [4300.0], "more_is_better": True}
+    found = {"figures": [figure], "ratios": {"a": 0.9}, "code": "another"}
+    file.write_text(json.dumps({"parts": {"limits": found, "unknown": found}}))
+    run = bench_gpu._Run(argparse.Namespace(resume=True, out=file, tiny=True, reps=1))
+    run.run(bench_gpu.Part("unknown", 60, "no:module"), 60)
+    [limits, part] = json.loads(file.read_text())["parts"].values()
+    assert part["failure"] == "exit status 1" and "ValueError" in part["output"]
+    assert part["ratios"] == {"a": 0.9} and part["code"] == limits["code"] == "another"
 
 
 def test_what_fails_is_told_and_the_fastest_launch_is_kept_for_what_follows() -> None:
