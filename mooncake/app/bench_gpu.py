@@ -31,7 +31,7 @@ import msgspec
 from mooncake.app.bench_report import Figure, Report
 from mooncake.app.console import err
 from mooncake.app.outputs import output_file
-from mooncake.errors import ConfigError, InternalError
+from mooncake.errors import ConfigError, InternalError, MooncakeError
 
 TARGETS = {
     "decode_64x8k_vs_stream": 0.80,
@@ -335,4 +335,7 @@ def _check(tiny: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except MooncakeError as error:
+        sys.exit(error.message)

@@ -149,10 +149,11 @@ def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(t
         assert held.read() == "", "what it had started runs on"
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+@pytest.mark.parametrize(("command", "status"), [(["mooncake", "bench", "gpu"], 2), (["mooncake.app.bench_gpu"], 1)])
+def test_without_a_gpu_it_says_so_in_one_sentence(command: list[str], status: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "mooncake", "bench", "gpu"]
+    command = [sys.executable, "-m", *command]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
+    assert run.returncode == status
     assert "no GPU that torch can use" in run.stderr
     assert "Traceback" not in run.stderr
