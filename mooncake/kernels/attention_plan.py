@@ -101,10 +101,9 @@ def plan_attention(
 
     With ``block_tables`` ``[B, M]``, leading blocks that neighbouring one-token sequences share are read once for all
     of them, by tiles of the first of ``shared_tile_tokens`` that the largest group fits into, else of the last; without
-    them of ``tile_tokens``. Of programs for such tiles each processor runs as many at once as ``shared_programs`` says,
-    or one. ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what
-    else is in the batch; otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it
-    excludes sharing.
+    them of ``tile_tokens``. On such tiles a processor runs as many programs at once as ``shared_programs`` says, or 1.
+    ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what else is in the batch;
+    otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it excludes sharing.
     """
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     groups: list[_Tile] = []
@@ -162,7 +161,7 @@ def _shared_piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: in
             works = sum(len(_bounds(tile, splits[-1])) - 1 for tile in tiles) * num_kv_heads
             if pieces == 1 or works <= num_programs * rounds:
                 break
-            pieces -= 1
+            pieces = max(min(pieces - 1, pieces * num_programs * rounds // works), 1)
     return min(splits, key=lambda split: _ends_after(tiles, split, num_kv_heads, num_programs))
 
 
