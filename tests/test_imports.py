@@ -42,6 +42,7 @@ BENCHES = {
         "mooncake.app.bench_context",
         "mooncake.app.bench_engine",
         "mooncake.app.bench_gpu",
+        "mooncake.app.bench_gpu_device",
         "mooncake.app.bench_gpu_engine",
         "mooncake.app.bench_gpu_kernels",
         "mooncake.app.bench_gpu_model",

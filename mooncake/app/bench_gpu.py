@@ -3,7 +3,8 @@
 Each shape is timed in one run with the limit it is held to: a measured read-only stream, a measured matrix product, the
 measured link. Every part has a process and a time limit of its own, since a fault on a GPU ends all that a process does
 there, and the file is written after each; a part that is stopped keeps what it had measured. What TARGETS asks for
-comes first, since a card may be lent for minutes. ``--resume`` keeps the parts that a file has and runs the rest.
+comes first, since a card may be lent for minutes. ``--resume`` keeps the parts that a file has and runs the rest: what
+failed, what was left out, and what other code than this had measured.
 ``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU: its times mean nothing, and
 it says so.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -26,13 +28,14 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake.app.bench_report import Figure, Report, commit
+from mooncake.app.bench_report import Figure, Report
 from mooncake.app.console import err
 from mooncake.app.outputs import output_file
-from mooncake.errors import ConfigError, InternalError
+from mooncake.errors import ConfigError, InternalError, MooncakeError
 
 TARGETS = {
     "decode_64x8k_vs_stream": 0.80,
+    "decode_64x8k_vs_3400_gb_per_s": 1.0,
     "decode_1x128k_vs_stream": 0.75,
     "decode_ragged_vs_stream": 0.70,
     "int8_kv_vs_bf16": 1.7,
@@ -47,10 +50,11 @@ TARGETS = {
 
 PREDICTED = {
     "decode_64x8k_vs_stream": 0.85,
+    "decode_64x8k_vs_3400_gb_per_s": 1.07,
     "decode_1x128k_vs_stream": 0.78,
     "decode_ragged_vs_stream": 0.80,
-    "int8_kv_vs_bf16": 1.1,
-    "cascade_64x32k_vs_flat": 18.0,
+    "int8_kv_vs_bf16": 1.6,
+    "cascade_64x32k_vs_flat": 20.0,
     "prefill_2k_at_32k_vs_788_tflops": 0.55,
     "model_decode_64x8k_vs_roofline": 0.80,
     "model_decode_1_vs_roofline": 0.75,
@@ -61,12 +65,13 @@ PREDICTED = {
 
 Two programs a multiprocessor with 64 KB on their way each (132 x 128 KB) are four times what 4.8 TB/s needs at 0.8 µs
 of latency, so long contexts should stream; 128k in one sequence loses to the merge and the tail. int8 pages halve the
-bytes, but a warp takes three times the instructions for a key: rows that carry their scales are loaded four bytes at a
-time, values are converted byte by byte, and 255 registers a thread leave eight warps a multiprocessor. Prefill uses
-Hopper's warpgroup products without overlapping softmax, which FlashAttention 3 shows to be worth a third. A cascade of
-64 computes more than it reads: 34 GFLOP at prefill's rate are 80 µs, launches, own keys and the merge 40, against
-2.2 ms of reads. A step at batch 1 is 15 GB of weights in cuBLAS. The engine's own milliseconds of a step fit into one
-of 7 ms; what is left between two is a few small copies that wait for the step before.
+bytes, and a warp issues 555 instructions for 64 keys where bfloat16 takes 325: to be 1.7 times as fast, half of all
+cycles must issue one, with eight warps a multiprocessor (248 registers a thread) and six barriers a trip. Prefill uses
+Hopper's warpgroup products (2,048 cycles of a trip of 128 keys, and 1,212 to issue the rest) without overlapping
+softmax, which FlashAttention 3 shows to be worth a third. A cascade of 64 computes more than it reads: 34 GFLOP at
+prefill's rate are 80 µs, in one piece a program; launches, own keys and the merge 25, against 2.2 ms of reads. A step
+at batch 1 is 15 GB of weights in cuBLAS. The engine's own milliseconds of a step fit into one of 7 ms; what is left
+between two is a few small copies that wait for the step before.
 """
 
 
@@ -81,18 +86,17 @@ class Part:
 
 
 _KERNELS, _MODEL = "mooncake.app.bench_gpu_kernels", "mooncake.app.bench_gpu_model"
-_KERNEL_TESTS = ("test_attention_plan.py", "test_gpu_kernels.py", "test_device_cache.py")
+_KERNEL_TESTS = ("test_gpu_kernels.py", "test_gpu_model.py", "test_device_cache.py", "test_device_sampler.py")
 LIMITS = "limits"
 PARTS = (
     Part(LIMITS, 90, f"{_KERNELS}:limits"),
-    Part("decode attention", 120, f"{_KERNELS}:decode_attention"),
+    Part("decode attention", 150, f"{_KERNELS}:decode_attention"),
     Part("prefill attention", 90, f"{_KERNELS}:prefill_attention"),
     Part("cascade", 90, f"{_KERNELS}:cascade"),
     Part("page copies", 90, f"{_KERNELS}:page_copies"),
     Part("whole model", 180, f"{_MODEL}:whole_model"),
-    Part("kernel tests", 150, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
+    Part("kernel tests", 200, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
     Part("engine", 180, "mooncake.app.bench_gpu_engine:engine_steps"),
-    Part("tiles", 60, f"{_KERNELS}:tiles"),
     Part("elementwise", 60, f"{_KERNELS}:elementwise"),
     Part("int8 products", 90, f"{_KERNELS}:int8_products"),
     Part("hand-off", 150, f"{_MODEL}:handed_off"),
@@ -100,6 +104,9 @@ PARTS = (
     Part("node tests", 240, tests=("tests/e2e/test_gpu_nodes.py",)),
 )
 MIN_PART_S = 20.0  # a part that has less is not worth its start
+OUTPUT_CHARS = 8000
+TESTS_AT_ONCE = 6
+MEASURED = ("mooncake/kernels", "mooncake/model", "mooncake/engine", "mooncake/app")
 END_S = 5.0  # for a part that is interrupted, to write down what it has found
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,13 +116,18 @@ class PartResult(msgspec.Struct):
 
     took_s: float = 0.0
     failure: str = ""
+    code: str = ""
     gpu: str = ""
+    state: dict[str, str] = {}
     figures: list[Figure] = []
     ratios: dict[str, float] = {}
+    launches: dict[str, dict[str, int]] = {}  # that it and those before it have chosen
+    kernels: list[dict[str, str | int]] = []
+    failures: dict[str, str] = {}  # tracebacks
+    output: str = ""  # the end of it, of a part that failed
 
 
 class _Saved(msgspec.Struct):
-    commit: str = ""
     parts: dict[str, PartResult] = {}
 
 
@@ -130,30 +142,36 @@ class _Run:
                 saved = msgspec.json.decode(options.out.read_bytes(), type=_Saved)
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{options.out} does not hold a run of this benchmark: {error}") from None
-            if saved.commit == commit():
-                self._done = saved.parts
+            self._done = saved.parts
+        self._code = code()
 
     def run(self, part: Part, limit_s: float) -> None:
-        """Unless it is done. What a part that failed had found is kept until it runs again."""
-        if part.name in self._done and not self._done[part.name].failure:
+        """Unless it is done. What a part had found is kept until it finds something else."""
+        done = self._done.get(part.name)
+        if done is not None and not done.failure and done.code == self._code:
             return
         err.print(f"{part.name} (up to {limit_s:.0f} s)")
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found = Path(folder, "part.json")
-            failure = _failure(self._command(part, found), limit_s)
+            found, output = Path(folder, "part.json"), Path(folder, "output")
+            failure = _failure(self._command(part, found), limit_s, output)
             result = msgspec.json.decode(found.read_bytes(), type=PartResult) if found.exists() else PartResult()
-        result.failure, result.took_s = failure, round(time.monotonic() - started, 1)
+            result.output = output.read_text(errors="replace")[-OUTPUT_CHARS:] if failure else ""
+        result.failure, result.took_s, result.code = failure, round(time.monotonic() - started, 1), self._code
+        if failure and not result.figures and done is not None:
+            result.figures, result.ratios, result.code = done.figures, done.ratios, done.code
         self._done[part.name] = result
         self.save()
 
     def _command(self, part: Part, found: Path) -> list[str]:
         if part.tests:  # a newer torch or Triton than ours may warn of what is to come
             quiet = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-W", "default"]
-            return [sys.executable, "-m", "pytest", *quiet, *part.tests]
+            at_once = ["-n", str(TESTS_AT_ONCE)] if importlib.util.find_spec("xdist") else []  # they wait for compilers
+            return [sys.executable, "-m", "pytest", *quiet, *at_once, *part.tests]
         options = ["--tiny"] if self._options.tiny else []
         if part.name != LIMITS:
-            options += ["--stream", str(self._stream())]
+            chosen = {kind: launch for done in self._done.values() for kind, launch in done.launches.items()}
+            options += ["--stream", str(self._stream()), "--launches", msgspec.json.encode(chosen).decode()]
         own = [sys.executable, "-m", "mooncake.app.bench_gpu", "--part", part.name, "--out", str(found)]
         return [*own, "--reps", str(self._options.reps), *options]
 
@@ -179,6 +197,9 @@ class _Run:
                 if ratio in report.ratios
             ]
         report.notes += [f"failed: {name}: {part.failure}" for name, part in self._done.items() if part.failure]
+        report.notes += [
+            f"measured with other code: {name}" for name, part in self._done.items() if part.code != self._code
+        ]
         return report
 
     def save(self) -> None:
@@ -195,18 +216,32 @@ class _Run:
             raise InternalError(f"failed: {', '.join(failed)}; what each says is above")
 
 
-def _failure(command: list[str], limit_s: float) -> str:
-    """Of a command that is interrupted after ``limit_s``; "" if there was none. What it prints is seen on stderr."""
+def code() -> str:
+    """What was measured: our own code, whether or not there is a repository to name its commit."""
+    digest = hashlib.sha256()
+    for folder in MEASURED:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _failure(command: list[str], limit_s: float, output: Path) -> str:
+    """Of a command that is interrupted after ``limit_s``; "" if there was none. What it prints goes to ``output``, and
+    to stderr once it has ended."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would start it deaf to that
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True)
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        code = process.wait(limit_s)
+        status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"not done after {limit_s:.0f} s"
     finally:
         _end(process)
-    return f"exit status {code}" if code else ""
+        sys.stderr.write(output.read_text(errors="replace"))
+    return f"exit status {status}" if status else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -220,24 +255,36 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_part(name: str, tiny: bool, reps: int, stream: float, out: Path) -> None:
-    """In this process; what was found before a failure is written too."""
+def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str, dict[str, int]], out: Path) -> None:
+    """In this process; what was found before a failure is written too. Raises InternalError when something failed."""
     import torch
 
-    from mooncake.app.bench_gpu_kernels import Gpu, Scale
+    from mooncake.app.bench_gpu_device import Gpu, Scale, state
+    from mooncake.kernels.gpu_attention import Launch
+    from mooncake.kernels.triton_launch import built_kernels
 
     [part] = [part for part in PARTS if part.name == name]
     module, _, function = part.work.partition(":")
     torch.manual_seed(0)
-    gpu = Gpu(Scale(tiny), reps)
+    gpu = Gpu(Scale(tiny), reps, {kind: Launch(**fields) for kind, fields in launches.items()})
     report = Report("gpu", {}, seed=0)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), gpu.trying(name):
             getattr(importlib.import_module(module), function)(gpu, report, stream)
-    finally:
-        name = torch.cuda.get_device_name() if gpu.device.type == "cuda" else "none (interpreter)"
-        found = {"gpu": name, "figures": [asdict(figure) for figure in report.figures], "ratios": report.ratios}
-        out.write_bytes(msgspec.json.encode(found))
+    finally:  # also when it is stopped
+        chosen = {kind: asdict(launch) for kind, launch in gpu.launches.items()}
+        found = PartResult(figures=report.figures, ratios=report.ratios, launches=chosen, failures=gpu.failures)
+        out.write_bytes(_encoded(found))
+    with gpu.trying("what it ran on"):  # fails with the GPU
+        found.state, found.kernels = state(), list(built_kernels())
+        found.gpu = torch.cuda.get_device_name() if gpu.device.type == "cuda" else "none (interpreter)"
+    out.write_bytes(_encoded(found))
+    if gpu.missing:
+        raise InternalError(f"failed: {'; '.join(gpu.missing)}")
+
+
+def _encoded(found: PartResult) -> bytes:
+    return msgspec.json.encode(msgspec.to_builtins(found))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -252,10 +299,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="start no part after so long, stop the last one")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--launches", default="{}", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     _check(options.tiny)
     if options.part:
-        run_part(options.part, options.tiny, options.reps, options.stream, options.out)
+        launches = msgspec.json.decode(options.launches, type=dict[str, dict[str, int]])
+        run_part(options.part, options.tiny, options.reps, options.stream, launches, options.out)
         return
     run, left_out, deadline = _Run(options), [], time.monotonic() + options.minutes * 60
     for part in PARTS:
@@ -286,4 +335,7 @@ def _check(tiny: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except MooncakeError as error:
+        sys.exit(error.message)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mooncake.app.bench_gpu_kernels import Gpu, rate
+from mooncake.app.bench_gpu_device import Gpu, rate
 from mooncake.app.bench_gpu_model import BLOCK, build_model, decode_batch
 from mooncake.app.bench_report import Report
 from mooncake.engine.device_cache import DeviceCache
@@ -53,24 +53,32 @@ def engine_steps(gpu: Gpu, report: Report, _: float) -> None:
     model = build_model(gpu, host_logits=True)[0]
     ahead: dict[str, float] = {}
     for name in SHAPES:
-        cache = _cache_of(gpu, name, model)
-        batch, context, steps = _shape_of(gpu, name)
-        halfway = context + steps // 2
-        bare = decode_batch(batch, halfway, -(-halfway // BLOCK), BLOCK, model.config.vocab_size)
-        bare_s = min(gpu.timed_s(lambda _, b=bare, c=cache.tensor: model.start(b, c, None)))  # type: ignore[misc]
-        ahead[name] = _timed_s(gpu, report, name, "", "ahead", model, cache)
-        report.ratios[f"engine_{name}_vs_model"] = bare_s / ahead[name]
-        del cache
-        gpu.free()
-    for name in SHAPES:
-        cache = _cache_of(gpu, name, model)
-        drawn_s = _timed_s(gpu, report, name, "_drawn", "ahead", model, cache)
-        for kind, ahead_s in (("", ahead[name]), ("_drawn", drawn_s)):
-            waiting_s = _timed_s(gpu, report, name, kind, "waiting", _Waiting(model), cache)
-            report.ratios[f"engine_{name}{kind}_ahead_vs_waiting"] = waiting_s / ahead_s
-        del cache
-        gpu.free()
-    _shared_prefix(gpu, report, model)
+        with gpu.trying(f"steps ahead, {name}"):
+            ahead[name] = _ahead_s(gpu, report, name, model)
+    for name in ahead:
+        with gpu.trying(f"steps ahead and waiting, {name}"):
+            _compare_waiting(gpu, report, name, model, ahead[name])
+    with gpu.trying("common prefix"):
+        _shared_prefix(gpu, report, model)
+
+
+def _ahead_s(gpu: Gpu, report: Report, name: str, model: GpuModel) -> float:
+    cache = _cache_of(gpu, name, model)
+    batch, context, steps = _shape_of(gpu, name)
+    halfway = context + steps // 2
+    bare = decode_batch(batch, halfway, -(-halfway // BLOCK), BLOCK, model.config.vocab_size)
+    bare_s = min(gpu.timed_s(lambda _: model.start(bare, cache.tensor, None)))
+    ahead_s = _timed_s(gpu, report, name, "", "ahead", model, cache)
+    report.ratios[f"engine_{name}_vs_model"] = bare_s / ahead_s
+    return ahead_s
+
+
+def _compare_waiting(gpu: Gpu, report: Report, name: str, model: GpuModel, ahead_s: float) -> None:
+    cache = _cache_of(gpu, name, model)
+    drawn_s = _timed_s(gpu, report, name, "_drawn", "ahead", model, cache)
+    for kind, ran_s in (("", ahead_s), ("_drawn", drawn_s)):
+        waiting_s = _timed_s(gpu, report, name, kind, "waiting", _Waiting(model), cache)
+        report.ratios[f"engine_{name}{kind}_ahead_vs_waiting"] = waiting_s / ran_s
 
 
 def _shape_of(gpu: Gpu, name: str) -> tuple[int, int, int]:

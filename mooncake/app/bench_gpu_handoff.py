@@ -27,7 +27,7 @@ from prefill_node.outbox import Destination, Outbox, Sink
 from prefill_node.streamer import LayerStreamer, Stream
 
 if TYPE_CHECKING:
-    from mooncake.app.bench_gpu_kernels import Gpu
+    from mooncake.app.bench_gpu_device import Gpu
 
 EPOCH = 1
 NEW_TOKENS = 3

@@ -6,38 +6,24 @@ Each part gets the device, a report to add to, and the bytes a second that the c
 from __future__ import annotations
 
 import functools
-import gc
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mooncake.app.bench_gpu_device import DECODE, DECODE_INT8, PREFILL, Gpu, check, rate
 from mooncake.app.bench_report import Figure, Report
-from mooncake.kernels.gpu import GpuKernels, Int8Linear, codes_and_scales, copy_pages
-from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, DevicePlan, Launch, run_plan
+from mooncake.kernels import reference
+from mooncake.kernels.gpu import COPY_PROGRAMS, COPY_WORDS, GpuKernels, Int8Linear, codes_and_scales, copy_pages
+from mooncake.kernels.gpu_attention import DevicePlan
 from mooncake.kernels.reference import SCALE_BYTES
-from mooncake.kernels.triton_launch import INTERPRETED, DoesNotFit
-from mooncake.model.gpu_model import PlannedKernels
+from mooncake.kernels.triton_launch import INTERPRETED
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"
-REPETITION_S = 0.2
-RUNS_A_LAP = 8  # of a graph, at least
-_Given = tuple[DevicePlan, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""Of ``run_plan``: plan, query, pages, their scales, block tables."""
+MOST_ERROR = 0.02  # of attention's output, in its norm: bfloat16 weights cost some thousandths
+COPY_LAUNCHES = ((COPY_PROGRAMS, COPY_WORDS), (8, 2048), (16, 2048), (16, 4096))  # programs, words
 _sdpa = torch.nn.functional.scaled_dot_product_attention
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How large the shapes are; ``tiny`` exercises every line in seconds, on a CPU too."""
-
-    tiny: bool
-
-    def size(self, real: int, tiny: int) -> int:
-        return tiny if self.tiny else real
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,77 +34,23 @@ class DecodeShape:
     shared: int = 0  # tokens of a prefix that all sequences share
 
 
-class Gpu:
-    """The device under test and its clock."""
-
-    def __init__(self, scale: Scale, reps: int) -> None:
-        self.kernels = PlannedKernels()
-        self.device = self.kernels.device
-        self.scale = scale
-        self.reps = 1 if self.device.type == "cpu" else reps
-        self.dtype = torch.float32 if INTERPRETED else torch.bfloat16
-
-    def timed_s(self, run: Callable[[int], object], rotate: int = 1, captured: bool = False) -> tuple[float, ...]:
-        """Seconds of ``run(i)``, i in turn below ``rotate``, between two events.
-
-        ``captured``: as a graph, so that what takes microseconds is not the host's time to launch it.
-        """
-        if self.device.type == "cpu":
-            started = time.perf_counter()
-            run(0)
-            return (time.perf_counter() - started,)
-        turns = [index % rotate for index in range(max(rotate, RUNS_A_LAP))] if captured else list(range(rotate))
-        for index in turns[: max(rotate, 3)] * 2:
-            run(index)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        kept: list[object] = []  # what a graph writes to
-        if captured:
-            with torch.cuda.graph(graph):
-                kept += [run(index) for index in turns]
-
-        def laps_s(count: int) -> float:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            for _ in range(count):
-                if captured:
-                    graph.replay()
-                else:
-                    for index in turns:
-                        run(index)
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3
-
-        count = min(max(round(REPETITION_S / laps_s(1)), 1), 100)
-        return tuple(laps_s(count) / count / len(turns) for _ in range(self.reps))
-
-    def free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def rate(subject: str, name: str, unit: str, amount: float, seconds: Sequence[float], **params: str | int) -> Figure:
-    return Figure(subject, name, unit, tuple(amount / s for s in seconds), more_is_better=True, params=params)
-
-
 # Limits
 
 
 def limits(gpu: Gpu, report: Report, _: float) -> None:
-    words = torch.ones(gpu.scale.size(4 << 30, 1 << 20) // 4, device=gpu.device)
-    read = rate("limit", READ_STREAM, "GB/s", words.nbytes / 1e9, gpu.timed_s(lambda _: words.max(), captured=True))
-    target = torch.empty_like(words)
-    copy = rate("limit", COPY, "GB/s", 2 * words.nbytes / 1e9, gpu.timed_s(lambda _: target.copy_(words)))
-    gpu.free()
-    size = gpu.scale.size(8192, 64)
-    left, right = (torch.randn(size, size, device=gpu.device).to(gpu.dtype) for _ in range(2))
-    product = rate(
-        "limit", "matrix product", "TFLOP/s", 2 * size**3 / 1e12, gpu.timed_s(lambda _: left @ right, captured=True)
-    )
-    report.add(read, copy, product)
-    gpu.free()
+    words = torch.rand(gpu.scale.size(4 << 30, 1 << 20) // 4, device=gpu.device)
+    with gpu.trying("copies"):
+        target = torch.empty_like(words)
+        seconds = gpu.timed_s(lambda _: target.copy_(words))
+        report.add(rate("limit", COPY, "GB/s", 2 * words.nbytes / 1e9, seconds))
+    with gpu.trying("reads"):
+        seconds = gpu.timed_s(lambda _: words.max(), captured=True)
+        report.add(rate("limit", READ_STREAM, "GB/s", words.nbytes / 1e9, seconds))
+    with gpu.trying("products"):
+        size = gpu.scale.size(8192, 64)
+        left, right = (torch.randn(size, size, device=gpu.device).to(gpu.dtype) for _ in range(2))
+        seconds = gpu.timed_s(lambda _: left @ right, captured=True)
+        report.add(rate("limit", "matrix product", "TFLOP/s", 2 * size**3 / 1e12, seconds))
 
 
 def stream_of(report: Report) -> float:
@@ -148,6 +80,7 @@ class DecodeBatch:
             row[:shared] = order[:shared]
             row[shared:count] = order[used : used + count - shared]
             used += count - shared
+        self.is_coded = bool(pages)
         width = HEAD_DIM + (SCALE_BYTES if pages == "int8" else 0)
         cache_shape = (num_blocks, layers, 2, KV_HEADS, block, width)
         self.scales: torch.Tensor | None = None
@@ -177,23 +110,42 @@ class DecodeBatch:
             block_tables=self.host_tables if cascade else None,
             piece_tokens=piece_tokens,
             wide=self.gpu.dtype is torch.float32,
+            scaled=self.is_coded,
+        )
+
+    def attend(self, plan: DevicePlan, layer: int) -> torch.Tensor:
+        return GpuKernels.paged_attention(
+            self.gpu.kernels,
+            self.query,
+            self.cache[:, layer],
+            self.tables,
+            self.starts,
+            self.contexts,
+            HEAD_DIM**-0.5,
+            plan=plan,
+            scales=None if self.scales is None else self.scales[:, layer],
         )
 
     def run_s(self, plan: DevicePlan) -> tuple[float, ...]:
-        def run(layer: int) -> torch.Tensor:
-            return GpuKernels.paged_attention(
-                self.gpu.kernels,
-                self.query,
-                self.cache[:, layer],
-                self.tables,
-                self.starts,
-                self.contexts,
-                HEAD_DIM**-0.5,
-                plan=plan,
-                scales=None if self.scales is None else self.scales[:, layer],
-            )
+        return self.gpu.timed_s(lambda layer: self.attend(plan, layer), self.layers, captured=True)
 
-        return self.gpu.timed_s(run, self.layers, captured=True)
+    def check(self, report: Report, name: str, plan: DevicePlan) -> None:
+        """The first sequence and the last one against the definition in float32. Raises AssertionError."""
+        actual, layer = self.attend(plan, 0), self.cache[:, 0]
+        codes, scales = codes_and_scales(layer) if self.is_coded and self.scales is None else (layer, None)
+        scales = self.scales[:, 0] if self.scales is not None else scales
+        for row in sorted({0, len(actual) - 1}):
+            pages = self.tables[row, : -(-self.shape.contexts[row] // self.shape.block_tokens)].long()
+            values = codes[pages].float() if scales is None else codes[pages] * scales[pages][..., None]
+            expected = reference.paged_attention(
+                self.query[row : row + 1].float(),
+                values,
+                torch.arange(len(pages), dtype=torch.int32)[None],
+                torch.tensor([0, 1]),
+                torch.tensor([self.shape.contexts[row]]),
+                HEAD_DIM**-0.5,
+            )
+            check(report, f"{name}, sequence {row}", actual[row : row + 1], expected, MOST_ERROR)
 
 
 def decode_attention(gpu: Gpu, report: Report, stream: float) -> None:
@@ -207,22 +159,27 @@ def decode_attention(gpu: Gpu, report: Report, stream: float) -> None:
         (DecodeShape("64 ragged, 128 to 32k", lengths if not small else [5, 90], 64), 2, "decode_ragged_vs_stream"),
     ]
     for shape, layers, ratio in shapes:
-        batch = DecodeBatch(gpu, shape, layers)
-        seconds = batch.run_s(batch.plan())
-        figure = rate("ours", "decode attention", "GB/s", batch.kv_bytes / 1e9, seconds, shape=shape.name)
-        report.add(figure)
-        if ratio:
-            report.ratios[ratio] = figure.best * 1e9 / stream
-        if shape.name == "64 x 8k":
-            report.ratios["decode_64x8k_vs_3400_gb_per_s"] = figure.best / 3400
-        if shape.name == "1 x 128k":
-            whole = batch.run_s(batch.plan(piece_tokens=1 << 20))
-            report.ratios["split_1x128k_vs_one_piece"] = min(whole) / min(seconds)
-        if shape.name == "64 x 8k":
-            report.ratios["decode_64x8k_vs_sdpa"] = min(_sdpa_s(gpu, batch)) / min(seconds)
-        del batch
-        gpu.free()
-    coded(gpu, report)
+        with gpu.trying(shape.name):
+            _decode(gpu, report, stream, shape, layers, ratio)
+    with gpu.trying("int8 pages"):
+        coded(gpu, report)
+
+
+def _decode(gpu: Gpu, report: Report, stream: float, shape: DecodeShape, layers: int, ratio: str) -> None:
+    batch, is_first = DecodeBatch(gpu, shape, layers), shape.name == "64 x 8k"
+    plan = batch.plan()
+    seconds = gpu.tuned(report, DECODE, lambda: batch.run_s(plan)) if is_first else batch.run_s(plan)
+    figure = rate("ours", "decode attention", "GB/s", batch.kv_bytes / 1e9, seconds, shape=shape.name)
+    report.add(figure)
+    if ratio:
+        report.ratios[ratio] = figure.best * 1e9 / stream
+    if shape.name == "1 x 128k":
+        whole = batch.run_s(batch.plan(piece_tokens=1 << 20))
+        report.ratios["split_1x128k_vs_one_piece"] = min(whole) / min(seconds)
+    if is_first:
+        report.ratios["decode_64x8k_vs_3400_gb_per_s"] = figure.best / 3400
+        report.ratios["decode_64x8k_vs_sdpa"] = min(_sdpa_s(gpu, batch)) / min(seconds)
+    batch.check(report, f"decode {shape.name}", plan)
 
 
 def _sdpa_s(gpu: Gpu, batch: DecodeBatch) -> tuple[float, ...]:
@@ -246,118 +203,85 @@ def coded(gpu: Gpu, report: Report) -> None:
     plain_s = plain.run_s(plain.plan())
     del plain
     for name in ("int8", "int8_beside"):
+        gpu.free()
         batch = DecodeBatch(gpu, shape, 2, name)
-        seconds = batch.run_s(batch.plan())
+        plan = batch.plan()
+        timed = functools.partial(batch.run_s, plan)
+        seconds = gpu.tuned(report, DECODE_INT8, timed) if name == "int8" else timed()
         report.add(
             rate("ours", f"decode attention, {name} pages", "GB/s", batch.kv_bytes / 1e9, seconds, shape=shape.name)
         )
         report.ratios[f"{name}_kv_vs_bf16"] = min(plain_s) / min(seconds)
+        batch.check(report, f"decode, {name} pages", plan)
         del batch
-        gpu.free()
 
 
 def cascade(gpu: Gpu, report: Report, _: float) -> None:
     for batch_size, prefix, own in ((64, 32_768, 128), (32, 4096, 512)):
-        name = f"{batch_size}x{prefix // 1024}k"
-        if gpu.scale.tiny:
-            batch_size, prefix, own = 3, 1024, 20
-        shape = DecodeShape(name, [prefix + own] * batch_size, 64, shared=prefix)
-        batch = DecodeBatch(gpu, shape, 2)
-        tree, flat = batch.run_s(batch.plan(cascade=True)), batch.run_s(batch.plan())
-        report.add(
-            Figure("ours", "shared prefix, cascade", "ms", tuple(1e3 * s for s in tree), params={"shape": name}),
-            Figure("ours", "shared prefix, flat", "ms", tuple(1e3 * s for s in flat), params={"shape": name}),
-        )
-        report.ratios[f"cascade_{name}_vs_flat"] = min(flat) / min(tree)
-        del batch
-        gpu.free()
+        with gpu.trying(f"cascade of {batch_size} over {prefix}"):
+            _cascade(gpu, report, f"{batch_size}x{prefix // 1024}k", batch_size, prefix, own)
+
+
+def _cascade(gpu: Gpu, report: Report, name: str, batch_size: int, prefix: int, own: int) -> None:
+    if gpu.scale.tiny:
+        batch_size, prefix, own = 3, 1024, 20
+    batch = DecodeBatch(gpu, DecodeShape(name, [prefix + own] * batch_size, 64, shared=prefix), 2)
+    plans = {"cascade": batch.plan(cascade=True), "flat": batch.plan()}
+    found = {way: batch.run_s(plan) for way, plan in plans.items()}
+    for way, seconds in found.items():
+        milliseconds = tuple(1e3 * s for s in seconds)
+        report.add(Figure("ours", f"shared prefix, {way}", "ms", milliseconds, params={"shape": name}))
+    report.ratios[f"cascade_{name}_vs_flat"] = min(found["flat"]) / min(found["cascade"])
+    tree, flat = (batch.attend(plan, 0) for plan in plans.values())
+    check(report, f"cascade {name}", tree, flat, MOST_ERROR)
 
 
 def prefill_attention(gpu: Gpu, report: Report, _: float) -> None:
+    for name, history in (("2k_at_32k", 32_768), ("2k_at_8k", 8192), ("2k_at_0k", 0)):
+        with gpu.trying(f"prefill {name}"):
+            _prefill(gpu, report, name, gpu.scale.size(history, min(history, 64)), is_first=name == "2k_at_32k")
+
+
+def _prefill(gpu: Gpu, report: Report, name: str, history: int, is_first: bool) -> None:
     chunk, block = gpu.scale.size(2048, 40), 64
-    for name, history in (("2k_at_0k", 0), ("2k_at_8k", 8192), ("2k_at_32k", 32_768)):
-        history = gpu.scale.size(history, min(history, 64))
-        context = history + chunk
-        blocks = -(-context // block)
-        cache = torch.randn(blocks, 2, KV_HEADS, block, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
-        tables = torch.randperm(blocks, device=gpu.device).int()[None]
-        query = torch.randn(chunk, HEADS, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
-        host = (np.array([0, chunk], np.int32), np.array([context], np.int32))
-        starts, contexts = (torch.from_numpy(array).to(gpu.device) for array in host)
-        plan = gpu.kernels.plan(
-            *host,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            block_tokens=block,
-            wide=gpu.dtype is torch.float32,
-        )
-        arguments = (query, cache, tables, starts, contexts, HEAD_DIM**-0.5)
-        run = functools.partial(GpuKernels.paged_attention, gpu.kernels, *arguments, plan=plan)
-        seconds = gpu.timed_s(lambda _, run=run: run(), captured=True)  # type: ignore[misc]
-        keys = history * chunk + chunk * (chunk + 1) / 2
-        flops = 4.0 * HEADS * HEAD_DIM * keys
-        figure = rate("ours", "prefill attention", "TFLOP/s", flops / 1e12, seconds, chunk=chunk, history=history)
-        report.add(figure)
-        report.ratios[f"prefill_{name}_vs_788_tflops"] = figure.best / 788
-        if history == 0:
-            key, value = (torch.randn(1, HEADS, chunk, HEAD_DIM, device=gpu.device, dtype=gpu.dtype) for _ in range(2))
-            rows = query.transpose(0, 1)[None]
-            sdpa = gpu.timed_s(lambda _, q=rows, k=key, v=value: _sdpa(q, k, v, is_causal=True), captured=True)  # type: ignore[misc]
-            report.ratios["prefill_2k_vs_sdpa"] = min(sdpa) / min(seconds)
-        gpu.free()
-
-
-def tiles(gpu: Gpu, report: Report, _: float) -> None:
-    """What other launches than ours would give, for the next change of them. Such as do not fit are left out."""
-    small = gpu.scale.tiny
-    chunk, context = gpu.scale.size(2048, 128), gpu.scale.size(34_816, 256)
-    cache = torch.randn(context // 64, 2, KV_HEADS, 64, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
-    tables = torch.randperm(context // 64, device=gpu.device).int()[None]
+    context = history + chunk
+    blocks = -(-context // block)
+    cache = torch.randn(blocks, 2, KV_HEADS, block, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
+    tables = torch.randperm(blocks, device=gpu.device).int()[None]
     query = torch.randn(chunk, HEADS, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
     host = (np.array([0, chunk], np.int32), np.array([context], np.int32))
-    plan = gpu.kernels.plan(*host, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_tokens=64)
-    for keys, stages in ((64, 5), (128, 4), (128, 3), (128, 5)):
-        launch = Launch(PREFILL_ROWS, keys, num_warps=8, num_stages=stages, per_processor=1)
-        _other_launch(gpu, report, "prefill", launch, lambda _: (plan, query, cache, None, tables), 1)
-    shape = DecodeShape("64 x 8k", [8192] * 64 if not small else [70, 40], 64)
-    others = {"": [(64, 5, 2), (64, 7, 2), (64, 5, 3)], "int8": [(64, 5, 2), (64, 5, 3), (128, 3, 2), (128, 3, 3)]}
-    for pages, launches in others.items():
-        batch = DecodeBatch(gpu, shape, 2, pages)
-        decode_plan = batch.plan()
+    starts, contexts = (torch.from_numpy(array).to(gpu.device) for array in host)
+    plan = gpu.kernels.plan(
+        *host,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_tokens=block,
+        wide=gpu.dtype is torch.float32,
+    )
 
-        def given(layer: int, batch: DecodeBatch = batch, plan: DevicePlan = decode_plan) -> _Given:
-            coded = batch.cache[:, layer]
-            codes, scales = codes_and_scales(coded) if coded.dtype is torch.int8 else (coded, None)
-            return plan, batch.query, codes, scales, batch.tables
+    def run(_: int) -> torch.Tensor:
+        places = (query, cache, tables, starts, contexts)
+        return GpuKernels.paged_attention(gpu.kernels, *places, HEAD_DIM**-0.5, plan=plan)
 
-        for keys, stages, per_processor in launches:
-            launch = Launch(DECODE_ROWS, keys, num_warps=4, num_stages=stages, per_processor=per_processor)
-            _other_launch(gpu, report, f"decode {pages}".strip(), launch, given, 2)
-        del batch, given
-        gpu.free()
-    page, count = 32 << 10, gpu.scale.size(16_384, 8)
-    memory = torch.empty(count, page, dtype=torch.uint8, pin_memory=gpu.device.type == "cuda")
-    target = torch.empty(count, page, dtype=torch.uint8, device=gpu.device)
-    order, amount = torch.randperm(count).to(gpu.device), memory.nbytes / 1e9
-    for programs, words in ((8, 2048), (8, 4096), (16, 2048), (16, 4096)):
-        seconds = gpu.timed_s(lambda _, n=programs, w=words: copy_pages(memory, target, order, order, n, w))  # type: ignore[misc]
-        report.add(rate("ours", "launch, page copies", "GB/s", amount, seconds, programs=programs, words=words))
+    def timed() -> tuple[float, ...]:
+        return gpu.timed_s(run, captured=True)
 
-
-def _other_launch(
-    gpu: Gpu, report: Report, name: str, launch: Launch, given: Callable[[int], _Given], layers: int
-) -> None:
-    def run(layer: int) -> torch.Tensor:
-        processors = gpu.kernels.num_processors
-        return run_plan(given(layer)[0], processors, *given(layer)[1:], HEAD_DIM**-0.5, 0, choose=lambda *_: launch)
-
-    try:
-        seconds = gpu.timed_s(run, layers, captured=True)
-    except DoesNotFit:
-        return
-    chosen = {"keys": launch.keys, "stages": launch.num_stages, "programs": launch.per_processor}
-    report.add(Figure("ours", f"launch, {name}", "ms", tuple(1e3 * s for s in seconds), params=chosen))
+    seconds = gpu.tuned(report, PREFILL, timed) if is_first else timed()
+    keys = history * chunk + chunk * (chunk + 1) / 2
+    flops = 4.0 * HEADS * HEAD_DIM * keys
+    figure = rate("ours", "prefill attention", "TFLOP/s", flops / 1e12, seconds, chunk=chunk, history=history)
+    report.add(figure)
+    report.ratios[f"prefill_{name}_vs_788_tflops"] = figure.best / 788
+    if name == "2k_at_0k":
+        key, value = (torch.randn(1, HEADS, chunk, HEAD_DIM, device=gpu.device, dtype=gpu.dtype) for _ in range(2))
+        rows = query.transpose(0, 1)[None]
+        sdpa = gpu.timed_s(lambda _: _sdpa(rows, key, value, is_causal=True), captured=True)
+        report.ratios["prefill_2k_vs_sdpa"] = min(sdpa) / min(seconds)
+    few = slice(chunk - 16, chunk)  # of which each sees another key more
+    last = (tables.cpu(), torch.tensor([0, 16]), torch.tensor([context]), HEAD_DIM**-0.5)
+    expected = reference.paged_attention(query[few].float(), cache.float(), *last)
+    check(report, f"prefill {name}", run(0)[few], expected, MOST_ERROR)
 
 
 # Around attention
@@ -396,6 +320,7 @@ def page_copies(gpu: Gpu, report: Report, _: float) -> None:
     target = torch.empty(count, page, dtype=torch.uint8, device=gpu.device)
     order = torch.randperm(count)
     source_pages, target_pages = order.to(gpu.device), torch.randperm(count).to(gpu.device)
+    there, back_again = (host, target, source_pages, target_pages), (target, host, target_pages, source_pages)
     amount = host.nbytes / 1e9
     link = rate(
         "limit",
@@ -404,8 +329,17 @@ def page_copies(gpu: Gpu, report: Report, _: float) -> None:
         amount,
         gpu.timed_s(lambda _: target.copy_(host, non_blocking=True)),
     )
-    ours = rate("ours", "host to device, 32 KiB pages", "GB/s", amount,
-                gpu.timed_s(lambda _: copy_pages(host, target, source_pages, target_pages)))  # fmt: skip
+    report.add(link)
+    found: list[Figure] = []
+    for programs, words in COPY_LAUNCHES:
+        with gpu.trying(f"copies by {programs} programs of {words} words"):
+            seconds = gpu.timed_s(lambda _, n=programs, w=words: copy_pages(*there, n, w))  # type: ignore[misc]
+            chosen = {"programs": programs, "words": words}
+            found.append(rate("ours", "host to device, 32 KiB pages", "GB/s", amount, seconds, **chosen))
+    ours = max(found, key=lambda figure: figure.best)
+    report.add(*found)
+    report.compare("page_copy_vs_link", ours, link)
+    report.compare("page_copy_as_it_is_vs_link", found[0], link)
     few = order[: gpu.scale.size(2048, 4)].tolist()
 
     def one_by_one(_: int) -> None:
@@ -413,11 +347,15 @@ def page_copies(gpu: Gpu, report: Report, _: float) -> None:
             target[index].copy_(host[index], non_blocking=True)
 
     loop = rate("torch", "host to device, 32 KiB pages", "GB/s", len(few) * page / 1e9, gpu.timed_s(one_by_one))
-    back = rate("ours", "device to host, 32 KiB pages", "GB/s", amount,
-                gpu.timed_s(lambda _: copy_pages(target, host, target_pages, source_pages)))  # fmt: skip
-    report.add(link, ours, loop, back)
-    report.compare("page_copy_vs_link", ours, link)
+    report.add(loop)
     report.compare("page_copy_vs_memcpy_loop", ours, loop)
+    back = gpu.timed_s(lambda _: copy_pages(*back_again))
+    report.add(rate("ours", "device to host, 32 KiB pages", "GB/s", amount, back))
+    seconds = gpu.timed_s(lambda _: host.copy_(target, non_blocking=True))
+    report.add(rate("limit", "device to host, one copy", "GB/s", amount, seconds))
+    host.random_()
+    copy_pages(*there)
+    assert torch.equal(target.cpu()[target_pages.cpu()], host[source_pages.cpu()]), "other bytes"
 
 
 def flex_attention(gpu: Gpu, report: Report, _: float) -> None:

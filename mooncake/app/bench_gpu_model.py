@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mooncake.app.bench_gpu_kernels import HEAD_DIM, HEADS, KV_HEADS, Gpu, rate
-from mooncake.app.bench_report import Report
+from mooncake.app.bench_gpu_device import Gpu, check, rate
+from mooncake.app.bench_gpu_kernels import HEAD_DIM, HEADS, KV_HEADS
+from mooncake.app.bench_report import Figure, Report
 from mooncake.checkpoint import weight_shapes
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
@@ -13,7 +14,8 @@ from mooncake.model.llama import CausalLM
 from mooncake.model_config import ModelConfig
 
 BLOCK = 64
-MOST_ERROR = 0.1  # of replayed logits, in their norm
+MOST_ERROR = 0.3  # of replayed logits, in their norm
+LEAST_CONTEXT = 1024
 
 
 def model_of_8b(gpu: Gpu) -> ModelConfig:
@@ -56,6 +58,7 @@ def build_model(gpu: Gpu, host_logits: bool = False) -> tuple[GpuModel, int]:
     model = GpuModel(
         build, config.max_model_len // BLOCK, gpu.dtype, buckets=(1, 64) if graphs else (), host_logits=host_logits
     )
+    model.kernels.choose_launch = gpu.kernels.choose_launch
     weights.clear()
     gpu.free()
     return model, step_bytes
@@ -64,29 +67,38 @@ def build_model(gpu: Gpu, host_logits: bool = False) -> tuple[GpuModel, int]:
 def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
     """Decode steps and a prefill of random weights of an 8B model's shape: speed only."""
     model, step_bytes = build_model(gpu)
+    for batch, context in ((64, 8192), (1, 1024)):
+        with gpu.trying(f"decode steps of {batch}"):
+            _decode(gpu, report, model, batch, context, step_bytes, stream)
+    with gpu.trying("prefill"):
+        _prefill(gpu, report, model)
+    with gpu.trying("replays are what runs kernel by kernel"):
+        _check_replays(gpu, report, model)
+
+
+def _decode(
+    gpu: Gpu, report: Report, model: GpuModel, batch: int, context: int, step_bytes: int, stream: float
+) -> None:
+    """At the longest context, of halves of this one, whose cache fits beside the weights."""
     config, graphs = model.config, gpu.device.type == "cuda"
-    _check_replays(gpu, model)
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * gpu.dtype.itemsize
-    for batch, context in ((1, 1024), (64, 8192)):
-        batch, context = gpu.scale.size(batch, min(batch, 2)), gpu.scale.size(context, 40)
-        per_sequence = -(-context // BLOCK)
-        cache = torch.zeros(
-            (batch * per_sequence, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim),
-            dtype=gpu.dtype,
-            device=gpu.device,
-        ).normal_()
-        step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
-        seconds = gpu.timed_s(lambda _, s=step, c=cache: model.forward(s, c, NoHook()))  # type: ignore[misc]
-        report.add(rate("ours", "8B decode", "tokens/s", batch, seconds, batch=batch, context=context))
-        roofline_s = (step_bytes + batch * context * token_bytes) / stream
-        report.ratios[f"model_decode_{batch if batch == 1 else '64x8k'}_vs_roofline"] = roofline_s / min(seconds)
-        if batch == 1 and graphs:
-            eager = _kernel_by_kernel(gpu, model)
-            eager_s = gpu.timed_s(lambda _, e=eager, s=step, c=cache: e.forward(s, c, NoHook()))  # type: ignore[misc]
-            report.ratios["graph_vs_eager_batch_1"] = min(eager_s) / min(seconds)
-        del cache
-        gpu.free()
-    _prefill(gpu, report, model)
+    while not gpu.fits(batch * context * token_bytes) and context > LEAST_CONTEXT:
+        context //= 2
+    name = "1" if batch == 1 else f"64x{context // 1024}k"
+    batch, context = gpu.scale.size(batch, min(batch, 2)), gpu.scale.size(context, 40)
+    per_sequence = -(-context // BLOCK)
+    shape = (batch * per_sequence, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
+    cache = torch.empty(shape, dtype=gpu.dtype, device=gpu.device).normal_()
+    step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
+    seconds = gpu.timed_s(lambda _: model.forward(step, cache, NoHook()))
+    report.add(rate("ours", "8B decode", "tokens/s", batch, seconds, batch=batch, context=context))
+    report.add(Figure("ours", "8B decode step", "ms", tuple(1e3 * s for s in seconds), params={"shape": name}))
+    roofline_s = (step_bytes + batch * context * token_bytes) / stream
+    report.ratios[f"model_decode_{name}_vs_roofline"] = roofline_s / min(seconds)
+    if batch == 1 and graphs:
+        eager = _kernel_by_kernel(gpu, model)
+        eager_s = gpu.timed_s(lambda _: eager.forward(step, cache, NoHook()))
+        report.ratios["graph_vs_eager_batch_1"] = min(eager_s) / min(seconds)
 
 
 def _kernel_by_kernel(gpu: Gpu, model: GpuModel) -> GpuModel:
@@ -96,11 +108,11 @@ def _kernel_by_kernel(gpu: Gpu, model: GpuModel) -> GpuModel:
     return eager
 
 
-def _check_replays(gpu: Gpu, model: GpuModel) -> None:
+def _check_replays(gpu: Gpu, report: Report, model: GpuModel) -> None:
     """Replayed steps, some with rows that only fill the graph, give the logits of those that run kernel by kernel.
 
-    Raises AssertionError. What another order of sums costs in bfloat16 is a few hundredths of them; a page or a row
-    that is mistaken for another is all.
+    Raises AssertionError. What another order of sums costs in bfloat16 is a few hundredths of them, more in layers of
+    random weights than in a model's; a page or a row that is mistaken for another is all.
     """
     config, eager = model.config, _kernel_by_kernel(gpu, model)
     for batch, context in ((1, 1000), (50, 700)):
@@ -108,11 +120,10 @@ def _check_replays(gpu: Gpu, model: GpuModel) -> None:
         per_sequence = -(-context // BLOCK)
         shape = (batch * per_sequence, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
         cache = torch.randn(shape, dtype=gpu.dtype, device=gpu.device)
-        for _ in range(2):  # other tables in the same buffers
+        for turn in range(2):  # other tables in the same buffers
             step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
             replayed, plain = (one.forward(step, cache, NoHook()).float().clone() for one in (model, eager))
-            error = float((replayed - plain).norm() / plain.norm())
-            assert error < MOST_ERROR, f"replayed steps of {batch} are wrong by {error:.3f} of their logits"
+            check(report, f"replayed steps of {batch}, turn {turn}", replayed, plain, MOST_ERROR)
         del cache
         gpu.free()
 

@@ -34,6 +34,11 @@ MIN_PIECE_TOKENS = 256
 CRUMB = 8
 """A tile's rest of at most this part of a piece is no piece of its own."""
 
+PIECE_START = 192
+"""What a piece of a shared prefix costs beside its keys, counted in them: it waits for its first pages, and as many
+partial results as its tile has rows are written and merged. A prediction: 4 µs, in which a tile of 128 rows reads so
+many at 430 TFLOP/s."""
+
 MIN_SHARED_TOKENS = 512
 """Reads of shared keys, in tokens, that a cascade must save before its second pass pays."""
 
@@ -89,15 +94,16 @@ def plan_attention(
     window: int = 0,
     block_tables: Int32s | None = None,
     shared_tile_tokens: Sequence[int] = (),
+    shared_programs: Sequence[int] = (),
     piece_tokens: int = 0,
 ) -> AttentionPlan:
     """Cut a ragged batch (shapes as in ``reference``) into pieces of nearly equal numbers of keys.
 
     With ``block_tables`` ``[B, M]``, leading blocks that neighbouring one-token sequences share are read once for all
     of them, by tiles of the first of ``shared_tile_tokens`` that the largest group fits into, else of the last; without
-    them of ``tile_tokens``. ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what
-    else is in the batch; otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it
-    excludes sharing.
+    them of ``tile_tokens``. On such tiles a processor runs as many programs at once as ``shared_programs`` says, or 1.
+    ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what else is in the batch;
+    otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it excludes sharing.
     """
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     groups: list[_Tile] = []
@@ -110,17 +116,17 @@ def plan_attention(
         for first in range(start, end, tile_tokens)
     ]
     parts = [(tile_tokens, [_with_keys(tile, window, block_tokens) for tile in own])]
+    programs = num_processors
     if groups:
         sizes = shared_tile_tokens or (tile_tokens,)
         largest = max(group.count for group in groups)
         size = next((size for size in sizes if size >= largest), sizes[-1])
+        programs *= dict(zip(sizes, shared_programs, strict=False)).get(size, 1)
         parts.insert(0, (size, [tile for group in groups for tile in _tiles(group, size)]))
-    return _cut(
-        [
-            (size, tiles, piece_tokens or _piece_tokens(tiles, block_tokens, num_kv_heads, num_processors))
-            for size, tiles in parts
-        ]
-    )
+    splits = [_piece_tokens(tiles, block_tokens, num_kv_heads, num_processors) for _, tiles in parts]
+    if groups:
+        splits[0] = _shared_piece_tokens(parts[0][1], block_tokens, num_kv_heads, programs)
+    return _cut([(size, tiles, piece_tokens or split) for (size, tiles), split in zip(parts, splits, strict=True)])
 
 
 def _tiles(group: _Tile, size: int) -> Iterator[_Tile]:
@@ -140,6 +146,30 @@ def _piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: int, num_
     keys = sum(tile.end - tile.begin for tile in tiles) * num_kv_heads
     equal = -(-keys // (num_processors * PIECES_PER_PROCESSOR))
     return -(-max(equal, MIN_PIECE_TOKENS) // block_tokens) * block_tokens
+
+
+def _shared_piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: int, num_programs: int) -> int:
+    """Of the splits that give each program one piece, two, and so on, that which ends first. Such tiles are few and
+    compute more than they read: a program that gets one piece more than others has them wait."""
+    keys = sum(tile.end - tile.begin for tile in tiles) * num_kv_heads
+    longest = max(tile.end - tile.begin for tile in tiles)
+    splits: list[int] = []
+    for rounds in range(1, PIECES_PER_PROCESSOR + 1):
+        pieces = -(-longest // max(-(-keys // (num_programs * rounds)), MIN_PIECE_TOKENS))
+        while True:
+            splits.append(-(-longest // (pieces * block_tokens)) * block_tokens)
+            works = sum(len(_bounds(tile, splits[-1])) - 1 for tile in tiles) * num_kv_heads
+            if pieces == 1 or works <= num_programs * rounds:
+                break
+            pieces = max(min(pieces - 1, pieces * num_programs * rounds // works), 1)
+    return min(splits, key=lambda split: _ends_after(tiles, split, num_kv_heads, num_programs))
+
+
+def _ends_after(tiles: list[_Tile], split: int, num_kv_heads: int, num_programs: int) -> int:
+    """Keys of the program that takes the longest piece of each round, as the kernel hands them out."""
+    lengths = sorted((end - begin for tile in tiles for begin, end in pairwise(_bounds(tile, split))), reverse=True)
+    rounds = range(0, len(lengths) * num_kv_heads, num_programs)
+    return sum(lengths[work // num_kv_heads] + PIECE_START for work in rounds)
 
 
 def _cut(parts: list[tuple[int, list[_Tile], int]]) -> AttentionPlan:

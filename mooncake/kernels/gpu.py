@@ -16,7 +16,15 @@ import triton
 from mooncake.kernels import reference
 from mooncake.kernels import triton_elementwise as elementwise
 from mooncake.kernels.attention_plan import Int32s, plan_attention
-from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, SHARED_ROWS, DevicePlan, most_rows, run_plan
+from mooncake.kernels.gpu_attention import (
+    DECODE_ROWS,
+    PREFILL_ROWS,
+    SHARED_ROWS,
+    DevicePlan,
+    attention_launch,
+    most_rows,
+    run_plan,
+)
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
@@ -34,6 +42,7 @@ class GpuKernels:
             if self.device.type == "cpu"
             else torch.cuda.get_device_properties(self.device).multi_processor_count
         )
+        self.choose_launch = attention_launch
 
     # Products and norms
 
@@ -172,6 +181,8 @@ class GpuKernels:
         # float32 tiles of more rows than the least do not fit into registers
         most = DECODE_ROWS if wide else most_rows(head_dim, scaled)
         rows = most if longest * group > SHARED_ROWS else DECODE_ROWS
+        shared_rows = [min(rows, most) for rows in (SHARED_ROWS, PREFILL_ROWS)]
+        launches = [attention_launch(rows, head_dim, block_tokens, wide, scaled) for rows in shared_rows]
         plan = plan_attention(
             query_starts,
             context_lens,
@@ -181,7 +192,8 @@ class GpuKernels:
             num_processors=self.num_processors,
             window=window,
             block_tables=block_tables,
-            shared_tile_tokens=[max(min(rows, most) // group, 1) for rows in (SHARED_ROWS, PREFILL_ROWS)],
+            shared_tile_tokens=[max(rows // group, 1) for rows in shared_rows],
+            shared_programs=[launch.per_processor for launch in launches],
             piece_tokens=piece_tokens,
         )
         if buffers is None or not buffers.fits(plan):
@@ -240,7 +252,7 @@ class GpuKernels:
             return torch.empty_like(query)
         if plan is None:
             plan = self.plan_call(query, cache_layer, query_starts, context_lens, window, scaled=scales is not None)
-        rest = (block_tables, scale, window, softcap, sinks)
+        rest = (block_tables, scale, window, softcap, sinks, self.choose_launch)
         return run_plan(plan, self.num_processors, query, cache_layer, scales, *rest)
 
 

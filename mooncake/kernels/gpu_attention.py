@@ -13,6 +13,7 @@ import triton
 
 from mooncake.kernels import triton_attention as kernels
 from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan
+from mooncake.kernels.triton_coded_attention import attend_codes
 from mooncake.kernels.triton_launch import INTERPRETED
 
 DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
@@ -58,6 +59,11 @@ def most_rows(head_dim: int, scaled: bool) -> int:
     if head_dim <= 128:
         return PREFILL_ROWS
     return SHARED_ROWS // 2 if scaled else SHARED_ROWS
+
+
+def reads_pairs(tile_rows: int, head_dim: int, pages: torch.dtype) -> bool:
+    """Whether coded pages are read two codes at a time: where few rows stream, and half a head fills a matrix unit."""
+    return pages is torch.int8 and tile_rows == DECODE_ROWS and head_dim >= 2 * DECODE_ROWS and head_dim % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +166,9 @@ def run_plan(
     block_tables: torch.Tensor,
     scale: float,
     window: int,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    choose: Callable[[int, int, int, bool, bool], Launch] = attention_launch,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    choose: Callable[[int, int, int, bool, bool], Launch],
 ) -> torch.Tensor:
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
     tokens, num_heads, head_dim = query.shape
@@ -172,42 +178,26 @@ def run_plan(
     wide = INTERPRETED or query.dtype is torch.float32
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    results = (output, plan.partial, plan.partial_lse, plan.partial_lse if sinks is None else sinks)
     for one in plan.passes:
         launch = choose(one.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
-        kernels.attend[(num_processors * launch.per_processor,)](
-            query,
-            cache_layer,
-            plan.partial_lse if scales is None else scales,
-            block_tables,
-            one.pieces,
-            one.num_pieces,
-            output,
-            plan.partial,
-            plan.partial_lse,
-            plan.partial_lse if sinks is None else sinks,
-            query.stride(0),
-            *cache_layer.stride()[:4],
-            *((0, 0, 0, 0) if scales is None else scales.stride()),
-            block_tables.stride(0),
-            scale,
-            window,
-            softcap,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            **heads,
-            BLOCK_TOKENS=block_tokens,
-            TILE_TOKENS=one.tile_tokens,
-            KEYS=launch.keys,
-            WINDOWED=window > 0,
-            CAPPED=softcap > 0,
-            SCALED=scales is not None,
-            SINKS=sinks is not None,
-            WIDE=wide,
-            ROW_UNIT=math.gcd(cache_layer.stride(3), 16),
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
+        grid = (num_processors * launch.per_processor,)
+        places = (block_tables, one.pieces, one.num_pieces, *results, query.stride(0))
+        numbers = (block_tables.stride(0), scale, window, softcap)
+        shape = {
+            **{"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "GROUP_PAD": group_pad, **heads},
+            **{"BLOCK_TOKENS": block_tokens, "TILE_TOKENS": one.tile_tokens, "KEYS": launch.keys},
+            **{"WINDOWED": window > 0, "CAPPED": softcap > 0, "SINKS": sinks is not None, "WIDE": wide},
+            **{"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        }
+        if scales is not None and reads_pairs(launch.tile_rows, head_dim, cache_layer.dtype):
+            pairs, strides, inside = _pairs(cache_layer, scales)
+            attend_codes[grid](query, pairs, scales, *places, *strides, *numbers, **shape, **inside)
+        else:
+            coding = plan.partial_lse if scales is None else scales
+            strides = (*cache_layer.stride()[:4], *((0, 0, 0, 0) if scales is None else scales.stride()))
+            inside = {"SCALED": scales is not None, "ROW_UNIT": math.gcd(cache_layer.stride(3), 16)}
+            kernels.attend[grid](query, cache_layer, coding, *places, *strides, *numbers, **shape, **inside)
     merging = (plan.merge_tokens, plan.merge_starts, plan.merge_rows, plan.num_merged)
     merges = min(num_processors * MERGES_PER_PROCESSOR, tokens * num_heads)
     kernels.merge[(merges,)](
@@ -223,3 +213,12 @@ def run_plan(
         num_warps=1,
     )
     return output
+
+
+def _pairs(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], dict[str, int]]:
+    """A coded layer as numbers of 16 bits that hold two codes, its strides from block to block and head to head and
+    those of its scales, and the strides inside a block, which are compiled in."""
+    pairs = codes.view(torch.int16)
+    inside = {"KV_STRIDE": pairs.stride(1), "ROW_STRIDE": pairs.stride(3)}
+    inside |= {"SCALE_KV_STRIDE": scales.stride(1), "SCALE_ROW_STRIDE": scales.stride(3)}
+    return pairs, (pairs.stride(0), pairs.stride(2), scales.stride(0), scales.stride(2)), inside

@@ -27,6 +27,61 @@ def _dot(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
+def pages_of(table, start, end, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+    """int64 [KEYS]: the page of each key from ``start`` on; with ``MASKED`` 0 for those behind ``end``, perhaps."""
+    keys = start + tl.arange(0, KEYS)
+    if BLOCK_TOKENS % KEYS == 0:  # all in one page: addresses are a straight run
+        pages = tl.load(table + start // BLOCK_TOKENS).to(tl.int64) + tl.zeros([KEYS], dtype=tl.int64)
+    elif KEYS == 2 * BLOCK_TOKENS:  # two such runs, whose pages are loaded once and not for every key
+        one = start // BLOCK_TOKENS
+        low = tl.load(table + one).to(tl.int64)
+        if MASKED:
+            high = tl.load(table + one + 1, mask=start + BLOCK_TOKENS < end, other=0).to(tl.int64)
+        else:
+            high = tl.load(table + one + 1).to(tl.int64)
+        pages = tl.where(tl.arange(0, KEYS) < BLOCK_TOKENS, low, high)
+    elif MASKED:
+        pages = tl.load(table + keys // BLOCK_TOKENS, mask=keys < end, other=0).to(tl.int64)
+    else:
+        pages = tl.load(table + keys // BLOCK_TOKENS).to(tl.int64)
+    return pages
+
+
+@triton.jit
+def capped(scores, softcap):
+    """tanh, as 1 - 2 / (e^2x + 1): exact enough at both ends, where e^2x is 0 or infinite."""
+    return softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)
+
+
+@triton.jit
+def divisor(peak, total, row, sinks, heads, row_ok, SINKS: tl.constexpr):
+    """Of the rows of a piece: the sum of their weights. A sink counts once: in the merge, of a tile in several pieces."""
+    result = tl.where(total == 0.0, 1.0, total)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
+        result += tl.where(row < 0, tl.exp2(sink - peak), 0.0)
+    return result
+
+
+@triton.jit
+def put(
+    result, peak, total, first, row, row_token, heads, row_ok, row_mask, output, partial, partial_lse,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+):  # fmt: skip
+    """A piece's rows: into the output if it is alone with its tile, else to the partial results from ``row`` on."""
+    dims = tl.arange(0, HEAD_PAD)
+    if row < 0:
+        at = (first + row_token).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM)
+        at = at + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(output + at, result.to(output.dtype.element_ty), mask=row_mask)
+    else:
+        part = (row + row_token).to(tl.int64) * NUM_HEADS + heads
+        lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(total))
+        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], result, mask=row_mask)
+        tl.store(partial_lse + part, lse, mask=row_ok)
+
+
+@triton.jit
 def _visit(
     query,
     row_positions,
@@ -62,20 +117,7 @@ def _visit(
     """Attend to keys ``start ≤ k < start + KEYS`` (``MASKED``: only those before ``end`` and visible to the row)."""
     keys = start + tl.arange(0, KEYS)
     dims = tl.arange(0, HEAD_PAD)
-    if BLOCK_TOKENS % KEYS == 0:  # all in one page: addresses are a straight run
-        pages = tl.load(table + start // BLOCK_TOKENS).to(tl.int64) + tl.zeros([KEYS], dtype=tl.int64)
-    elif KEYS == 2 * BLOCK_TOKENS:  # two such runs, whose pages are loaded once and not for every key
-        one = start // BLOCK_TOKENS
-        low = tl.load(table + one).to(tl.int64)
-        if MASKED:
-            high = tl.load(table + one + 1, mask=start + BLOCK_TOKENS < end, other=0).to(tl.int64)
-        else:
-            high = tl.load(table + one + 1).to(tl.int64)
-        pages = tl.where(tl.arange(0, KEYS) < BLOCK_TOKENS, low, high)
-    elif MASKED:
-        pages = tl.load(table + keys // BLOCK_TOKENS, mask=keys < end, other=0).to(tl.int64)
-    else:
-        pages = tl.load(table + keys // BLOCK_TOKENS).to(tl.int64)
+    pages = pages_of(table, start, end, BLOCK_TOKENS, KEYS, MASKED)
     in_page = keys % BLOCK_TOKENS
     at = pages[:, None] * block_stride + head_offset + in_page[:, None] * row_stride + dims[None, :]
     if MASKED:  # what lies behind the last token was never written and may be anything
@@ -98,8 +140,7 @@ def _visit(
     if CAPPED:
         if not SCALED:
             scores = scores * softmax_scale
-        # tanh, as 1 - 2 / (e^2x + 1): exact enough at both ends, where e^2x is 0 or infinite
-        scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)
+        scores = capped(scores, softcap)
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
@@ -204,20 +245,11 @@ def attend(
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
 
-        divisor = tl.where(total == 0.0, 1.0, total)
-        if SINKS:  # of a tile in several pieces, the merge counts it
-            sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
-            divisor += tl.where(row < 0, tl.exp2(sink - peak), 0.0)
-        result = accumulated / divisor[:, None]
-        if row < 0:
-            at = (first + row_token).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM)
-            at = at + heads[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(output + at, result.to(output.dtype.element_ty), mask=row_mask)
-        else:
-            part = (row + row_token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-            lse = tl.where(total == 0.0, float("-inf"), peak + tl.log2(total))
-            tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], result, mask=row_mask)
-            tl.store(partial_lse + part, lse, mask=row_ok)
+        put(
+            accumulated / divisor(peak, total, row, sinks, heads, row_ok, SINKS)[:, None], peak, total,
+            first, row, row_token, heads, row_ok, row_mask, output, partial, partial_lse,
+            NUM_KV_HEADS * GROUP, HEAD_DIM, HEAD_PAD,
+        )  # fmt: skip
 
 
 @kernel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton
@@ -19,6 +19,7 @@ DoesNotFit = OutOfResources
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _INTERPRETING = threading.Lock()
+_LAUNCHED: list[Any] = []  # what ``kernel`` made
 
 
 class _OneAtATime:
@@ -43,6 +44,35 @@ def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
 
     def decorate(function: Callable[..., None]) -> Any:
         jitted = triton.jit(function, do_not_specialize=list(varying))
-        return _OneAtATime(jitted) if INTERPRETED else jitted
+        if INTERPRETED:
+            return _OneAtATime(jitted)
+        _LAUNCHED.append(jitted)
+        return jitted
 
     return decorate
+
+
+def built_kernels() -> Iterator[dict[str, str | int]]:
+    """``facts`` of what this process has compiled for its GPUs so far; none in the interpreter."""
+    for jitted in _LAUNCHED:
+        for kernels, *_ in jitted.device_caches.values():
+            for built in list(kernels.values()):
+                yield facts(built)
+
+
+def facts(built: Any) -> dict[str, str | int]:
+    """What the compiler made of a kernel, a ``CompiledKernel``: from its PTX, and once it is loaded from the driver."""
+    ptx, metadata = built.asm["ptx"], built.metadata
+    constants = {built.src.fn.arg_names[path[0]]: value for path, value in built.src.constants.items()}
+    return {
+        "kernel": built.name,
+        "constants": ", ".join(f"{name}={value}" for name, value in constants.items()),
+        "warps": metadata.num_warps,
+        "stages": metadata.num_stages,
+        "shared_bytes": metadata.shared,
+        "registers": getattr(built, "n_regs", -1),
+        "spills": getattr(built, "n_spills", -1),
+        "async_copies": ptx.count("cp.async.c"),
+        "warpgroup_products": ptx.count("wgmma.mma_async"),
+        "warp_products": ptx.count("mma.sync"),
+    }

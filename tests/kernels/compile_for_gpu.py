@@ -13,23 +13,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mooncake.kernels import triton_attention, triton_elementwise
+from mooncake.app.bench_gpu_device import DECODE_INT8, OTHERS
+from mooncake.kernels import triton_attention, triton_coded_attention, triton_elementwise
 from mooncake.kernels.gpu import COPY_WORDS
 from mooncake.kernels.gpu_attention import (
     DECODE_ROWS,
     MERGED_PARTS,
+    MERGES_PER_PROCESSOR,
     PREFILL_ROWS,
     SHARED_ROWS,
     attention_launch,
     most_rows,
+    reads_pairs,
 )
+from mooncake.kernels.triton_launch import facts
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 SCALED = ("int8", "float8")
@@ -43,6 +48,8 @@ class Case:
     constants: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    programs: int = 1  # that a multiprocessor should hold
+    targets: tuple[int, ...] = (80, 90)
     plain: frozenset[str] = field(default_factory=frozenset)  # numbers that are not multiples of 16
 
 
@@ -79,6 +86,21 @@ def attention_cases() -> Iterator[Case]:
         yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
         for windowed in (False, True):
             yield _attention("gpt-oss", 8, 64, 64, rows, "bfloat16", "bfloat16", windowed, sinks=True)
+    for kind, launches in OTHERS.items():
+        for launch in launches:
+            usual = _attention(
+                "llama8b", 4, 128, 64, launch.tile_rows, "bfloat16", "int8" if kind == DECODE_INT8 else "bfloat16",
+                windowed=False, row_unit=4 if kind == DECODE_INT8 else 16,
+            )  # fmt: skip
+            yield replace(
+                usual,
+                name=f"{usual.name}-{launch.keys}-{launch.num_stages}-{launch.per_processor}",
+                constants={**usual.constants, "KEYS": launch.keys},
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+                programs=launch.per_processor,
+                targets=(90,),
+            )
     for head_dim, sinks in ((64, False), (128, False), (256, False), (64, True)):
         yield Case(
             f"merge-{head_dim}{'-sinks' if sinks else ''}",
@@ -91,6 +113,7 @@ def attention_cases() -> Iterator[Case]:
             },
             {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "SINKS": sinks, "PARTS": MERGED_PARTS},
             num_warps=1,
+            programs=MERGES_PER_PROCESSOR if head_dim <= 128 else 1,
         )
 
 
@@ -107,6 +130,8 @@ def _attention(
     sinks: bool = False,
     row_unit: int = 16,  # 4: each row carries its scale
 ) -> Case:
+    if pages == "int8" and reads_pairs(rows, head_dim, torch.int8):
+        return _coded_attention(shape, group, head_dim, block_tokens, row_unit)
     wide = query == "float32"
     group_pad = triton.next_power_of_2(group)
     launch = attention_launch(rows, head_dim, block_tokens, wide, pages in SCALED)
@@ -155,10 +180,47 @@ def _attention(
         },
         launch.num_warps,
         launch.num_stages,
+        launch.per_processor,
         plain=frozenset(
             {"table_stride", "window", "scale_row_stride"}
             | ({"row_stride", "scale_head_stride"} if row_unit % 16 else set())
         ),
+    )
+
+
+def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, row_unit: int) -> Case:
+    """Of int8 pages that are read two codes at a time; where ``row_unit`` is 4 each row carries its scale."""
+    group_pad = triton.next_power_of_2(group)
+    launch = attention_launch(DECODE_ROWS, head_dim, block_tokens, False, True)
+    carries = row_unit % 16 != 0
+    row, scale_row = (head_dim // 2 + 2, head_dim // 4 + 1) if carries else (head_dim // 2, 1)
+    return Case(
+        f"attend-{shape}-{DECODE_ROWS}-bfloat16-int8",
+        triton_coded_attention.attend_codes,
+        {
+            **{"query": "*bf16", "cache": "*i16", "sinks": "*bf16", "output": "*bf16"},
+            **dict.fromkeys(("scales", "partial", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("block_tables", "pieces", "num_pieces"), "*i32"),
+            **dict.fromkeys(("query_stride", "block_stride", "head_stride", "table_stride", "window"), "i32"),
+            **dict.fromkeys(("scale_block_stride", "scale_head_stride"), "i32"),
+            **dict.fromkeys(("softmax_scale", "softcap"), "fp32"),
+        },
+        {
+            **{
+                "NUM_KV_HEADS": 8,
+                "GROUP": group,
+                "GROUP_PAD": group_pad,
+                "TILE_TOKENS": max(DECODE_ROWS // group_pad, 1),
+            },
+            **{"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "BLOCK_TOKENS": block_tokens},
+            **{"KEYS": launch.keys, "WINDOWED": False, "CAPPED": False, "SINKS": False, "WIDE": False},
+            **{"ROW_STRIDE": row, "KV_STRIDE": 8 * block_tokens * row},
+            **{"SCALE_ROW_STRIDE": scale_row, "SCALE_KV_STRIDE": 8 * block_tokens * scale_row},
+        },
+        launch.num_warps,
+        launch.num_stages,
+        launch.per_processor,
+        plain=frozenset({"table_stride", "window"} | ({"scale_head_stride"} if carries else set())),
     )
 
 
@@ -252,32 +314,60 @@ def build(case: Case, capability: int) -> dict[str, object]:
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=target, options=options)
+    told = facts(compiled)
     return {
         "case": case.name,
         "sm": capability,
         "threads": 32 * case.num_warps,
-        "shared_bytes": compiled.metadata.shared,
+        "programs": case.programs,
+        "shared_bytes": told["shared_bytes"],
         **_resources(compiled.asm["cubin"]),
-        "wgmma": "wgmma" in compiled.asm["ptx"],
+        "loop_instructions": _loop_instructions(compiled.asm["cubin"]),
+        "async_copies": told["async_copies"],
+        "wgmma": bool(told["warpgroup_products"]),
     }
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
+    usage = _cuobjdump(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found, usage
+    return {"registers": int(found[1]), "stack_bytes": int(found[2]), "local_bytes": int(found[4])}
+
+
+def _loop_instructions(cubin: bytes) -> int:
+    """Of the first loop that has no other in it and multiplies matrices: in attention that over unmasked keys. 0: none.
+
+    What a warp issues for a trip; a processor issues four a cycle, for all its warps.
+    """
+    code = [
+        (int(at, 16), text)
+        for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", _cuobjdump(cubin, "--dump-sass"))
+    ]
+    index = {at: number for number, (at, _) in enumerate(code)}
+    jumps = [(index.get(int(found[1], 16), 0), number) for number, (_, text) in enumerate(code)
+             if (found := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text))]  # fmt: skip
+    loops = [(first, last) for first, last in jumps if first < last]
+    for first, last in sorted(loops):
+        inner = any(first < begin and end < last and end - begin > 40 for begin, end in loops)
+        if not inner and any(re.search(r"MMA\b|MMA\.", text) for _, text in code[first:last]):
+            return last - first + 1
+    return 0
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage.stdout)
-    assert found, usage.stdout
-    return {"registers": int(found[1]), "stack_bytes": int(found[2]), "local_bytes": int(found[4])}
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def main(patterns: list[str]) -> None:
     for case in (*attention_cases(), *elementwise_cases()):
         if patterns and not any(re.search(pattern, case.name) for pattern in patterns):
             continue
-        for capability in (80, 90):
+        for capability in case.targets:
             if capability == 80 and "float8" in case.name:
                 continue  # no such numbers on that processor
             print(json.dumps(build(case, capability)), flush=True)

@@ -125,6 +125,24 @@ def test_shared_keys_take_tiles_that_fit_the_group_and_own_keys_the_smallest(seq
     assert flat.tile_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("sequences", "prefix", "longest", "programs"),
+    [(64, 32_768, 4_096, 132), (64, 30_000, 3_760, 132), (12, 32_768, 1_008, 264), (32, 2_048, 256, 132)],
+)
+def test_a_shared_prefix_is_cut_into_one_piece_a_program(
+    sequences: int, prefix: int, longest: int, programs: int
+) -> None:
+    """8 heads of 1 or 2 tiles; equal shares of a quarter, as own keys are cut, would be merged four times as often."""
+    blocks = prefix // BLOCK_TOKENS
+    tables = np.arange(sequences * (blocks + 8), dtype=np.int32).reshape(sequences, -1)
+    tables[:, :blocks] = tables[0, :blocks]
+    options = {"num_processors": 132, "shared_tile_tokens": (16, 32), "shared_programs": (2, 1), "block_tables": tables}
+    starts, contexts = np.arange(sequences + 1, dtype=np.int32), np.full(sequences, prefix + 100, np.int32)
+    plan = plan_attention(starts, contexts, block_tokens=BLOCK_TOKENS, num_kv_heads=8, tile_tokens=4, **options)
+    lengths = plan.passes[0].pieces[:, 5] - plan.passes[0].pieces[:, 4]
+    assert lengths.max() == longest and 8 * len(lengths) <= programs
+
+
 def test_tiles_that_read_the_same_keys_are_neighbours() -> None:
     pieces = plan_of([64], [4_096], piece_tokens=1_024).passes[0].pieces
     begins = pieces[pieces[:, 5] - pieces[:, 4] == 1_024, 4].tolist()

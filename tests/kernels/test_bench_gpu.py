@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,7 +14,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.app import bench_gpu
+from mooncake.app.bench_gpu_device import DECODE, OTHERS, PREFILL, Gpu, Scale
+from mooncake.app.bench_report import Report
 from mooncake.errors import ConfigError
+from mooncake.kernels.gpu_attention import PREFILL_ROWS, attention_launch
+from mooncake.kernels.triton_launch import DoesNotFit
 
 
 @pytest.mark.slow
@@ -34,6 +39,78 @@ def test_every_part_runs_and_every_target_has_its_ratio_and_its_prediction(tmp_p
     assert any("no time here means anything" in note for note in report["notes"])
     assert set(bench_gpu.TARGETS) <= set(report["ratios"])
     assert set(bench_gpu.TARGETS) == set(bench_gpu.PREDICTED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_another_run_keeps_what_it_does_not_measure_anew(tmp_path: Path) -> None:
+    """What failed and what other code measured is run again where it is asked for, and kept in the file until then."""
+    file = tmp_path / "gpu.json"
+
+    def run(*flags: str) -> dict[str, dict[str, object]]:
+        subprocess.run(
+            [sys.executable, "-m", "mooncake.app.bench_gpu", "--tiny", "--out", file, "--only", "elementwise", *flags],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            timeout=100,
+            check=True,
+        )
+        parts: dict[str, dict[str, object]] = json.loads(file.read_text())["parts"]
+        return parts
+
+    first = run()
+    assert set(first) == {"limits", "elementwise"}
+    saved = json.loads(file.read_text())
+    ours = saved["parts"]["elementwise"]
+    saved["parts"]["limits"]["took_s"] = 1234.0  # told by that: not run again
+    saved["parts"]["hand-off"] = ours | {"code": "another", "ratios": {"prefill_streaming_vs_alone": 1.5}}
+    saved["parts"]["elementwise"] = ours | {"failure": "exit status 1", "figures": []}
+    file.write_text(json.dumps(saved))
+    second = run("--resume")
+    assert second["limits"]["took_s"] == 1234.0
+    assert second["elementwise"]["figures"] and not second["elementwise"]["failure"]
+    report = json.loads(file.read_text())
+    assert report["ratios"]["prefill_streaming_vs_alone"] == 1.5
+    assert report["notes"].count("measured with other code: hand-off") == 1
+
+
+def test_a_part_that_finds_nothing_leaves_what_was_found_before_and_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    figure = {"subject": "limit", "name": "read stream", "unit": "GB/s", "values": [4300.0], "more_is_better": True}
+    found = {"figures": [figure], "ratios": {"a": 0.9}, "code": "another"}
+    file.write_text(json.dumps({"parts": {"limits": found, "unknown": found}}))
+    run = bench_gpu._Run(argparse.Namespace(resume=True, out=file, tiny=True, reps=1))
+    run.run(bench_gpu.Part("unknown", 60, "no:module"), 60)
+    [limits, part] = json.loads(file.read_text())["parts"].values()
+    assert part["failure"] == "exit status 1" and "ValueError" in part["output"]
+    assert part["ratios"] == {"a": 0.9} and part["code"] == limits["code"] == "another"
+
+
+def test_what_fails_is_told_and_the_fastest_launch_is_kept_for_what_follows() -> None:
+    gpu, report = Gpu(Scale(tiny=False), reps=1), Report("gpu", {}, seed=0)
+    usual = attention_launch(PREFILL_ROWS, 128, 64, wide=False, scaled=False)
+    times = dict.fromkeys(OTHERS[PREFILL], 0.9) | {usual: 1.0, OTHERS[PREFILL][0]: 0.5}
+    assert gpu.tuned(report, PREFILL, lambda: (times[gpu.launches[PREFILL]],)) == (0.5,)
+    assert len(report.figures) == len(times)
+    assert gpu.kernels.choose_launch(PREFILL_ROWS, 128, 64, False, False) == OTHERS[PREFILL][0]
+    for other in ((PREFILL_ROWS, 128, 64, True, False), (PREFILL_ROWS, 128, 16, False, False)):
+        assert gpu.kernels.choose_launch(*other) == attention_launch(*other), "of another shape"
+
+    def timed() -> tuple[float, ...]:
+        launch = gpu.launches[DECODE]
+        if launch == OTHERS[DECODE][0]:
+            raise DoesNotFit(300_000, 232_448, "shared memory")
+        if launch == OTHERS[DECODE][1]:
+            raise RuntimeError("misaligned")
+        return (0.99,) if launch in OTHERS[DECODE] else (1.0,)
+
+    assert gpu.tuned(report, DECODE, timed) == (1.0,), "within what two runs of one launch differ by"
+    [(what, told)] = gpu.failures.items()
+    assert str(OTHERS[DECODE][1]) in what and "RuntimeError: misaligned" in told
+    assert not gpu.missing, "nobody had asked for another launch"
+    with gpu.trying("all the rest"):
+        raise AssertionError("wrong by 0.5")
+    assert gpu.missing == ["all the rest"]
 
 
 def test_a_file_of_something_else_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,16 +143,17 @@ def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(t
         f"    pathlib.Path({str(found)!r}).write_text('what was measured')\n"
     )
     with os.fdopen(os.open(alive, os.O_RDONLY | os.O_NONBLOCK)) as held:
-        assert bench_gpu._failure([sys.executable, str(part)], 10.0) == "not done after 10 s"
+        assert bench_gpu._failure([sys.executable, str(part)], 10.0, tmp_path / "output") == "not done after 10 s"
         assert found.read_text() == "what was measured"
         os.set_blocking(held.fileno(), True)
         assert held.read() == "", "what it had started runs on"
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+@pytest.mark.parametrize(("command", "status"), [(["mooncake", "bench", "gpu"], 2), (["mooncake.app.bench_gpu"], 1)])
+def test_without_a_gpu_it_says_so_in_one_sentence(command: list[str], status: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "mooncake", "bench", "gpu"]
+    command = [sys.executable, "-m", *command]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
+    assert run.returncode == status
     assert "no GPU that torch can use" in run.stderr
     assert "Traceback" not in run.stderr

@@ -270,6 +270,40 @@ def test_an_int8_cache_may_carry_its_scales_in_its_rows(kernels: GpuKernels) -> 
     assert (caches[0].int() - caches[1].int())[..., :head_dim].abs().max() <= 1  # ties may round either way
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block_tokens", "window", "softcap"),
+    [(32, 16, 0, 0.0), (48, 8, 0, 0.0), (64, 64, 20, 0.0), (32, 64, 0, 1.5), (32, 32, 10, 0.5)],
+)
+def test_codes_are_read_in_pairs_whatever_their_scales_are(
+    kernels: GpuKernels, head_dim: int, block_tokens: int, window: int, softcap: float
+) -> None:
+    """Keys whose values are nothing, or a million times those of others, in pieces that are merged."""
+    generator = torch.Generator().manual_seed(5)
+    contexts, num_heads, num_kv_heads = [1, 90, 200], 6, 2
+    per_sequence = -(-max(contexts) // block_tokens)
+    shape = (3 * per_sequence, 2, num_kv_heads, block_tokens)
+    codes = torch.randint(-127, 128, (*shape, head_dim), generator=generator).to(torch.int8)
+    scales = torch.rand(shape, generator=generator) * 0.02
+    scales[:, 1] *= torch.tensor([0.0, 1e-3, 1.0, 1e3])[torch.randint(4, scales[:, 1].shape, generator=generator)]
+    scales[0, 1] = 0.0  # all that the first sequence sees
+    rows = torch.cat([codes, scales[..., None].view(torch.int8)], -1).to(DEVICE)
+    query = torch.randn(3, num_heads, head_dim, generator=generator).to(DEVICE)
+    tables = torch.arange(3 * per_sequence, dtype=torch.int32).view(3, -1).to(DEVICE)
+    starts, lengths = (torch.tensor(given, dtype=torch.int32, device=DEVICE) for given in (range(4), contexts))
+    written = (codes * scales[..., None]).to(DEVICE)
+    arguments = (tables, starts, lengths, head_dim**-0.5, window, softcap)
+    expected = reference.paged_attention(query, written, *arguments)
+    assert not expected[0].any() and expected[1:].abs().amax(-1).min() > 1e-3
+    host = (starts.cpu().numpy(), lengths.cpu().numpy())
+    split = kernels.plan(
+        *host, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=block_tokens,
+        window=window, piece_tokens=64, wide=True, scaled=True,
+    )  # fmt: skip
+    for plan in (None, split):
+        actual = kernels.paged_attention(query, rows, *arguments, plan=plan)
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_and_the_cache_write(kernels: GpuKernels, dtype: torch.dtype, normed: bool) -> None:

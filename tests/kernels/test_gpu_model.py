@@ -1,4 +1,7 @@
-"""A whole model through the GPU kernels and the engine: the same tokens as the definition gives on the CPU."""
+"""A whole model through the GPU kernels and the engine: the same tokens as the definition gives on the CPU.
+
+On a GPU in float32, where decode steps are replayed as graphs; else in Triton's interpreter, which has none.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.checkpoint import ModelConfig, weight_shapes
+from mooncake.engine.device_cache import DeviceCache
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
@@ -26,9 +30,11 @@ from mooncake.model.load import OTHER_FAMILIES
 from mooncake.types import KVLayout, SamplingParams
 
 pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="with a GPU, `make gpu` runs whole models; this test is for Triton's interpreter"
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="triton was imported without a GPU and without its interpreter",
 )
 
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BLOCK_TOKENS = 16
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
@@ -81,7 +87,8 @@ def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | 
         dtype="float32",
     )
     config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
-    engine = Engine(model, KVCache(layout, 40), config)
+    cache = DeviceCache(layout, 40, DEVICE) if isinstance(model, GpuModel) else KVCache(layout, 40)
+    engine = Engine(model, cache, config)
     sampling = sampling or SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(Sequence(str(index), prompt, len(prompt), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=256))
@@ -121,7 +128,7 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
     model = GpuModel(
         lambda kernels: CausalLM(config, weights, kernels=kernels), 2, dtype=torch.float32, buckets=(1, 2, 4, 8)
     )
-    cache = torch.randn((5, 2, 2, 2, BLOCK_TOKENS, 16))
+    cache = torch.randn((5, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE)
     before = cache.clone()
     model.warm_up(cache, 3)
     assert torch.equal(cache, before)
@@ -156,7 +163,8 @@ def test_what_neighbours_share_is_read_once_where_that_saves_enough() -> None:
     for least, num_replays in ((saved + 1, 1), (saved, 0)):
         model.cascade_bytes, model.num_replays = least, 0
         again = replace(batch, block_tables=tables.clone())
-        torch.testing.assert_close(model.forward(again, cache.clone(), NoHook()), expected, rtol=1e-4, atol=1e-4)
+        logits = model.forward(again, cache.to(DEVICE, copy=True), NoHook())
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert model.num_replays == num_replays
         [plan] = model.kernels.step_plans.values()
         assert plan.keys_read == 580 + 577 + 590 - (0 if num_replays else 2 * 576)
