@@ -24,7 +24,7 @@ from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, Compl
 from conductor.ingress.event_stream import EventStream, StreamingAnswer
 from conductor.ingress.http_client import read_json_body, unless_gone
 from conductor.ingress.http_errors import ClientGone, error_response, json_response, known_error
-from conductor.ingress.messages import Conversation, chat_messages
+from conductor.ingress.messages import TEMPLATE_ROLES, Conversation, chat_messages
 from conductor.ingress.openai_types import (
     ChatRequest,
     CompletionRequest,
@@ -46,12 +46,14 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
+from conductor.ingress.reading.form import AnswerForm
 from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 WARNING_HEADER = "x-mooncake-warning"
+PROMPT_END_TOKENS = 32  # of a prompt, that tell whether its template opens a thought
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -107,14 +109,16 @@ class Plan:
                 blended_tokens += outcome.summary.report.blended_tokens
             first += job.request.sampling.n
         written = sum(writer.num_tokens for writer in self.writers)
-        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens)
+        thought = sum(writer.num_thought for writer in self.writers)
+        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens, thought)
 
 
 class OpenAIApi:
     """Routes of the API. Every handler answers, whatever comes in."""
 
-    def __init__(self, pipeline: Pipeline, request_timeout_s: float, keep_alive_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, form: AnswerForm, request_timeout_s: float, keep_alive_s: float) -> None:
         self.pipeline = pipeline
+        self.form = form
         self.keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
 
@@ -180,12 +184,13 @@ class OpenAIApi:
         job = await self.chat_job(call, conversation, asked, logprobs)
         self.pipeline.check_room(len(job.request.tokens), asked, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
+        thinks = self.form.tags is not None
         return await self._answer(
             Plan(
                 call=call,
                 wording=CHAT,
                 jobs=[job],
-                writers=[ChatWriter(index, extras, tools.reader() if tools else None) for index in range(n)],
+                writers=[ChatWriter(index, extras, thinks, body.include_reasoning is not False) for index in range(n)],
                 prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
             )
         )
@@ -195,26 +200,32 @@ class OpenAIApi:
     ) -> Job:
         """Everything checked: what is to be computed. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
-        messages, variables = conversation.for_template(self.pipeline.tokenizer.takes_tools)
+        messages, variables = conversation.for_template(self.form)
         tokens = await self.pipeline.encode_chat(
             messages,
             conversation.param,
             keep=self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1),
             variables=variables,
             continue_final=conversation.continue_final,
+            roles=TEMPLATE_ROLES,
         )
         max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, self.pipeline.sampling.max_tokens)
         bad_words = self.pipeline.bad_words(fields.bad_words or ())
+        tokenizer = self.pipeline.tokenizer
+        start = self.form.start(tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening)
         with _guide_named(fields.guide_field):
             sampling = sampling_of(fields, self.pipeline.sampling, max_tokens, logprobs, bad_words=bad_words)
-            await self.pipeline.check_guide(sampling.guide)
-        if tools is not None and (guide := tools.guide()) is not None:
-            if sampling.guide is not None:
+            guide = sampling.guide
+        if tools is not None and (call_guide := tools.guide()) is not None:
+            if guide is not None:
                 raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
-            with _guide_named("tools"):
-                sampling = replace(sampling, guide=guide)
-                await self.pipeline.check_guide(guide)
-        return self._job(call, tokens, sampling, 0)
+            guide = call_guide
+        if guide is not None:
+            with _guide_named("tools" if sampling.guide is None else fields.guide_field):
+                sampling = replace(sampling, guide=self.form.guide(guide, start, tokenizer.control_id))
+                await self.pipeline.check_guide(sampling.guide)
+        job = self._job(call, tokens, sampling, 0)
+        return replace(job, kept=self.form.markers(tools), reader=lambda: self.form.reader(tools, start))
 
     async def tokenize(self, request: Request) -> Response:
         body, ignored = await self._decode(request, TokenizeRequest)
@@ -225,9 +236,10 @@ class OpenAIApi:
             conversation = Conversation(
                 chat_messages(body.messages), tools_of(body.tools, body.tool_choice), template_variables(body)
             )
-            messages, variables = conversation.for_template(self.pipeline.tokenizer.takes_tools)
+            messages, variables = conversation.for_template(self.form)
+            continue_final = bool(body.continue_final_message)
             tokens = await self.pipeline.encode_chat(
-                messages, variables=variables, continue_final=bool(body.continue_final_message)
+                messages, variables=variables, continue_final=continue_final, roles=TEMPLATE_ROLES
             )
         else:
             tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)

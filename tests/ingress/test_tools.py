@@ -9,7 +9,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.call_reader import CLOSE, OPEN, CallPart, CallReader, joined_calls
+from conductor.ingress.reading.json_calls import CLOSE, OPEN, CallReader
+from conductor.ingress.reading.parts import CallPart, OnceReader, joined_calls
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
@@ -55,7 +56,7 @@ async def test_a_call_comes_out_as_a_call(front, client):
 @pytest.mark.parametrize("text", [f"So. {CALL}\n{CALL} And?", f'So. {OPEN}[{{"name": "f"}}, {{"name": "g"}}]{CLOSE}'])
 async def test_there_is_one_call_where_parallel_ones_are_not_wanted(front, client, text):
     front.script.text = text
-    for said, calls in cut(text, lambda: CallReader(once=True)):
+    for said, calls in cut(text, lambda: OnceReader(CallReader())):
         assert said == "So. " and len(calls) == 1
 
     answer = await client.chat.completions.create(
@@ -122,7 +123,7 @@ async def test_items_of_a_streamed_response_come_in_the_order_of_the_answer(fron
 
 
 async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
-    async with open_front(takes_tools=True) as front:
+    async with open_front(template="tools <tool_call>") as front:
         front.script.text = CALL
         asked = await front.http.post("/v1/chat/completions", json={"messages": ASK, "tools": [WEATHER]})
         [call] = asked.json()["choices"][0]["message"]["tool_calls"]
@@ -135,7 +136,7 @@ async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
 @pytest.mark.parametrize("takes_tools", [False, True])
 async def test_tools_are_among_the_tokens_of_a_chat_that_is_tokenized(open_front, takes_tools, choice):
     body = {"messages": ASK, "tools": [WEATHER, TIME], "tool_choice": choice}
-    async with open_front(takes_tools=takes_tools) as front:
+    async with open_front(template="tools <tool_call>" if takes_tools else "") as front:
         tokens = (await front.http.post("/tokenize", json=body)).json()["tokens"]
         await front.http.post("/v1/chat/completions", json=body)
         assert tokens == front.script.asked[0].tokens.tolist()

@@ -1,0 +1,137 @@
+"""The form that one model writes its answers in: told by its chat template, or by who configures the cluster.
+
+Names are vLLM's, of its flags ``--reasoning-parser`` and ``--tool-call-parser``. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from conductor.ingress.reading.json_calls import HERMES, LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.parts import OnceReader, PlainReader, Reader
+from conductor.ingress.reading.python_calls import BEGIN, END, PythonCallReader
+from conductor.ingress.reading.thought import Start, Tags, ThoughtReader, behind_thought
+from conductor.ingress.reading.xml_calls import XmlCallReader
+from conductor.ingress.tools import Tools
+from mooncake.errors import ConfigError
+from mooncake.types import Guide
+
+THINK = Tags("<think>", "</think>")
+TAGS = {
+    "qwen3": THINK,
+    "deepseek_r1": Tags("<think>", "</think>", is_first_left_out=True),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+}
+
+
+class Calls(StrEnum):
+    """How tools are called."""
+
+    HERMES = "hermes"
+    LLAMA_3 = "llama3_json"
+    MISTRAL = "mistral"
+    QWEN_XML = "qwen3_coder"
+    PYTHON = "pythonic"
+
+
+_SIGNS = (  # of templates; the first that is there counts
+    ("<function=", Calls.QWEN_XML),
+    ("<tool_call>", Calls.HERMES),
+    ("[TOOL_CALLS]", Calls.MISTRAL),
+    (BEGIN, Calls.PYTHON),
+    ("[func_name1(", Calls.PYTHON),
+    ("<|python_tag|>", Calls.LLAMA_3),
+    ("dictionary of argument name and its value", Calls.LLAMA_3),
+)
+_ALIASES = {"qwen3_xml": Calls.QWEN_XML, "llama4_pythonic": Calls.PYTHON, "llama4_json": Calls.LLAMA_3}
+_MARKERS: dict[Calls, tuple[str, ...]] = {
+    Calls.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    Calls.LLAMA_3: (LLAMA_3.begin,),
+    Calls.PYTHON: (BEGIN, END),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """``tags`` are around thoughts, None for a model that has none. The chat template ``takes_tools`` where it tells
+    them, and ``takes_calls`` where it also has words for earlier calls and their results."""
+
+    tags: Tags | None = None
+    calls: Calls = Calls.HERMES
+    takes_tools: bool = False
+    takes_calls: bool = False
+
+    def start(self, prompt: str, opening: str) -> Start:
+        """Of an answer; as ``Tags.start`` has it."""
+        return Start.BEHIND if self.tags is None else self.tags.start(prompt, opening)
+
+    def reader(self, tools: Tools | None, start: Start) -> Reader:
+        """Of one answer."""
+        answer = PlainReader() if tools is None else self._call_reader(tools)
+        if self.tags is None or start is Start.BEHIND:
+            return answer
+        return ThoughtReader(self.tags, start is Start.WITHIN, answer)
+
+    def _call_reader(self, tools: Tools) -> Reader:
+        if tools.must_call:
+            return CallReader(is_call=True)
+        reader: Reader
+        match self.calls:
+            case Calls.HERMES:
+                reader = CallReader(form=HERMES)
+            case Calls.LLAMA_3:
+                reader = CallReader(form=LLAMA_3)
+            case Calls.MISTRAL:
+                reader = CallReader(form=MISTRAL)
+            case Calls.QWEN_XML:
+                reader = XmlCallReader(tools.schemas)
+            case Calls.PYTHON:
+                reader = PythonCallReader()
+        return OnceReader(reader) if tools.once else reader
+
+    def markers(self, tools: Tools | None) -> frozenset[str]:
+        """What a reader has to see of an answer, also where it is a control token."""
+        tags = () if self.tags is None else (self.tags.begin, self.tags.end)
+        return frozenset((*tags, *(_MARKERS.get(self.calls, ()) if tools is not None else ())))
+
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
+        """``guide`` for what stands behind a thought, if there may be one; ``token_of`` as ``behind_thought`` has it."""
+        if self.tags is None or start is Start.BEHIND:
+            return guide
+        return behind_thought(guide, self.tags, start is Start.WITHIN, token_of)
+
+
+def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> AnswerForm:
+    """By the names of ``conductor.reasoning_parser`` and ``conductor.tool_call_parser``, or where these are "auto", by
+    the chat template, which may tell tools. Raises ConfigError."""
+    tags, found = _tags(thoughts, template), _calls(calls)
+    if calls == "auto" and tells_tools:
+        found = next((form for sign, form in _SIGNS if sign in template), None)
+    if found not in (None, Calls.HERMES) and not tells_tools:
+        what = f"conductor.tool_call_parser {calls!r} needs a chat template that tells tools, and the model's does not"
+        raise ConfigError(what)
+    takes_tools = tells_tools and found is not None
+    return AnswerForm(tags, found or Calls.HERMES, takes_tools, takes_tools and "tool_calls" in template)
+
+
+def _calls(name: str) -> Calls | None:
+    """None for "auto"."""
+    found = _ALIASES.get(name) or next((form for form in Calls if form == name), None)
+    if found is None and name != "auto":
+        known = ", ".join(("auto", *Calls))
+        raise ConfigError(f"conductor.tool_call_parser must be one of {known}, got {name!r}")
+    return found
+
+
+def _tags(name: str, template: str) -> Tags | None:
+    match name:
+        case "none":
+            return None
+        case "auto":
+            return next((tags for tags in (THINK, TAGS["mistral"]) if tags.end in template), None)
+    if name not in TAGS:
+        known = ", ".join(("auto", "none", *TAGS))
+        raise ConfigError(f"conductor.reasoning_parser must be one of {known}, got {name!r}")
+    return TAGS[name]
