@@ -68,6 +68,8 @@ class ChatMessage:
         read: dict[str, object] = {"role": self.role, "content": self.content}
         if self.thought:  # by the names that one or the other template reads it by
             read |= {"reasoning_content": self.thought, "reasoning": self.thought}
+            if not (self.calls and self.content):  # gpt-oss's takes no more than one of them beside calls
+                read["thinking"] = self.thought
         if self.calls:
             read["tool_calls"] = [call.as_read() for call in self.calls]
         if self.call_id:

@@ -184,7 +184,7 @@ class OpenAIApi:
         job = await self.chat_job(call, conversation, asked, logprobs)
         self.pipeline.check_room(len(job.request.tokens), asked, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
-        thinks = self.form.tags is not None
+        thinks = self.form.thinks
         return await self._answer(
             Plan(
                 call=call,

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.ingress.reading.form import TAGS, THINK, answer_form
+from conductor.ingress.reading.harmony import HarmonyReader
 from conductor.ingress.reading.json_calls import LLAMA_3, MISTRAL, CallReader
-from conductor.ingress.reading.parts import CallPart, Thought, joined_calls, merged
+from conductor.ingress.reading.parts import CallPart, PlainReader, Thought, joined_calls, merged
 from conductor.ingress.reading.python_calls import PythonCallReader
 from conductor.ingress.reading.thought import Start, ThoughtReader
 from conductor.ingress.reading.xml_calls import XmlCallReader
+from conductor.ingress.tools import Function, Tools
 from mooncake.errors import ConfigError
 from mooncake.types import Guide, GuideKind
 
@@ -103,6 +105,7 @@ def test_tags_that_are_control_tokens_are_tokens_of_a_guide():
 
 
 ONE = '{"name": "f", "parameters": {"x": "}\\"{"}}'
+CALLED = [Thought("Hm, <b>."), ("f", '{"x": 1}')]
 LIST = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
 
 
@@ -264,7 +267,59 @@ def test_a_call_of_python_s_that_nests_without_end_is_none():
         assert heard(PythonCallReader(), [text]) == [text]
 
 
+ANALYSIS = "<|channel|>analysis<|message|>Hm, <b>.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+COMMENTARY = "<|start|>assistant<|channel|>commentary"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{ANALYSIS}{FINAL}It <|is|> so.<|return|>", [Thought("Hm, <b>."), "It <|is|> so."]),
+        (f"{ANALYSIS}{FINAL}It", [Thought("Hm, <b>."), "It"]),
+        ("<|channel|>final<|message|>So.", ["So."]),
+        (f"{ANALYSIS}{COMMENTARY} to=functions.f <|constrain|>json<|message|>" + '{"x": 1}<|call|>', CALLED),
+        (f"{ANALYSIS}<|start|>assistant to=functions.f<|channel|>commentary json<|message|>" + ' {"x": 1}', CALLED),
+        (f"{ANALYSIS}{COMMENTARY} to=f<|message|>" + '{"x": 1} }<|end|>', CALLED),
+        (' to=functions.f<|channel|>commentary<|message|>{"x": ', [("f", '{"x": ', "cut")]),
+        (f"{ANALYSIS}{COMMENTARY}<|message|>I look.<|end|>{FINAL}So.", [Thought("Hm, <b>."), "I look.\n\nSo."]),
+        (f"{ANALYSIS}<|start|>assistant{ANALYSIS}", [Thought("Hm, <b>.\n\nHm, <b>.")]),
+        ("<|channel|>analysis<|message|>Hm{FINAL}".replace("{FINAL}", FINAL) + "So.", [Thought("Hm"), "So."]),
+        (f"{ANALYSIS}{COMMENTARY} to=browser.search<|message|>x", [Thought("Hm, <b>."), "x"]),
+        # cut in a header, and what has none
+        ("<|channel|>ana", []),
+        (f"{ANALYSIS}<|start|>assist", [Thought("Hm, <b>.")]),
+        ("So.", ["So."]),
+        ("to be", ["to be"]),
+        ("to", ["to"]),
+        ("<|chan", ["<|chan"]),
+        (f"{ANALYSIS} So.", [Thought("Hm, <b>."), "So."]),
+        ("", []),
+    ],
+)
+def test_harmony_s_channels_are_thoughts_texts_and_calls(text, told):
+    for pieces in in_three(text):
+        assert heard(HarmonyReader(PlainReader(), calls=True), pieces) == told
+
+
+def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
+    form = answer_form("auto", "auto", "tools <|channel|> tool_calls", True)
+    assert form.thinks and form.takes_calls
+    call = f'{ANALYSIS}{COMMENTARY} to=functions.f<|message|>{{"x": 1}}'
+    assert heard(form.reader(None, Start.BEFORE), [call]) == [Thought("Hm, <b>."), '{"x": 1}']
+    demanded = f'{ANALYSIS}{FINAL}{{"name": "f", "arguments": {{"x": 1}}}}'
+    tools = Tools((Function("f"),), must_call=True)
+    assert heard(form.reader(tools, Start.BEFORE), [demanded]) == CALLED
+    assert heard(form.reader(None, form.start("<|message|>", "")), ["So.<|return|>"]) == ["So."]
+    with_once = form.reader(Tools((Function("f"),), once=True), Start.BEFORE)
+    assert heard(with_once, [f"{call}<|call|>{FINAL}So."]) == CALLED
+
+
 READERS = {
+    "harmony": (
+        lambda: HarmonyReader(PlainReader(), calls=True),
+        [ANALYSIS, FINAL, f"{COMMENTARY} to=functions.f", "<|message|>", "<|end|>", "<|start|>", '{"x": {}}', "to="],
+    ),
     "llama": (lambda: CallReader(form=LLAMA_3), ["<|python_tag|>", ONE, "; ", '{"name": "f"', "}", "{"]),
     "mistral": (lambda: CallReader(form=MISTRAL), ["[TOOL_CALLS]", LIST, "f", "[ARGS]", "{}", "[CALL_ID]a", "{"]),
     "hermes": (CallReader, ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "{", "\n"]),
@@ -298,7 +353,8 @@ def test_whatever_is_written_says_the_same_wherever_it_is_cut(name, data):
 def test_no_answer_takes_more_time_with_each_piece(name, more):
     """Whoever asks may make a model say anything, and one event loop reads for all."""
     make, words = READERS[name]
-    for start in (words[0], "", f"{F}<parameter=n>", f"{F}<parameter=s>", "[f(", '{"name": "f", "parameters": {"x": "'):
+    starts = (f"{F}<parameter=n>", f"{F}<parameter=s>", "[f(", '{"name": "f", "parameters": {"x": "', "<|channel|>")
+    for start in (words[0], "", *starts):
         reader = make()
         reader.push(start, is_last=False)
         began = time.process_time()

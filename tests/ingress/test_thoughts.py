@@ -167,28 +167,43 @@ async def test_a_response_has_its_thought_as_an_item_with_events(front, client):
     assert f"<assistant>{ANSWER}{{'reasoning_content'" in prompt
 
 
+def takes(front, text: str) -> bool:
+    """Whether the guide of the last request lets ``text`` be the answer."""
+    state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[-1].sampling.guide)
+    state.follow(front.tokenizer.encode(text))
+    try:
+        return bool(state.allowed()[front.tokenizer.eos_ids[0]])
+    except InvalidRequest:  # it has left the guide
+        return False
+
+
 @pytest.mark.parametrize("opens", ["", "<think>\n"])
 async def test_a_guide_begins_behind_the_thought(open_front, opens):
     async with open_front(template="<think> </think>", opens=opens) as front:
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
         await front.http.post("/v1/chat/completions", json={"messages": ASK, "response_format": form})
-        guide = front.script.asked[0].sampling.guide
-
-    def takes(text: str) -> bool:
-        state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(guide)
-        state.follow(front.tokenizer.encode(text))
-        try:
-            return bool(state.allowed()[front.tokenizer.eos_ids[0]])
-        except InvalidRequest:  # it has left the guide
-            return False
 
     first = "" if opens else "<think>"
-    assert takes(f'{first}Let {{me}} see.\n</think>\n\n{{"a": 3}}')
-    assert not takes(f'{first}Let me see.</think>{{"a": "x"}}') and not takes(f"{first}Let me see.")
-    assert takes('{"a": 3}') == (not opens)  # a model may answer at once, where nothing was begun
+    assert takes(front, f'{first}Let {{me}} see.\n</think>\n\n{{"a": 3}}')
+    assert not takes(front, f'{first}Let me see.</think>{{"a": "x"}}') and not takes(front, f"{first}Let me see.")
+    assert takes(front, '{"a": 3}') == (not opens)  # a model may answer at once, where nothing was begun
 
 
 async def test_a_wrong_guide_is_refused_by_its_own_name(client):
     with pytest.raises(openai.BadRequestError, match="json_schema") as caught:
         await client.chat.completions.create(model="bytes", messages=ASK, extra_body={"guided_json": {"type": 3}})
     assert caught.value.param == "guided_json"
+
+
+async def test_a_guide_of_harmony_is_for_the_final_channel(open_front):
+    async with open_front(template="<|channel|>") as front:
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+        front.script.text = (
+            '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'
+        )
+        answer = await front.http.post("/v1/chat/completions", json={"messages": ASK, "response_format": form})
+        message = answer.json()["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Hm.", '{"a": 1}')
+        assert takes(front, front.script.text)
+        assert takes(front, '<|channel|>final<|message|>{"a": 1}')
+        assert not takes(front, front.script.text.replace("1", '"x"')) and not takes(front, '{"a": 1}')

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
+from conductor.ingress.reading.harmony import CHANNEL, HarmonyForm
 from conductor.ingress.reading.json_calls import HERMES, LLAMA_3, MISTRAL, CallReader
 from conductor.ingress.reading.parts import OnceReader, PlainReader, Reader
 from conductor.ingress.reading.python_calls import BEGIN, END, PythonCallReader
@@ -53,22 +55,57 @@ _MARKERS: dict[Calls, tuple[str, ...]] = {
 }
 
 
+class AnswerForm(Protocol):
+    """How one model writes its answers."""
+
+    @property
+    def thinks(self) -> bool: ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells tools whose calls can be read."""
+        ...
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether it also has words for earlier calls and their results."""
+        ...
+
+    def start(self, prompt: str, opening: str) -> Start:
+        """Of the answer to the prompt of which ``prompt`` is the end, or of one that goes on from ``opening``."""
+        ...
+
+    def reader(self, tools: Tools | None, start: Start) -> Reader:
+        """Of one answer."""
+        ...
+
+    def markers(self, tools: Tools | None) -> frozenset[str]:
+        """What a reader has to see of an answer, also where it is a control token."""
+        ...
+
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
+        """``guide`` for what stands behind a thought, if there may be one. ``token_of`` gives the control token that a
+        marker is; None for one that is text."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """``tags`` are around thoughts, None for a model that has none. The chat template ``takes_tools`` where it tells
-    them, and ``takes_calls`` where it also has words for earlier calls and their results."""
+class TaggedForm:
+    """With tags around thoughts (None: there are none) and around calls."""
 
     tags: Tags | None = None
     calls: Calls = Calls.HERMES
     takes_tools: bool = False
     takes_calls: bool = False
 
+    @property
+    def thinks(self) -> bool:
+        return self.tags is not None
+
     def start(self, prompt: str, opening: str) -> Start:
-        """Of an answer; as ``Tags.start`` has it."""
         return Start.BEHIND if self.tags is None else self.tags.start(prompt, opening)
 
     def reader(self, tools: Tools | None, start: Start) -> Reader:
-        """Of one answer."""
         answer = PlainReader() if tools is None else self._call_reader(tools)
         if self.tags is None or start is Start.BEHIND:
             return answer
@@ -92,12 +129,10 @@ class AnswerForm:
         return OnceReader(reader) if tools.once else reader
 
     def markers(self, tools: Tools | None) -> frozenset[str]:
-        """What a reader has to see of an answer, also where it is a control token."""
         tags = () if self.tags is None else (self.tags.begin, self.tags.end)
         return frozenset((*tags, *(_MARKERS.get(self.calls, ()) if tools is not None else ())))
 
     def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
-        """``guide`` for what stands behind a thought, if there may be one; ``token_of`` as ``behind_thought`` has it."""
         if self.tags is None or start is Start.BEHIND:
             return guide
         return behind_thought(guide, self.tags, start is Start.WITHIN, token_of)
@@ -106,6 +141,8 @@ class AnswerForm:
 def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> AnswerForm:
     """By the names of ``conductor.reasoning_parser`` and ``conductor.tool_call_parser``, or where these are "auto", by
     the chat template, which may tell tools. Raises ConfigError."""
+    if "openai" in (thoughts.removesuffix("_gptoss"), calls) or (thoughts == "auto" and CHANNEL in template):
+        return HarmonyForm(tells_tools, tells_tools and "tool_calls" in template)
     tags, found = _tags(thoughts, template), _calls(calls)
     if calls == "auto" and tells_tools:
         found = next((form for sign, form in _SIGNS if sign in template), None)
@@ -113,14 +150,14 @@ def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> 
         what = f"conductor.tool_call_parser {calls!r} needs a chat template that tells tools, and the model's does not"
         raise ConfigError(what)
     takes_tools = tells_tools and found is not None
-    return AnswerForm(tags, found or Calls.HERMES, takes_tools, takes_tools and "tool_calls" in template)
+    return TaggedForm(tags, found or Calls.HERMES, takes_tools, takes_tools and "tool_calls" in template)
 
 
 def _calls(name: str) -> Calls | None:
     """None for "auto"."""
     found = _ALIASES.get(name) or next((form for form in Calls if form == name), None)
     if found is None and name != "auto":
-        known = ", ".join(("auto", *Calls))
+        known = ", ".join(("auto", *Calls, "openai"))
         raise ConfigError(f"conductor.tool_call_parser must be one of {known}, got {name!r}")
     return found
 
@@ -132,6 +169,6 @@ def _tags(name: str, template: str) -> Tags | None:
         case "auto":
             return next((tags for tags in (THINK, TAGS["mistral"]) if tags.end in template), None)
     if name not in TAGS:
-        known = ", ".join(("auto", "none", *TAGS))
+        known = ", ".join(("auto", "none", *TAGS, "openai_gptoss"))
         raise ConfigError(f"conductor.reasoning_parser must be one of {known}, got {name!r}")
     return TAGS[name]

@@ -84,7 +84,7 @@ class CallReader:
     _depth: int = 1  # brackets around the arguments: of an object, and of a list
     _is_further: bool = False  # a call behind this tag has been told
     _name: str = ""  # not yet told
-    _arguments: _Value | None = None
+    _arguments: JsonValue | None = None
 
     def __post_init__(self) -> None:
         self._place = _Place.HEAD if self.is_call or self.form.is_bare else _Place.TEXT
@@ -129,7 +129,7 @@ class CallReader:
         begins = self._held[head.end() :][:1] if head else ""
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
             self._depth = 2 if head["list"] else 1 if head["name"] else 0
-            self._name, self._arguments = name, _Value(end=self.form.end)
+            self._name, self._arguments = name, JsonValue(end=self.form.end)
             self._go(_Place.ARGUMENTS, self._held[head.end() :])
             return True
         if self.is_call:
@@ -208,7 +208,7 @@ class CallReader:
 
     def _behind_call(self, text: str) -> str:
         """What is left behind the end of a call, or of a list of them, whose arguments were before ``text``."""
-        end = _Value(self._depth, self.form.end)
+        end = JsonValue(self._depth, self.form.end)
         num_chars = end.take(text) if self._depth else 0
         behind = text[num_chars:] if end.is_whole or not self._depth else ""
         return behind[: len(behind) - (overlap(behind, self.form.end) if self.form.end else 0)].lstrip()
@@ -229,7 +229,7 @@ class CallReader:
 
 
 @dataclass(slots=True)
-class _Value:
+class JsonValue:
     """Reads a JSON value that is a member of an object, to its end: ``depth`` brackets are open before it begins.
 
     The tag ``end`` does too, where no JSON can hold one: a string has no line breaks, so behind one it is no string.

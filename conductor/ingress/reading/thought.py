@@ -118,7 +118,7 @@ def behind_thought(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[
 
     ``token_of`` gives the control token that a tag is; None for one that is text.
     """
-    begin, end = (_spelled(tag, token_of(tag)) for tag in (tags.begin, tags.end))
+    begin, end = (spelled(tag, token_of(tag)) for tag in (tags.begin, tags.end))
     if token_of(tags.end) is None:
         thought = f"thought[suffix={end}]: /(?s:.*)/"
     else:
@@ -128,5 +128,6 @@ def behind_thought(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[
     return replace(guide, lead="\n".join(rules))
 
 
-def _spelled(tag: str, token_id: int | None) -> str:
+def spelled(tag: str, token_id: int | None) -> str:
+    """In a grammar."""
     return json.dumps(tag) if token_id is None else f"<[{token_id}]>"
