@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from conductor.ingress.reading.json_calls import CLOSE, OPEN, CallReader
 from conductor.ingress.reading.parts import CallPart, OnceReader, joined_calls
-from mooncake.errors import InvalidRequest
+from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
 
@@ -130,6 +130,55 @@ async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
         assert call["function"]["name"] == "get_weather"
         prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
         assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
+
+
+XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
+CHANNEL = '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Zürich"}'
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "text"),
+    [
+        ("<tool_call>", "auto", CALL),
+        ("<tool_call> <function=", "auto", XML),
+        ("[TOOL_CALLS]", "auto", '[TOOL_CALLS]get_weather{"city": "Zürich"}'),
+        ("<|python_tag|>", "auto", '{"name": "get_weather", "parameters": {"city": "Zürich"}}'),
+        ("<|python_start|>", "auto", '[get_weather(city="Zürich")]'),
+        ("<|channel|>", "auto", CHANNEL),
+        ("", "llama3_json", '{"name": "get_weather", "parameters": {"city": "Zürich"}}'),
+        ("<tool_call>", "qwen3_xml", XML),
+    ],
+)
+async def test_calls_are_read_in_the_form_that_the_template_has_or_that_is_named(open_front, template, parser, text):
+    async with open_front(template=f"tools {template} tool_calls", tool_call_parser=parser) as front:
+        front.script.text = text
+        async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+            asked = {"model": "bytes", "messages": ASK, "tools": [WEATHER]}
+            answer = await client.chat.completions.create(**asked)
+            stream = await client.chat.completions.create(**asked, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+        message = answer.choices[0].message
+        assert message.content is None and answer.choices[0].finish_reason == "tool_calls"
+        [call] = message.tool_calls
+        told = [part.function for delta in deltas for part in delta.tool_calls or []]
+        arguments = "".join(function.arguments for function in told)
+        assert [call.function.name] == [function.name for function in told if function.name] == ["get_weather"]
+        assert json.loads(call.function.arguments) == json.loads(arguments) == {"city": "Zürich"}
+        prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+        assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "sentence"),
+    [
+        ("tools", "hermes2", "must be one of auto, hermes, llama3_json, mistral.*got 'hermes2'"),
+        ("", "mistral", "needs a chat template that tells tools"),
+    ],
+)
+async def test_a_parser_that_cannot_be_is_refused_at_the_start(open_front, template, parser, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        async with open_front(template=template, tool_call_parser=parser):
+            pass
 
 
 @pytest.mark.parametrize("choice", [None, "none", {"type": "function", "function": {"name": "get_time"}}])
