@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from conductor.api import Generator
 from conductor.ingress.access import KeyMiddleware
+from conductor.ingress.anthropic import MessagesApi
 from conductor.ingress.edge import EdgeMiddleware
 from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
@@ -103,6 +104,7 @@ class Ingress:
         routes = [
             *api.routes(),
             *ResponsesApi(api).routes(),
+            *MessagesApi(api).routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),
             Route("/ping", guarded(self._ready), methods=["GET", "POST"]),

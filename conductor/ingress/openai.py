@@ -48,7 +48,7 @@ from conductor.ingress.openai_types import (
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
 from conductor.ingress.reading.form import AnswerForm
 from conductor.ingress.tools import tools_of
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
@@ -195,20 +195,20 @@ class OpenAIApi:
             )
         )
 
+    async def encode(self, conversation: Conversation, keep: int | None = None) -> TokenIds:
+        """The prompt of a chat, the last ``keep`` tokens of it. Raises as ``Pipeline.encode_chat``."""
+        messages, variables = conversation.for_template(self.form)
+        return await self.pipeline.encode_chat(
+            messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
+        )
+
     async def chat_job(
         self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None
     ) -> Job:
         """Everything checked: what is to be computed. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
-        messages, variables = conversation.for_template(self.form)
-        tokens = await self.pipeline.encode_chat(
-            messages,
-            conversation.param,
-            keep=self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1),
-            variables=variables,
-            continue_final=conversation.continue_final,
-            roles=TEMPLATE_ROLES,
-        )
+        keep = self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
+        tokens = await self.encode(conversation, keep)
         max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, self.pipeline.sampling.max_tokens)
         bad_words = self.pipeline.bad_words(fields.bad_words or ())
         tokenizer = self.pipeline.tokenizer
@@ -233,14 +233,10 @@ class OpenAIApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
-            conversation = Conversation(
-                chat_messages(body.messages), tools_of(body.tools, body.tool_choice), template_variables(body)
-            )
-            messages, variables = conversation.for_template(self.form)
-            continue_final = bool(body.continue_final_message)
-            tokens = await self.pipeline.encode_chat(
-                messages, variables=variables, continue_final=continue_final, roles=TEMPLATE_ROLES
-            )
+            tools = tools_of(body.tools, body.tool_choice)
+            is_begun = bool(body.continue_final_message)
+            conversation = Conversation(chat_messages(body.messages), tools, template_variables(body), is_begun)
+            tokens = await self.encode(conversation)
         else:
             tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         name = self.pipeline.tokenizer.token_name
@@ -381,8 +377,8 @@ class OpenAIApi:
         return ModelCard(name, model.created, self.pipeline.context_len, parent=parent)
 
 
-def guarded(handler: Handler) -> Handler:
-    """Every error becomes OpenAI's error body; a client that left gets nothing."""
+def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:
+    """Every error becomes an error body, OpenAI's or another's; a client that left gets nothing."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -390,7 +386,7 @@ def guarded(handler: Handler) -> Handler:
         except ClientGone as error:
             return Response(status_code=error.http_status)
         except Exception as error:
-            return error_response(known_error(error, request.url.path))
+            return refused(known_error(error, request.url.path))
 
     return endpoint
 
