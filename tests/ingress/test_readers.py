@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conductor.ingress.reading.form import TAGS, THINK, answer_form
 from conductor.ingress.reading.harmony import HarmonyReader
-from conductor.ingress.reading.json_calls import LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.json_calls import GRANITE, LLAMA_3, MISTRAL, CallReader
 from conductor.ingress.reading.parts import CallPart, PlainReader, Thought, joined_calls, merged
 from conductor.ingress.reading.python_calls import PythonCallReader
 from conductor.ingress.reading.thought import Start, ThoughtReader
@@ -89,6 +89,7 @@ def test_the_form_is_read_from_the_template_or_named():
         return answer_form(name, "auto", template, False).tags
 
     assert tags("{{ '<think>' }} x.split('</think>')") is THINK and tags("<|im_start|>") is None
+    assert answer_form("auto", "auto", "tools <tool_call> <arg_key>", True).takes_tools is False
     assert tags("[THINK] [/THINK]") is TAGS["mistral"] and tags("</think>", "none") is None
     assert tags("", "deepseek_r1").start("<|im_start|>assistant", "") is Start.WITHIN
     assert tags("", "deepseek_r1").start("<think>\n\n</think>\n\n", "") is Start.BEHIND
@@ -164,6 +165,20 @@ def test_what_begins_like_a_call_is_told_as_soon_as_it_is_none():
 def test_mistral_calls_as_a_list_or_each_behind_its_tag(text, told):
     for pieces in in_three(text):
         assert heard(CallReader(form=MISTRAL), pieces) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"So.<|tool_call|>{LIST}<|/tool_call|>!", ["So.", ("f", '{"x": 1}'), ("g", "{}"), "!"]),
+        (f"<|tool_call|>{LIST}", [("f", '{"x": 1}'), ("g", "{}")]),
+        ('<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', [("f", "{}")]),
+        ("<|tool_call|>none<|/tool_call|>", ["<|tool_call|>none<|/tool_call|>"]),
+    ],
+)
+def test_granite_s_and_phi_s_calls(text, told):
+    for pieces in in_three(text):
+        assert heard(CallReader(form=GRANITE), pieces) == told
 
 
 def test_mistral_s_templates_take_the_ids_of_its_calls():

@@ -141,6 +141,7 @@ CHANNEL = '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Z�
     [
         ("<tool_call>", "auto", CALL),
         ("<tool_call> <function=", "auto", XML),
+        ("<|tool_call|>", "auto", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Zürich"}}]'),
         ("[TOOL_CALLS]", "auto", '[TOOL_CALLS]get_weather{"city": "Zürich"}'),
         ("<|python_tag|>", "auto", '{"name": "get_weather", "parameters": {"city": "Zürich"}}'),
         ("<|python_start|>", "auto", '[get_weather(city="Zürich")]'),
@@ -171,7 +172,7 @@ async def test_calls_are_read_in_the_form_that_the_template_has_or_that_is_named
 @pytest.mark.parametrize(
     ("template", "parser", "sentence"),
     [
-        ("tools", "hermes2", "must be one of auto, hermes, llama3_json, mistral.*got 'hermes2'"),
+        ("tools", "hermes2", "must be one of auto, hermes, granite, llama3_json.*got 'hermes2'"),
         ("", "mistral", "needs a chat template that tells tools"),
     ],
 )

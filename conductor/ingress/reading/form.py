@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from conductor.ingress.reading.harmony import CHANNEL, HarmonyForm
-from conductor.ingress.reading.json_calls import HERMES, LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, CallReader
 from conductor.ingress.reading.parts import OnceReader, PlainReader, Reader
 from conductor.ingress.reading.python_calls import BEGIN, END, PythonCallReader
 from conductor.ingress.reading.thought import Start, Tags, ThoughtReader, behind_thought
@@ -32,6 +32,7 @@ class Calls(StrEnum):
     """How tools are called."""
 
     HERMES = "hermes"
+    GRANITE = "granite"
     LLAMA_3 = "llama3_json"
     MISTRAL = "mistral"
     QWEN_XML = "qwen3_coder"
@@ -39,17 +40,27 @@ class Calls(StrEnum):
 
 
 _SIGNS = (  # of templates; the first that is there counts
+    ("<arg_key>", None),  # GLM's tags look like Hermes'
     ("<function=", Calls.QWEN_XML),
     ("<tool_call>", Calls.HERMES),
-    ("[TOOL_CALLS]", Calls.MISTRAL),
+    (GRANITE.begin, Calls.GRANITE),
+    (MISTRAL.begin, Calls.MISTRAL),
     (BEGIN, Calls.PYTHON),
     ("[func_name1(", Calls.PYTHON),
-    ("<|python_tag|>", Calls.LLAMA_3),
+    (LLAMA_3.begin, Calls.LLAMA_3),
     ("dictionary of argument name and its value", Calls.LLAMA_3),
 )
-_ALIASES = {"qwen3_xml": Calls.QWEN_XML, "llama4_pythonic": Calls.PYTHON, "llama4_json": Calls.LLAMA_3}
+_ALIASES = {
+    "qwen3_xml": Calls.QWEN_XML,
+    "phi4_mini_json": Calls.GRANITE,
+    "llama4_json": Calls.LLAMA_3,
+    "llama4_pythonic": Calls.PYTHON,
+}
 _MARKERS: dict[Calls, tuple[str, ...]] = {
-    Calls.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    Calls.HERMES: (HERMES.begin, HERMES.end),
+    Calls.QWEN_XML: (HERMES.begin, HERMES.end),
+    Calls.GRANITE: (GRANITE.begin, GRANITE.end),
+    Calls.MISTRAL: (MISTRAL.begin, "[ARGS]", "[CALL_ID]"),
     Calls.LLAMA_3: (LLAMA_3.begin,),
     Calls.PYTHON: (BEGIN, END),
 }
@@ -118,6 +129,8 @@ class TaggedForm:
         match self.calls:
             case Calls.HERMES:
                 reader = CallReader(form=HERMES)
+            case Calls.GRANITE:
+                reader = CallReader(form=GRANITE)
             case Calls.LLAMA_3:
                 reader = CallReader(form=LLAMA_3)
             case Calls.MISTRAL:
@@ -130,7 +143,7 @@ class TaggedForm:
 
     def markers(self, tools: Tools | None) -> frozenset[str]:
         tags = () if self.tags is None else (self.tags.begin, self.tags.end)
-        return frozenset((*tags, *(_MARKERS.get(self.calls, ()) if tools is not None else ())))
+        return frozenset((*tags, *(_MARKERS[self.calls] if tools is not None else ())))
 
     def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
         if self.tags is None or start is Start.BEHIND:

@@ -1,7 +1,7 @@
 """How calls that are written as JSON are read out of an answer while it is made.
 
 A call is told as it is written: its name once its arguments begin, then those as they come. The forms differ in the
-tags around calls: Hermes' (``tools.py``), Mistral's, and that of Llama 3, where an answer may be a call without any.
+tags around calls: Hermes' (``tools.py``), Granite's, Mistral's, and Llama 3's, whose answers may be calls without any.
 Where the text is cut into pieces changes nothing of what comes out. Pure; it knows no wire form of answers.
 """
 
@@ -47,6 +47,7 @@ class JsonForm:
 
 
 HERMES = JsonForm(OPEN, CLOSE)
+GRANITE = JsonForm("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's, too; Granite writes no second tag
 LLAMA_3 = JsonForm("<|python_tag|>", is_bare=True)
 # Older models write a list of objects, newer ones each call behind a tag of its own: its name, then its arguments.
 MISTRAL = JsonForm(
