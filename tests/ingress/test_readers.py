@@ -94,6 +94,8 @@ def test_the_form_is_read_from_the_template_or_named():
     assert tags("", "deepseek_r1").start("<|im_start|>assistant", "") is Start.WITHIN
     assert tags("", "deepseek_r1").start("<think>\n\n</think>\n\n", "") is Start.BEHIND
     assert tags("", "qwen3").start("<|im_start|>assistant", "") is Start.BEFORE
+    with pytest.raises(ConfigError, match="openai_gptoss and openai go together, got 'qwen3' and 'openai'"):
+        answer_form("qwen3", "openai", "", True)
     with pytest.raises(ConfigError, match=r"conductor.reasoning_parser must be one of auto, none, qwen3.*got 'qwen'"):
         tags("", "qwen")
 
@@ -214,6 +216,7 @@ def parameter(key, value):
         (f"So.\n{F}{parameter('n', '3')}{parameter('b', 'True')}{END}", ["So.\n", ("f", '{"n": 3, "b": true}')]),
         (f"{F}{parameter('l', '[1, {}]')}{parameter('any', '{}')}{END}!", [("f", '{"l": [1, {}], "any": {}}'), "!"]),
         (f"{F}{parameter('o', 'null')}{parameter('o', '5')}{END}", [("f", '{"o": null, "o": "5"}')]),
+        (f"{F}{parameter('any', 'NaN')}{END}", [("f", '{"any": "NaN"}')]),
         (f"{F}{parameter('n', 'many')}{parameter('x', '5')}{END}", [("f", '{"n": "many", "x": "5"}')]),
         (f"{F}{parameter('s', 'a')}{END} {F}{END}", [("f", '{"s": "a"}'), ("f", "{}")]),
         (f"<function=f>{parameter('s', '')}</function>", [("f", '{"s": ""}')]),

@@ -154,7 +154,10 @@ class TaggedForm:
 def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> AnswerForm:
     """By the names of ``conductor.reasoning_parser`` and ``conductor.tool_call_parser``, or where these are "auto", by
     the chat template, which may tell tools. Raises ConfigError."""
-    if "openai" in (thoughts.removesuffix("_gptoss"), calls) or (thoughts == "auto" and CHANNEL in template):
+    if (thoughts == "auto" and CHANNEL in template) or thoughts == "openai_gptoss" or calls == "openai":
+        if thoughts not in ("auto", "openai_gptoss") or calls not in ("auto", "openai"):
+            what = "of conductor.reasoning_parser and conductor.tool_call_parser, openai_gptoss and openai go together"
+            raise ConfigError(f"{what}, got {thoughts!r} and {calls!r}")
         return HarmonyForm(tells_tools, tells_tools and "tool_calls" in template)
     tags, found = _tags(thoughts, template), _calls(calls)
     if calls == "auto" and tells_tools:

@@ -111,15 +111,15 @@ class HarmonyReader:
         at, tag = min(((at, tag) for tag in _ENDS if (at := self._held.find(tag)) >= 0), default=(len(self._held), ""))
         if not tag and not is_last:
             at -= overlap(self._held, *_ENDS)
-        self._tell(self._held[:at], bool(tag) or is_last)
+        self._tell(self._held[:at])
         self._held = self._held[at + len(tag) :]
         if tag:
             self._place = _Place.HEADER if tag == START else _Place.BETWEEN
         return bool(tag)
 
-    def _tell(self, text: str, is_end: bool) -> None:
+    def _tell(self, text: str) -> None:
         if self._place is _Place.CALL:
-            self._tell_arguments(text, is_end)
+            self._tell_arguments(text)
         elif text and self._place is _Place.THOUGHT:
             self._said.append(Thought(text if self._is_begun or not self._has_thought else _BREAK + text))
             self._has_thought = self._is_begun = True
@@ -128,7 +128,7 @@ class HarmonyReader:
             self._said += self.answer.push(text, is_last=False)
             self._has_text = self._is_begun = True
 
-    def _tell_arguments(self, text: str, is_end: bool) -> None:
+    def _tell_arguments(self, text: str) -> None:
         """As far as they are one value; what stands around it is nothing."""
         assert self._value is not None
         if self._value.is_whole:

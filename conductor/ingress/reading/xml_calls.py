@@ -196,8 +196,7 @@ def _json_of(text: str, types: tuple[str, ...]) -> str:
     text = text.removeprefix("\n").removesuffix("\n")
     try:
         value = json.loads(_PYTHON_WORDS.get(text.strip(), text))
+        is_one = "string" not in types or not set(_TYPES[type(value)]).isdisjoint(types)
+        return json.dumps(value if is_one else text, ensure_ascii=False, allow_nan=False)
     except NOT_JSON:
-        value = text
-    if "string" in types and not set(_TYPES[type(value)]) & set(types):
-        value = text
-    return json.dumps(value, ensure_ascii=False)
+        return json.dumps(text, ensure_ascii=False)
