@@ -8,8 +8,16 @@ import openai
 import pytest
 import pytest_asyncio
 
+from conductor.api import Delta, InferenceRequest
+from conductor.ingress.answers import Answer, Job, joined
+from conductor.ingress.metrics import Metrics
+from conductor.ingress.reading.form import answer_form
+from conductor.ingress.reading.thought import Start
+from conductor.stats import DispatchStats
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
+from mooncake.rpc.cluster_pb2 import StatusResponse
+from mooncake.types import FinishReason, SampledToken, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -207,3 +215,28 @@ async def test_a_guide_of_harmony_is_for_the_final_channel(open_front):
         assert takes(front, front.script.text)
         assert takes(front, '<|channel|>final<|message|>{"a": 1}')
         assert not takes(front, front.script.text.replace("1", '"x"')) and not takes(front, '{"a": 1}')
+
+
+@pytest.mark.parametrize("stop", [(), ("tag.",), ("\n</th",)])
+async def test_how_tokens_come_together_changes_nothing(front, stop):
+    """Guesses that came true come several at once."""
+    form = answer_form("qwen3", "auto", "", False)
+
+    def told(num_together: int):
+        job = Job(request, stop, 0.0, reader=lambda: form.reader(None, Start.BEFORE))
+        answer, pieces = Answer(job, 0, front.tokenizer, Metrics("bytes", StatusResponse, DispatchStats())), []
+        for first in range(0, len(tokens), num_together):
+            some = tuple(tokens[first : first + num_together])
+            is_last = first + num_together >= len(tokens)
+            pieces.append(answer.take(Delta(some, FinishReason.STOP if is_last else None), 1.0))
+            if answer.is_complete:
+                break
+        whole = joined(pieces)
+        return whole.said, whole.num_thought, whole.text
+
+    request = InferenceRequest("r", front.tokenizer.encode("a"), SamplingParams(), 10.0)
+    ids = [*TEXT.encode(), *front.tokenizer.eos_ids]
+    tokens = [SampledToken(index, token_id) for index, token_id in enumerate(ids)]
+    alone = told(1)
+    assert [told(num) for num in (2, 3, 7, 200)] == [alone] * 4
+    assert alone[1] > len(THOUGHT) or stop
