@@ -240,3 +240,20 @@ async def test_how_tokens_come_together_changes_nothing(front, stop):
     alone = told(1)
     assert [told(num) for num in (2, 3, 7, 200)] == [alone] * 4
     assert alone[1] > len(THOUGHT) or stop
+
+
+async def test_helpers_of_the_official_client_put_a_streamed_response_together(front, client):
+    front.script.text = TEXT
+    async with client.responses.stream(model="bytes", input="Why?") as stream:
+        async for _ in stream:
+            pass
+        response = await stream.get_final_response()
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert (response.output[0].content[0].text, response.output_text) == (THOUGHT.rstrip(), ANSWER)
+
+    async with client.chat.completions.stream(model="bytes", messages=ASK) as stream:
+        async for _ in stream:
+            pass
+        completion = await stream.get_final_completion()
+    message = completion.choices[0].message
+    assert (message.content, message.reasoning_content) == (ANSWER, THOUGHT.rstrip())
