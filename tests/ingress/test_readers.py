@@ -184,9 +184,11 @@ def test_granite_s_and_phi_s_calls(text, told):
 
 
 def test_mistral_s_templates_take_the_ids_of_its_calls():
-    parts = CallReader(form=MISTRAL).push(f"[TOOL_CALLS]{LIST}", is_last=True)
-    ids = [part.call_id for part in parts if part.name]
-    assert len(set(ids)) == 2 and all(len(each) == 9 and each.isalnum() for each in ids)
+    form = answer_form("auto", "auto", "tools [TOOL_CALLS]", True)
+    written = form.reader(Tools((Function("f"),)), Start.BEHIND).push(f"[TOOL_CALLS]{LIST}", is_last=True)
+    demanded = form.reader(Tools((Function("f"),), must_call=True), Start.BEHIND).push(LIST[1:-1], is_last=True)
+    ids = [part.call_id for part in (*written, *demanded) if isinstance(part, CallPart) and part.name]
+    assert len(set(ids)) == 3 and all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 SCHEMAS = {

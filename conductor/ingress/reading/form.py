@@ -56,6 +56,7 @@ _ALIASES = {
     "llama4_json": Calls.LLAMA_3,
     "llama4_pythonic": Calls.PYTHON,
 }
+_JSON_FORMS = {Calls.HERMES: HERMES, Calls.GRANITE: GRANITE, Calls.LLAMA_3: LLAMA_3, Calls.MISTRAL: MISTRAL}
 _MARKERS: dict[Calls, tuple[str, ...]] = {
     Calls.HERMES: (HERMES.begin, HERMES.end),
     Calls.QWEN_XML: (HERMES.begin, HERMES.end),
@@ -123,22 +124,17 @@ class TaggedForm:
         return ThoughtReader(self.tags, start is Start.WITHIN, answer)
 
     def _call_reader(self, tools: Tools) -> Reader:
+        json_form = _JSON_FORMS.get(self.calls, HERMES)
         if tools.must_call:
-            return CallReader(is_call=True)
+            return CallReader(is_call=True, form=json_form)
         reader: Reader
         match self.calls:
-            case Calls.HERMES:
-                reader = CallReader(form=HERMES)
-            case Calls.GRANITE:
-                reader = CallReader(form=GRANITE)
-            case Calls.LLAMA_3:
-                reader = CallReader(form=LLAMA_3)
-            case Calls.MISTRAL:
-                reader = CallReader(form=MISTRAL)
             case Calls.QWEN_XML:
                 reader = XmlCallReader(tools.schemas)
             case Calls.PYTHON:
                 reader = PythonCallReader()
+            case _:
+                reader = CallReader(form=json_form)
         return OnceReader(reader) if tools.once else reader
 
     def markers(self, tools: Tools | None) -> frozenset[str]:
