@@ -197,10 +197,13 @@ class OpenAIApi:
 
     async def encode(self, conversation: Conversation, keep: int | None = None) -> TokenIds:
         """The prompt of a chat, the last ``keep`` tokens of it. Raises as ``Pipeline.encode_chat``."""
-        messages, variables = conversation.for_template(self.form)
-        return await self.pipeline.encode_chat(
-            messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
-        )
+        try:
+            messages, variables = conversation.for_template(self.form)
+            return await self.pipeline.encode_chat(
+                messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
+            )
+        except RecursionError:  # of what could just be read
+            raise InvalidRequest("the arguments of a call nest too deeply", conversation.param) from None
 
     async def chat_job(
         self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None

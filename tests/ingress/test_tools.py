@@ -368,6 +368,14 @@ async def test_json_that_nests_without_end_is_no_call(client):
     assert CallReader(is_call=True).push(nested, is_last=True) == [nested]
 
 
+async def test_arguments_that_can_just_be_read_are_no_error_of_ours(open_front):
+    async with open_front(template="tools <tool_call> tool_calls") as front:
+        for depth in range(890, 990, 3):  # somewhere there, what is read cannot be written again
+            call = {"function": {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+            body = {"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+            assert (await front.http.post("/v1/chat/completions", json=body)).status_code in (200, 400)
+
+
 F = '{"name": "f", "arguments": {"x": 1}}'
 
 
