@@ -264,6 +264,8 @@ def test_a_string_parameter_is_told_as_it_is_written():
         (" [f(a=true, b=null, c=None,),\n] ", [("f", '{"a": true, "b": null, "c": null}')]),
         ("[f(x=1), then", [("f", '{"x": 1}'), "then"]),
         ("[f(x=1), g(1)]", [("f", '{"x": 1}'), "g(1)]"]),
+        ("[f(x=1), g()()]", [("f", '{"x": 1}'), ("g", "{}"), "()]"]),
+        ("[f(x=1), (f)(), 1]", [("f", '{"x": 1}'), "(f)(), 1]"]),
         # no calls
         ("[f(x=", ["[f(x="]),
         ("[f(x=y)]", ["[f(x=y)]"]),

@@ -164,15 +164,12 @@ class CallReader:
         """Whether ``text`` is a call, or a list of them."""
         try:
             found = json.loads(text)
+            forms = found if isinstance(found, list) else [found]
+            if not forms or not all(_is_call(form, is_tagged=bool(self._tag)) for form in forms):
+                return False
+            self._said += [CallPart(self.form.new_id(), form["name"], _arguments(form)) for form in forms]
         except NOT_JSON:
             return False
-        forms = found if isinstance(found, list) else [found]
-        if not forms or not all(_is_call(form, is_tagged=bool(self._tag)) for form in forms):
-            return False
-        for form in forms:
-            arguments = form.get("arguments", form.get("parameters", {}))
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            self._said.append(CallPart(self.form.new_id(), form["name"], text))
         return True
 
     def _value(self, is_last: bool) -> bool:
@@ -271,6 +268,11 @@ def _is_call(form: object, is_tagged: bool) -> bool:
     if not isinstance(form, dict) or not isinstance(name := form.get("name"), str) or not name:
         return False
     return is_tagged or "arguments" in form or "parameters" in form
+
+
+def _arguments(form: dict[str, object]) -> str:
+    arguments = form.get("arguments", form.get("parameters", {}))
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _may_call(text: str) -> bool:

@@ -165,10 +165,10 @@ def _call_of(text: str) -> CallPart | None:
             call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
             return None
+        if not re.fullmatch(_NAME, name := ast.unparse(call.func)):
+            return None
         arguments = {str(each.arg): ast.literal_eval(_Words().visit(each.value)) for each in call.keywords}
-        return CallPart(
-            new_call_id(), ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        )
+        return CallPart(new_call_id(), name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except _NOT_PYTHON:
         return None
 
