@@ -41,9 +41,46 @@ ROLES = ("assistant", "system", "user")
 
 
 @dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A call of a tool in an earlier turn."""
+
+    call_id: str
+    name: str
+    arguments: Mapping[str, object]
+
+    def as_read(self) -> dict[str, object]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: str  # of ROLES
+    """``thought`` and ``calls`` are an assistant's; a "tool" answers the call ``call_id``."""
+
+    role: str  # of ROLES, or "tool" where the template knows it
     content: str
+    thought: str = ""
+    calls: tuple[ChatCall, ...] = ()
+    call_id: str = ""
+
+    def as_read(self) -> dict[str, object]:
+        """By a template. What is not there is not named: templates ask whether it is."""
+        read: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.thought:  # by the names that one or the other template reads it by
+            read |= {"reasoning_content": self.thought, "reasoning": self.thought}
+            if not (self.calls and self.content):  # gpt-oss's takes no more than one of them beside calls
+                read["thinking"] = self.thought
+        if self.calls:
+            read["tool_calls"] = [call.as_read() for call in self.calls]
+        if self.call_id:
+            read["tool_call_id"] = self.call_id
+        return read
+
+    @property
+    def beside(self) -> str:
+        """What it holds beside its content, as one text."""
+        calls = json.dumps([call.as_read() for call in self.calls], ensure_ascii=False) if self.calls else ""
+        return f"{self.role}{self.thought}{calls}{self.call_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +99,7 @@ class ChatTemplate:
         could not be told from a user's text."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
+        self.source = source
         self._sandbox = Sandbox()
         self.takes_tools = False
         nonce = "".join(chr(_ALIAS_FIRST + secrets.randbelow(0xFFFD)) for _ in range(_NONCE_CHARS))
@@ -75,8 +113,7 @@ class ChatTemplate:
         try:
             self._template = self._sandbox.compile_template(self._with_literals(source, self._aliased))
             tree = self._sandbox.parse(source)
-            # other forms of calls than Hermes' are not read out of answers, so their tools are not told
-            self.takes_tools = "tools" in meta.find_undeclared_variables(tree) and "<tool_call>" in source
+            self.takes_tools = "tools" in meta.find_undeclared_variables(tree)
             plain = self._sandbox.compile_template(tree)
         except (TemplateError, RecursionError, SyntaxError) as error:
             raise ModelError(f"the model's chat template is broken: {error}") from None
@@ -101,7 +138,7 @@ class ChatTemplate:
 
         Raises InvalidRequest when the template refuses it or exceeds its limits.
         """
-        if any(self._nonce in message.content or self._nonce in message.role for message in messages):
+        if any(self._nonce in message.content or self._nonce in message.beside for message in messages):
             raise InvalidRequest("a message holds characters that are not allowed", "messages")
         num_chars = self._check_variables(variables or {})
         variables = {**(variables or {}), **self._variables}
@@ -137,7 +174,7 @@ class ChatTemplate:
         self, template: Template, messages: Sequence[ChatMessage], variables: Mapping[str, object], num_chars: int = 0
     ) -> str:
         """``num_chars``: of the user's variables."""
-        num_chars += sum(len(message.role) + len(message.content) for message in messages)
+        num_chars += sum(len(message.beside) + len(message.content) for message in messages)
         if num_chars > MAX_MESSAGE_CHARS:
             raise InvalidRequest(f"the messages hold more than {MAX_MESSAGE_CHARS} characters", "messages")
         context: dict[str, object] = {
@@ -145,7 +182,7 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **variables,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "messages": [message.as_read() for message in messages],
         }
         try:
             # What a template may build at once: its messages a few times over, and what it adds of its own.

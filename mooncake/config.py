@@ -65,6 +65,10 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_wait_s: float = 30.0  # after a role lost its last node, requests wait so long for another; 0: refused at once
     request_timeout_s: float = 300.0  # most that a request may take, whatever deadline it carries
     max_requests: int = 256  # running at once; more are refused with a retry time
+    # how thoughts are told from answers, and calls of tools are read: vLLM's names of its parsers, "none" for no
+    # thoughts, or "auto": as the model's chat template has them
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     retries: int = 1  # how often a failed attempt is tried on another pair
     policy: str = "milliseconds"  # how nodes are chosen: a name of conductor/policies
     ttft_limit_ms: float = 0.0  # of service; 0: none. Requests that would exceed a limit are held back or refused

@@ -76,7 +76,7 @@ class Guides:
         return compiled.result()
 
     def _compile(self, guide: Guide) -> LLMatcher:
-        grammar = _grammar(guide)
+        grammar = _whole_grammar(guide)
         with self._reading:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer(self._load_tokenizer(), self._vocab_size)
@@ -122,8 +122,19 @@ def _reason(matcher: LLMatcher) -> str:
     return "no text can satisfy it" if reason == "NoExtensionBias" else reason
 
 
+def _whole_grammar(guide: Guide) -> str:
+    """With its lead, in llguidance's own form. Raises InvalidRequest."""
+    grammar = _grammar(guide)
+    if not guide.lead:
+        return grammar
+    check_grammar(guide.lead)
+    is_tree = guide.kind is not GuideKind.GRAMMAR and grammar.startswith("{")
+    answer = json.loads(grammar)["grammars"][0] if is_tree else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": guide.lead}, answer | {"name": "answer"}]})
+
+
 def _grammar(guide: Guide) -> str:
-    """In llguidance's own form. Raises InvalidRequest."""
+    """Without its lead. Raises InvalidRequest."""
     try:
         match guide.kind:
             case GuideKind.JSON_OBJECT:

@@ -62,11 +62,12 @@ class TextAssembler:
         include_stop: bool = False,
         skip_special: bool = True,
         min_tokens: int = 0,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         """``include_stop``: the stop string is the end of the text. One that is complete within the first
-        ``min_tokens`` tokens is text. Raises as ``check_stop``."""
+        ``min_tokens`` tokens is text. ``kept`` as ``Tokenizer.stream`` takes it. Raises as ``check_stop``."""
         check_stop(stop)
-        self._stream = tokenizer.stream(skip_special)
+        self._stream = tokenizer.stream(skip_special, kept)
         self.stopped_by = ""  # the stop string that has come
         self._stop = tuple(stop)
         self._include_stop = include_stop

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from mooncake.chat_template import ROLES, ChatMessage, ChatTemplate
+from mooncake.chat_template import ROLES, ChatCall, ChatMessage, ChatTemplate
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import MAX_JSON_BYTES, read_json
@@ -29,6 +29,7 @@ LONG_TEXT_CHARS = 64 << 10  # longer texts are best tokenized in a thread, and l
 __all__ = [
     "LONG_TEXT_CHARS",
     "ROLES",
+    "ChatCall",
     "ChatMessage",
     "DetokenizeStream",
     "Tokenizer",
@@ -74,6 +75,11 @@ class Tokenizer:
         """Whether the chat template tells tools itself, given the variable ``tools``."""
         return self._template is not None and self._template.takes_tools
 
+    @property
+    def template_source(self) -> str:
+        """Of the chat template; "" without one."""
+        return "" if self._template is None else self._template.source
+
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
         """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
         false. Raises InvalidRequest."""
@@ -112,9 +118,15 @@ class Tokenizer:
         text = data.decode(errors="replace")
         return text.removeprefix(" ") if self._strips_space else text
 
-    def stream(self, skip_special: bool = True) -> DetokenizeStream:
-        """Text of generated tokens, as it becomes known. It continues a prompt: no leading space is taken away."""
-        return DetokenizeStream(lambda token_id: self.token_bytes(token_id, skip_special))
+    def stream(self, skip_special: bool = True, kept: frozenset[str] = frozenset()) -> DetokenizeStream:
+        """Text of generated tokens, as it becomes known. It continues a prompt: no leading space is taken away. Of
+        control tokens that are skipped those are ``kept`` whose names are in there."""
+        ids = frozenset(token_id for name in kept if (token_id := self.control_id(name)) is not None)
+        return DetokenizeStream(lambda token_id: self.token_bytes(token_id, skip_special and token_id not in ids))
+
+    def control_id(self, name: str) -> int | None:
+        """Of a control token; None for what is none."""
+        return self._control_ids.get(name)
 
     def token_name(self, token_id: int) -> str:
         """As the vocabulary has it; "" for an id that it does not have."""

@@ -65,10 +65,14 @@ class GuideKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What an answer has to look like. ``text`` is the schema, the expression, a JSON list of choices or a grammar."""
+    """What an answer has to look like. ``text`` is the schema, the expression, a JSON list of choices or a grammar.
+
+    ``lead`` is a grammar of what may come first, such as a thought; where it says ``@answer``, the guide begins.
+    """
 
     kind: GuideKind
     text: str = ""
+    lead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,8 @@ class SamplingParams:
     def _check_guide(self, guide: Guide) -> None:
         check_type("guide", guide, Guide)
         check_type("guide", guide.text, str, "a Guide with a text")
-        if len(guide.text) > MAX_GUIDE_CHARS:
+        check_type("guide", guide.lead, str, "a Guide with a lead that is a text")
+        if len(guide.text) + len(guide.lead) > MAX_GUIDE_CHARS:
             raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
         if self.ignore_eos or self.min_tokens:
             raise InvalidRequest("a guide says when the answer ends: no ignore_eos or min_tokens with it", "guide")

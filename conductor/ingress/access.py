@@ -7,7 +7,7 @@ could join a cluster without one would be sent what its users say.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from mooncake.api_keys import HEADER, ApiKeys
 from mooncake.errors import Unauthenticated
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version"})
+ANTHROPIC_HEADER = b"x-api-key"  # where clients of Anthropic's API show a key
 OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _MISSING = "an API key is needed, as Authorization: Bearer KEY"
 _WRONG = "the API key is not one of this server's"
@@ -37,11 +38,18 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
-            shown = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
+            shown = _shown(scope["headers"])
             if not self._keys.allow(shown):
                 app = error_response(_refusal(bool(shown)))
                 app.headers["www-authenticate"] = "Bearer"
         await app(scope, receive, send)
+
+
+def _shown(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """As an ``Authorization`` header has it, wherever it stands."""
+    found = dict(reversed([*headers]))  # the first of a name counts
+    key = found.get(ANTHROPIC_HEADER)
+    return found.get(HEADER.encode(), b"Bearer " + key if key else b"")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

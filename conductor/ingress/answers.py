@@ -6,13 +6,14 @@ Pure: it has no I/O and no clock of its own. It must not know any wire form, nor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from conductor.api import Delta, InferenceRequest, RequestSummary
+from conductor.ingress.reading.parts import PlainReader, Reader, Said, merged
 from mooncake.errors import Cancelled, InternalError
-from mooncake.text import TextAssembler
+from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import Tokenizer
 from mooncake.types import FinishReason, SampledToken, Usage
 
@@ -26,6 +27,8 @@ class Job:
     arrived_at: float
     include_stop: bool = False  # what stops the answer, a string or a token, is part of its text
     skip_special: bool = True  # control tokens are no part of it
+    kept: frozenset[str] = frozenset()  # but these, which ``reader`` has to see
+    reader: Callable[[], Reader] = PlainReader  # of each answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,15 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is new in answer number ``choice``. Text may lag behind the tokens; its last piece, and only that one, has
-    an outcome."""
+    an outcome. ``said`` is what the text turned out to be, and may lag behind it."""
 
     tokens: tuple[SampledToken, ...]
     text: str
     outcome: Outcome | None = None
     choice: int = 0
     prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: of all prompt tokens but the first
+    said: tuple[Said, ...] = ()
+    num_thought: int = 0  # tokens of it that belong to a thought, its tags included
 
 
 class Observer(Protocol):
@@ -99,6 +104,28 @@ class Stopwatch:
         )
 
 
+@dataclass(slots=True)
+class _News:
+    """What one delta brings. The reader sees text token by token: whatever tokens come together, it counts alike."""
+
+    reader: Reader
+    text: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    num_thought: int = 0
+
+    def take_token(self, text: str) -> None:
+        was_thinking = self.reader.is_thinking
+        self._push(text, is_last=False)
+        self.num_thought += was_thinking or self.reader.is_thinking
+
+    def take_end(self, text: str) -> None:
+        self._push(text, is_last=True)
+
+    def _push(self, text: str, is_last: bool) -> None:
+        self.text.append(text)
+        self.said += self.reader.push(text, is_last)
+
+
 class Answer:
     """Deltas of one answer in, pieces out. No I/O, no clock of its own."""
 
@@ -107,7 +134,10 @@ class Answer:
         self._job = job
         self._choice = choice
         self._observer = observer
-        self._assembler = TextAssembler(tokenizer, job.stop, job.include_stop, job.skip_special, sampling.min_tokens)
+        self._assembler = TextAssembler(
+            tokenizer, job.stop, job.include_stop, job.skip_special, sampling.min_tokens, job.kept
+        )
+        self._reader = job.reader()
         self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
         self._stop_ids = frozenset(sampling.stop_token_ids) - (
             frozenset() if sampling.ignore_eos else {*tokenizer.eos_ids}
@@ -125,26 +155,25 @@ class Answer:
         if delta.finish_reason is FinishReason.ABORT:
             raise Cancelled("the request was cancelled")
         tokens: list[SampledToken] = []
-        text: list[str] = []
+        news = _News(self._reader)
         stopped = False
         for token in delta.tokens:
             self._count(token, now)
             tokens.append(token)
-            if token.token_id in self._end_ids and not self._job.include_stop:
-                continue  # it ends the answer and is no part of its text
-            piece = self._assembler.push(token.token_id)
-            text.append(piece.text)
+            is_text = self._job.include_stop or token.token_id not in self._end_ids
+            piece = self._assembler.push(token.token_id) if is_text else TextPiece("")
+            news.take_token(piece.text)
             if stopped := piece.stopped:
                 break
         reason = FinishReason.STOP if stopped else delta.finish_reason
-        if reason is None:
-            return Piece(tuple(tokens), "".join(text), None, self._choice, delta.prompt_logprobs)
-        if not stopped:
-            last = self._assembler.flush()
-            text.append(last.text)
-            if last.stopped:
-                reason = FinishReason.STOP
-        return Piece(tuple(tokens), "".join(text), self._complete(reason, now), self._choice)
+        outcome = None
+        if reason is not None:
+            last = TextPiece("") if stopped else self._assembler.flush()
+            news.take_end(last.text)
+            outcome = self._complete(FinishReason.STOP if last.stopped else reason, now)
+        scores = None if outcome else delta.prompt_logprobs
+        text, said = "".join(news.text), tuple(merged(news.said))
+        return Piece(tuple(tokens), text, outcome, self._choice, scores, said, news.num_thought)
 
     def _count(self, token: SampledToken, now: float) -> None:
         if token.index != self._num_tokens:
@@ -171,9 +200,14 @@ class Answer:
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
-    scores = pieces[0].prompt_logprobs
-    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].outcome, prompt_logprobs=scores)
+    return Piece(
+        tuple(token for piece in pieces for token in piece.tokens),
+        "".join(piece.text for piece in pieces),
+        pieces[-1].outcome,
+        prompt_logprobs=pieces[0].prompt_logprobs,
+        said=tuple(merged(part for piece in pieces for part in piece.said)),
+        num_thought=sum(piece.num_thought for piece in pieces),
+    )
 
 
 def mean_logprob(answer: Piece) -> float:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from conductor.api import Generator
 from conductor.ingress.access import KeyMiddleware
+from conductor.ingress.anthropic import MessagesApi
 from conductor.ingress.edge import EdgeMiddleware
 from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
@@ -26,6 +27,7 @@ from conductor.ingress.http_server import HttpServer
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
 from conductor.ingress.pipeline import Pipeline, ServedModel
+from conductor.ingress.reading.form import answer_form
 from conductor.ingress.responses import ResponsesApi
 from conductor.stats import DispatchStats
 from mooncake.adapters import open_adapters, parse_adapters
@@ -58,7 +60,7 @@ class Ingress:
         keep_alive_s: float = KEEP_ALIVE_S,
         most_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``most_tokens`` as ``Pipeline`` takes it."""
+        """``most_tokens`` as ``Pipeline`` takes it. Raises ConfigError for a parser that is not known."""
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
@@ -69,7 +71,10 @@ class Ingress:
         self._pipeline = Pipeline(
             model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, most_tokens=most_tokens
         )
-        api = OpenAIApi(self._pipeline, self._timeout_s, keep_alive_s)
+        form = answer_form(
+            limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools
+        )
+        api = OpenAIApi(self._pipeline, form, self._timeout_s, keep_alive_s)
         app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
         if limits.allowed_origins:  # outside of the keys: a browser asks first, without any
             told = ("x-request-id", "x-mooncake-warning", "retry-after")
@@ -99,6 +104,7 @@ class Ingress:
         routes = [
             *api.routes(),
             *ResponsesApi(api).routes(),
+            *MessagesApi(api).routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),
             Route("/ping", guarded(self._ready), methods=["GET", "POST"]),

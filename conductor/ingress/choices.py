@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET, UnsetType, structs
 
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.call_reader import CallPart, CallReader, joined_calls
 from conductor.ingress.openai_types import (
     AssistantMessage,
     CalledFunction,
@@ -29,6 +28,7 @@ from conductor.ingress.openai_types import (
     ToolCallBody,
     TopLogprob,
 )
+from conductor.ingress.reading.parts import CallPart, Thought, joined_calls
 from mooncake.tokenizer import DetokenizeStream
 from mooncake.types import FinishReason, SampledToken
 
@@ -69,6 +69,7 @@ class ChoiceWriter(ABC):
         self._has_begun = False
         self._told_scores = False
         self.num_tokens = 0
+        self.num_thought = 0  # of them
         self.outcome: Outcome | None = None
 
     def take(self, piece: Piece) -> None:
@@ -77,6 +78,7 @@ class ChoiceWriter(ABC):
         if piece.prompt_logprobs is not None:  # of a prompt of one token they are none
             self._prompt_scores = piece.prompt_logprobs
         self.num_tokens += len(piece.tokens)
+        self.num_thought += piece.num_thought
         self.outcome = piece.outcome or self.outcome
 
     def chunks(self, piece: Piece) -> list[AnyChoice]:
@@ -127,24 +129,25 @@ class ChoiceWriter(ABC):
 
 
 class ChatWriter(ChoiceWriter):
-    """``calls`` reads tool calls out of the text, where tools may be called."""
+    """``thinks`` says whether the model does; ``tells_thoughts``, whether the client wants to read it."""
 
-    def __init__(self, index: int, extras: Extras, calls: CallReader | None = None) -> None:
+    def __init__(self, index: int, extras: Extras, thinks: bool = False, tells_thoughts: bool = True) -> None:
         super().__init__(index, extras)
-        self._reader = calls
-        self._calls: list[CallPart] = []  # not yet told
+        self._thinks = thinks
+        self._tells_thoughts = tells_thoughts
+        self._thought = ""  # not yet told
+        self._calls: list[CallPart] = []  # likewise
         self._num_calls = 0  # told
 
     def take(self, piece: Piece) -> None:
-        if self._reader is not None:
-            said = self._reader.push(piece.text, is_last=piece.outcome is not None)
-            piece = replace(piece, text="".join(part for part in said if isinstance(part, str)))
-            self._calls += [part for part in said if isinstance(part, CallPart)]
-        super().take(piece)
+        super().take(replace(piece, text="".join(part for part in piece.said if isinstance(part, str))))
+        if self._tells_thoughts:
+            self._thought += "".join(part.text for part in piece.said if isinstance(part, Thought))
+        self._calls += [part for part in piece.said if isinstance(part, CallPart)]
 
     @property
     def _has_news(self) -> bool:
-        return super()._has_news or bool(self._calls)
+        return super()._has_news or bool(self._calls or self._thought)
 
     @property
     def _finish_reason(self) -> str | None:
@@ -159,8 +162,11 @@ class ChatWriter(ChoiceWriter):
         for part in self._calls:
             self._num_calls += bool(part.name)
             calls.append(structs.replace(_call_body(part), index=self._num_calls - 1))
-        delta = ChatDelta(content=self._text or None, tool_calls=calls or None)
-        self._calls = []
+        thought = self._thought or None
+        delta = ChatDelta(
+            content=self._text or None, reasoning=thought, reasoning_content=thought, tool_calls=calls or None
+        )
+        self._calls, self._thought = [], ""
         return ChatChunkChoice(
             index=self._index,
             delta=delta,
@@ -172,7 +178,13 @@ class ChatWriter(ChoiceWriter):
 
     def whole(self) -> AnyChoice:
         calls = [_call_body(call) for call in joined_calls(self._calls)]
-        message = AssistantMessage(self._text or (None if calls else ""), tool_calls=calls or UNSET)
+        thought = (self._thought or None) if self._thinks and self._tells_thoughts else UNSET
+        message = AssistantMessage(
+            self._text or (None if calls else ""),
+            tool_calls=calls or UNSET,
+            reasoning=thought,
+            reasoning_content=thought,
+        )
         return ChatChoice(
             index=self._index,
             message=message,

@@ -72,7 +72,8 @@ class EventStream:
 
 class StreamingAnswer(Response):
     """A response whose events ``produce`` writes. A failure is a plain error response before the first byte, and the
-    frame that ``failed`` makes of it after that; the frame ``last`` ends a whole answer only."""
+    frame that ``failed`` makes of it after that; the frame ``last`` ends a whole answer only. ``refused`` makes the
+    error response."""
 
     def __init__(
         self,
@@ -81,8 +82,10 @@ class StreamingAnswer(Response):
         keep_alive_s: float,
         last: bytes = event_frame(b"[DONE]"),
         failed: Callable[[MooncakeError], bytes] = _error_frame,
+        refused: Callable[[MooncakeError], Response] = error_response,
     ) -> None:
         super().__init__()
+        self._refused = refused
         self._last = last
         self._failed = failed
         self._produce = produce
@@ -98,7 +101,7 @@ class StreamingAnswer(Response):
         except Exception as failure:
             error = known_error(failure, scope["path"])
             if not stream.has_started:
-                await error_response(error)(scope, receive, send)
+                await self._refused(error)(scope, receive, send)
                 return
             with contextlib.suppress(TimeoutError):  # a client that does not read will not read this either
                 async with asyncio.timeout(LAST_WORD_S):

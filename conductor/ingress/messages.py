@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conductor.ingress.openai_types import ContentPart, Message
-from conductor.ingress.tools import Tools, said_calls, tool_response
+from conductor.ingress.reading.form import AnswerForm
+from conductor.ingress.tools import Tools, chat_calls, in_words
 from mooncake.errors import InvalidRequest
-from mooncake.tokenizer import ChatMessage
+from mooncake.tokenizer import ROLES, ChatMessage
 
+TEMPLATE_ROLES = (*ROLES, "tool")  # the last only where the template takes calls
 _ROLES = ("assistant", "developer", "system", "tool", "user")
 
 
@@ -23,15 +25,21 @@ class Conversation:
     continue_final: bool = False  # the last message goes on, no new one begins
     param: str = "messages"  # where it stands in the request
 
-    def for_template(self, takes_tools: bool) -> tuple[list[ChatMessage], dict[str, object]]:
-        """Messages and variables. Tools are told in the words that the model was trained on where its template has
-        them (``takes_tools``), else in the system message."""
+    def for_template(self, form: AnswerForm) -> tuple[list[ChatMessage], dict[str, object]]:
+        """Messages and variables. Tools, calls and their results are told in the words that the model was trained on
+        where its template has them, else in ours."""
+        messages = self.messages if form.takes_calls else [in_words(message) for message in self.messages]
         variables = dict(self.variables or {})
         if self.tools is None:
-            return self.messages, variables
-        if takes_tools:
-            return self.messages, variables | {"tools": self.tools.listed()}
-        return self.tools.told(self.messages), variables
+            return messages, variables
+        if form.takes_tools:
+            return messages, variables | {"tools": self.tools.listed()}
+        return self.tools.told(messages), variables
+
+    @property
+    def opening(self) -> str:
+        """What the answer begins with that is not the model's: all of a last message that is to be continued."""
+        return self.messages[-1].content if self.continue_final and self.messages else ""
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
@@ -47,11 +55,11 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     if content is None and (message.role == "assistant" or message.tool_calls):  # what refused or called said nothing
         content = ""
     text = content_text(content, f"{where}.content")
-    if message.tool_calls:
-        return ChatMessage(message.role, said_calls(text, message.tool_calls, where))
     if message.role == "tool":
-        return tool_response(text)
-    return ChatMessage("system" if message.role == "developer" else message.role, text)
+        return ChatMessage("tool", text, call_id=message.tool_call_id or "")
+    role = "system" if message.role == "developer" else message.role
+    calls = chat_calls(message.tool_calls or (), f"{where}.tool_calls")
+    return ChatMessage(role, text, message.reasoning or message.reasoning_content or "", calls)
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:

@@ -24,7 +24,7 @@ from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, Compl
 from conductor.ingress.event_stream import EventStream, StreamingAnswer
 from conductor.ingress.http_client import read_json_body, unless_gone
 from conductor.ingress.http_errors import ClientGone, error_response, json_response, known_error
-from conductor.ingress.messages import Conversation, chat_messages
+from conductor.ingress.messages import TEMPLATE_ROLES, Conversation, chat_messages
 from conductor.ingress.openai_types import (
     ChatRequest,
     CompletionRequest,
@@ -46,12 +46,14 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
+from conductor.ingress.reading.form import AnswerForm
 from conductor.ingress.tools import tools_of
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 WARNING_HEADER = "x-mooncake-warning"
+PROMPT_END_TOKENS = 32  # of a prompt, that tell whether its template opens a thought
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -107,14 +109,16 @@ class Plan:
                 blended_tokens += outcome.summary.report.blended_tokens
             first += job.request.sampling.n
         written = sum(writer.num_tokens for writer in self.writers)
-        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens)
+        thought = sum(writer.num_thought for writer in self.writers)
+        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens, thought)
 
 
 class OpenAIApi:
     """Routes of the API. Every handler answers, whatever comes in."""
 
-    def __init__(self, pipeline: Pipeline, request_timeout_s: float, keep_alive_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, form: AnswerForm, request_timeout_s: float, keep_alive_s: float) -> None:
         self.pipeline = pipeline
+        self.form = form
         self.keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
 
@@ -180,41 +184,51 @@ class OpenAIApi:
         job = await self.chat_job(call, conversation, asked, logprobs)
         self.pipeline.check_room(len(job.request.tokens), asked, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
+        thinks = self.form.thinks
         return await self._answer(
             Plan(
                 call=call,
                 wording=CHAT,
                 jobs=[job],
-                writers=[ChatWriter(index, extras, tools.reader() if tools else None) for index in range(n)],
+                writers=[ChatWriter(index, extras, thinks, body.include_reasoning is not False) for index in range(n)],
                 prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
             )
         )
+
+    async def encode(self, conversation: Conversation, keep: int | None = None) -> TokenIds:
+        """The prompt of a chat, the last ``keep`` tokens of it. Raises as ``Pipeline.encode_chat``."""
+        try:
+            messages, variables = conversation.for_template(self.form)
+            return await self.pipeline.encode_chat(
+                messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
+            )
+        except RecursionError:  # of what could just be read
+            raise InvalidRequest("the arguments of a call nest too deeply", conversation.param) from None
 
     async def chat_job(
         self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None
     ) -> Job:
         """Everything checked: what is to be computed. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
-        messages, variables = conversation.for_template(self.pipeline.tokenizer.takes_tools)
-        tokens = await self.pipeline.encode_chat(
-            messages,
-            conversation.param,
-            keep=self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1),
-            variables=variables,
-            continue_final=conversation.continue_final,
-        )
+        keep = self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
+        tokens = await self.encode(conversation, keep)
         max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, self.pipeline.sampling.max_tokens)
         bad_words = self.pipeline.bad_words(fields.bad_words or ())
+        tokenizer = self.pipeline.tokenizer
+        start = self.form.start(tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening)
         with _guide_named(fields.guide_field):
             sampling = sampling_of(fields, self.pipeline.sampling, max_tokens, logprobs, bad_words=bad_words)
-            await self.pipeline.check_guide(sampling.guide)
-        if tools is not None and (guide := tools.guide()) is not None:
-            if sampling.guide is not None:
+            guide = sampling.guide
+        if tools is not None and (call_guide := tools.guide()) is not None:
+            if guide is not None:
                 raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
-            with _guide_named("tools"):
-                sampling = replace(sampling, guide=guide)
-                await self.pipeline.check_guide(guide)
-        return self._job(call, tokens, sampling, 0)
+            guide = call_guide
+        if guide is not None:
+            with _guide_named("tools" if sampling.guide is None else fields.guide_field):
+                sampling = replace(sampling, guide=self.form.guide(guide, start, tokenizer.control_id))
+                await self.pipeline.check_guide(sampling.guide)
+        job = self._job(call, tokens, sampling, 0)
+        return replace(job, kept=self.form.markers(tools), reader=lambda: self.form.reader(tools, start))
 
     async def tokenize(self, request: Request) -> Response:
         body, ignored = await self._decode(request, TokenizeRequest)
@@ -222,13 +236,10 @@ class OpenAIApi:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
-            conversation = Conversation(
-                chat_messages(body.messages), tools_of(body.tools, body.tool_choice), template_variables(body)
-            )
-            messages, variables = conversation.for_template(self.pipeline.tokenizer.takes_tools)
-            tokens = await self.pipeline.encode_chat(
-                messages, variables=variables, continue_final=bool(body.continue_final_message)
-            )
+            tools = tools_of(body.tools, body.tool_choice)
+            is_begun = bool(body.continue_final_message)
+            conversation = Conversation(chat_messages(body.messages), tools, template_variables(body), is_begun)
+            tokens = await self.encode(conversation)
         else:
             tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         name = self.pipeline.tokenizer.token_name
@@ -369,8 +380,8 @@ class OpenAIApi:
         return ModelCard(name, model.created, self.pipeline.context_len, parent=parent)
 
 
-def guarded(handler: Handler) -> Handler:
-    """Every error becomes OpenAI's error body; a client that left gets nothing."""
+def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:
+    """Every error becomes an error body, OpenAI's or another's; a client that left gets nothing."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -378,7 +389,7 @@ def guarded(handler: Handler) -> Handler:
         except ClientGone as error:
             return Response(status_code=error.http_status)
         except Exception as error:
-            return error_response(known_error(error, request.url.path))
+            return refused(known_error(error, request.url.path))
 
     return endpoint
 

@@ -135,6 +135,8 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
     tool_calls: list[SaidCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None  # what the model thought before it said that; under the older name, too
+    reasoning_content: str | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
@@ -153,6 +155,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None  # None: true, though "required" and named make one call
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
+    include_reasoning: bool | None = None  # None: true; vLLM's
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,9 +367,12 @@ class UsageBody(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int = 0) -> UsageBody:
+def usage_body(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int = 0, thought_tokens: int = 0
+) -> UsageBody:
     details = PromptTokensDetails(cached_tokens, blended_tokens=blended_tokens or UNSET)
-    return UsageBody(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+    written = CompletionTokensDetails(thought_tokens)
+    return UsageBody(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details, written)
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -423,11 +429,15 @@ class AssistantMessage(msgspec.Struct, frozen=True):
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    reasoning: str | UnsetType | None = UNSET  # null where a model that thinks did not; under the older name, too
+    reasoning_content: str | UnsetType | None = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallBody] | None = None
 
 

@@ -154,9 +154,10 @@ class Pipeline:
         keep: int | None = None,
         variables: Mapping[str, object] | None = None,
         continue_final: bool = False,
+        roles: Sequence[str] = ROLES,
     ) -> TokenIds:
         """Token ids of a conversation, ready for the assistant's turn, or with ``continue_final`` for more of the last
-        message; the last ``keep`` of them. The chat template may read ``variables``.
+        message; the last ``keep`` of them. The chat template may read ``variables``; it knows ``roles``.
 
         Raises InvalidRequest or ContextTooLong.
         """
@@ -165,12 +166,12 @@ class Pipeline:
         if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param)
         for number, message in enumerate(messages):
-            if message.role not in ROLES:
-                known = ", ".join(ROLES)
+            if message.role not in roles:
+                known = ", ".join(roles)
                 raise InvalidRequest(
                     f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
                 )
-        text = "".join(message.content for message in messages) + _as_told(variables)
+        text = "".join(message.content + message.beside for message in messages) + _as_told(variables)
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a conversation of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(

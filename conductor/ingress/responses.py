@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.call_reader import CallPart, CallReader, Said, joined_calls
 from conductor.ingress.choices import Extras, content_logprob
 from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
 from conductor.ingress.http_client import unless_gone
@@ -31,6 +30,7 @@ from conductor.ingress.openai_types import (
     ResponseFormat,
     chosen_variables,
 )
+from conductor.ingress.reading.parts import CallPart, Thought, joined_calls
 from conductor.ingress.responses_types import (
     CallItem,
     ChosenTool,
@@ -39,9 +39,12 @@ from conductor.ingress.responses_types import (
     InputItem,
     InputPart,
     MessageItem,
+    OutputDetails,
     OutputItem,
     OutputText,
     Reasoning,
+    ReasoningItem,
+    ReasoningText,
     ResponseBody,
     ResponseEvent,
     ResponseFailure,
@@ -58,8 +61,7 @@ from conductor.ingress.tools import (
     SaidFunction,
     Tool,
     Tools,
-    said_calls,
-    tool_response,
+    chat_calls,
     tools_of,
 )
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater
@@ -70,7 +72,7 @@ LOGPROBS = "message.output_text.logprobs"  # of `include`
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
 _OTHER_CALLS = ("input_tokens", "compact")  # of OpenAI's, which stand where the names of responses do
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class ResponsesApi:
@@ -108,7 +110,7 @@ class ResponsesApi:
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
-        writer = ResponseWriter(head, api.extras(body, logprobs is not None), tools.reader() if tools else None)
+        writer = ResponseWriter(head, api.extras(body, logprobs is not None))
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -130,41 +132,42 @@ class ResponsesApi:
 class ResponseWriter:
     """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
 
-    def __init__(self, head: ResponseBody, extras: Extras, calls: CallReader | None = None) -> None:
-        """``calls`` reads tool calls out of the text, where tools may be called."""
+    def __init__(self, head: ResponseBody, extras: Extras) -> None:
         self.response = head
         self._extras = extras
-        self._reader = calls
         self._events: list[ResponseEvent] = []  # not yet told
         self._num_events = 0
         self._items: list[OutputItem] = []
         self._is_message_open = False  # the last item
+        self._is_thought_open = False  # likewise
         self._call: list[CallPart] = []  # parts of the open one, the last item
-        self._text = ""  # of the open message
+        self._text = ""  # of the open message, or thought
         self._logprobs: list[ContentLogprob] = []  # likewise
         self._tokens: list[SampledToken] = []  # whose text is not yet told
         self._num_tokens = 0
+        self._num_thought = 0  # of them
 
     def take(self, piece: Piece) -> list[ResponseEvent]:
         """Nothing is told before there is something of the answer: an error until then has a status of its own."""
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
-        said: list[Said] = [piece.text] if piece.text else []
-        if self._reader is not None:
-            said = self._reader.push(piece.text, is_last=piece.outcome is not None)
         self._tokens += piece.tokens
         self._num_tokens += len(piece.tokens)
+        self._num_thought += piece.num_thought
         is_cut = piece.outcome is not None and piece.outcome.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        for part in said:
+        for part in piece.said:
             if isinstance(part, str):
                 self._say(part)
+            elif isinstance(part, Thought):
+                self._think(part.text)
             else:
                 self._take_call(part)
         if piece.outcome is not None:
             if not self._items:
                 self._open_message()
+            self._close_thought(status)
             self._close_message(status)
             self._close_call("incomplete")
             self._finish(status, piece.outcome)
@@ -195,7 +198,28 @@ class ResponseWriter:
         self._items[-1] = item
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
+    def _think(self, text: str) -> None:
+        self._tokens = []
+        if not self._is_thought_open:
+            self._close_message("completed")
+            self._is_thought_open, self._text = True, ""
+            self._add(ReasoningItem(f"rs_{uuid.uuid4().hex}", "in_progress", []))
+            self._tell("response.content_part.added", **self._last, content_index=0, part=ReasoningText(""))
+        self._text += text
+        self._tell("response.reasoning_text.delta", **self._last, content_index=0, delta=text)
+
+    def _close_thought(self, status: str) -> None:
+        if not self._is_thought_open:
+            return
+        self._is_thought_open = False
+        part = ReasoningText(self._text)
+        where = self._last | {"content_index": 0}
+        self._tell("response.reasoning_text.done", **where, text=self._text)
+        self._tell("response.content_part.done", **where, part=part)
+        self._done(structs.replace(self._items[-1], status=status, content=[part]))
+
     def _open_message(self) -> None:
+        self._close_thought("completed")
         self._is_message_open, self._text, self._logprobs = True, "", []
         self._add(MessageItem(f"msg_{uuid.uuid4().hex}", "in_progress", []))
         self._tell("response.content_part.added", **self._last, content_index=0, part=OutputText("", logprobs=[]))
@@ -222,6 +246,7 @@ class ResponseWriter:
     def _take_call(self, part: CallPart) -> None:
         self._tokens = []
         if part.name:
+            self._close_thought("completed")
             self._close_message("completed")
             self._add(CallItem(f"fc_{uuid.uuid4().hex}", "in_progress", part.call_id, part.name, ""))
         self._call.append(part)
@@ -250,6 +275,7 @@ class ResponseWriter:
                 InputDetails(usage.cached_tokens, blended_tokens=outcome.summary.report.blended_tokens or UNSET),
                 self._num_tokens,
                 usage.prompt_tokens + self._num_tokens,
+                OutputDetails(self._num_thought),
             ),
         )
         self._tell(f"response.{status}", response=self.response)
@@ -342,9 +368,15 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
     for number, item in enumerate(body.input):
         message = _message(item, f"input[{number}]")
         if message.role == "assistant" and messages and messages[-1].role == "assistant":  # one turn in several items
-            message = ChatMessage("assistant", f"{messages.pop().content}\n{message.content}")
+            message = _as_one(messages.pop(), message)
         messages.append(message)
     return messages
+
+
+def _as_one(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    content = "\n".join(filter(None, (first.content, second.content)))
+    thought = "\n".join(filter(None, (first.thought, second.thought)))
+    return ChatMessage("assistant", content, thought, (*first.calls, *second.calls))
 
 
 def _message(item: InputItem, where: str) -> ChatMessage:
@@ -357,11 +389,15 @@ def _message(item: InputItem, where: str) -> ChatMessage:
         case "function_call":
             if item.name is None:
                 raise InvalidRequest("a function_call needs the function's name", f"{where}.name")
-            said = SaidCall(SaidFunction(item.name, item.arguments or "{}"))
-            return ChatMessage("assistant", said_calls("", [said], where))
+            said = SaidCall(SaidFunction(item.name, item.arguments or "{}"), item.call_id or "")
+            return ChatMessage("assistant", "", calls=chat_calls([said], f"{where}.arguments"))
         case "function_call_output":
-            return tool_response(content_text(_parts(item.output), f"{where}.output"))
-    known = "message, function_call, function_call_output"
+            content = content_text(_parts(item.output), f"{where}.output")
+            return ChatMessage("tool", content, call_id=item.call_id or "")
+        case "reasoning":
+            content = content_text(_parts(item.content or item.summary or ""), f"{where}.content")
+            return ChatMessage("assistant", "", content)
+    known = "message, function_call, function_call_output, reasoning"
     raise InvalidRequest(f"an item of the type {item.type[:32]!r} is not supported; known: {known}", f"{where}.type")
 
 

@@ -16,11 +16,13 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a call that the model made, or what that call gave: by ``type``."""
+    """A message, a thought, a call that the model made, or what that call gave: by ``type``."""
 
     type: str = "message"
     role: str | None = None
     content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
@@ -110,7 +112,22 @@ class CallItem(msgspec.Struct, frozen=True):
     type: str = "function_call"
 
 
-OutputItem = MessageItem | CallItem
+class ReasoningText(msgspec.Struct, frozen=True):
+    text: str
+    type: str = "reasoning_text"
+
+
+class ReasoningItem(msgspec.Struct, frozen=True):
+    """``summary`` has a place in it, but none is made."""
+
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: tuple[str, ...] = ()
+    type: str = "reasoning"
+
+
+OutputItem = MessageItem | CallItem | ReasoningItem
 
 
 class InputDetails(msgspec.Struct, frozen=True):
@@ -178,7 +195,7 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     item: OutputItem | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
-    part: OutputText | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[ContentLogprob] | UnsetType = UNSET

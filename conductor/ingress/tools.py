@@ -1,8 +1,8 @@
-"""Tools of a chat: how they are told to a model, and how an answer is held to them; ``call_reader.py`` reads its calls.
+"""Tools of a chat: how they are told to a model, and how an answer is held to them; ``reading`` reads its calls.
 
-The form is Hermes', which SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message (in the
-words of the model's chat template, where it has that form, else in ours), a call as JSON between ``<tool_call>`` tags,
-a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
+Where the model's chat template has no words for tools whose calls can be read, they are told in Hermes' form, which
+SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message, a call as JSON between
+``<tool_call>`` tags, a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from conductor.ingress.call_reader import CLOSE, NOT_JSON, OPEN, CallReader
+from conductor.ingress.reading.json_calls import CLOSE, OPEN
+from conductor.ingress.reading.parts import NOT_JSON
 from mooncake.errors import InvalidRequest
-from mooncake.tokenizer import ChatMessage
+from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import Guide, GuideKind
 
 MAX_TOOLS = 128
@@ -75,9 +76,10 @@ class Tools:
     must_call: bool = False
     once: bool = False
 
-    def reader(self) -> CallReader:
-        """Of one answer."""
-        return CallReader(self.must_call, self.once)
+    @property
+    def schemas(self) -> dict[str, dict[str, object]]:
+        """Of the functions' parameters, by name."""
+        return {function.name: function.parameters or {} for function in self.functions}
 
     def guide(self) -> Guide | None:
         """What such an answer has to look like."""
@@ -165,18 +167,25 @@ def _at(place: str, schema: dict[str, object]) -> dict[str, object]:
     return found
 
 
-def said_calls(content: str, calls: Sequence[SaidCall], where: str) -> str:
-    """An assistant's turn with the calls that it made, as the model wrote it. Raises InvalidRequest."""
-    parts = [content] if content else []
-    for call in calls:
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except NOT_JSON:
-            raise InvalidRequest("arguments are not JSON", f"{where}.tool_calls") from None
-        parts.append(f"{OPEN}\n{json.dumps({'name': call.function.name, 'arguments': arguments})}\n{CLOSE}")
-    return "\n".join(parts)
+def chat_calls(calls: Sequence[SaidCall], where: str) -> tuple[ChatCall, ...]:
+    """Raises InvalidRequest, naming the place, for arguments that are no JSON object."""
+    return tuple(ChatCall(call.id, call.function.name, _arguments(call, where)) for call in calls)
 
 
-def tool_response(content: str) -> ChatMessage:
-    """A result as the turn that the model was trained to read."""
-    return ChatMessage("user", f"<tool_response>\n{content}\n</tool_response>")
+def _arguments(call: SaidCall, where: str) -> dict[str, object]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except NOT_JSON:
+        raise InvalidRequest("arguments are not JSON", where) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest("arguments are a JSON object", where)
+    return arguments
+
+
+def in_words(message: ChatMessage) -> ChatMessage:
+    """For a template that knows neither calls nor results: as a model of Hermes' form wrote and read them."""
+    if message.role == "tool":
+        return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.calls]
+    parts = [message.content, *(f"{OPEN}\n{call}\n{CLOSE}" for call in calls)]
+    return ChatMessage(message.role, "\n".join(filter(None, parts)) if calls else message.content, message.thought)

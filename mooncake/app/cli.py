@@ -110,6 +110,14 @@ def serve(
         str | None,
         typer.Option(metavar="auto|none", help="Defaults of sampling: the model's own, or none.", show_default="auto"),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How thoughts are told from answers, by vLLM's names.", show_default="auto"),
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How calls of tools are read, by vLLM's names.", show_default="auto"),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="To listen on.", show_default="127.0.0.1")] = None,
     http_port: Annotated[
         int | None, typer.Option("--http-port", "--port", help="OpenAI HTTP; 0: any.", show_default="8000")
@@ -151,6 +159,8 @@ def serve(
         "model.name": served_model_name,
         "model.max_model_len": max_model_len,
         "model.generation_config": generation_config,
+        "conductor.reasoning_parser": reasoning_parser,
+        "conductor.tool_call_parser": tool_call_parser,
         "conductor.host": host,
         "conductor.allowed_origins": allowed_origin,
         "cluster.prefill": prefill,

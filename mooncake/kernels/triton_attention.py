@@ -55,7 +55,7 @@ def capped(scores, softcap):
 
 @triton.jit
 def divisor(peak, total, row, sinks, heads, row_ok, SINKS: tl.constexpr):
-    """Of the rows of a piece: the sum of their weights. A sink counts once: in the merge, of a tile in several pieces."""
+    """Of the rows of a piece: the sum of their weights. A sink counts once, in the merge if a tile has several."""
     result = tl.where(total == 0.0, 1.0, total)
     if SINKS:
         sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E

@@ -229,19 +229,23 @@ class Guide(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LEAD_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"json_schema", "json_object", "regex", "choice", "grammar" """
     text: _builtins.str
     """the schema, the expression, a JSON list of choices, or the grammar"""
+    lead: _builtins.str
+    """a grammar of what may come first; where it says @answer, the guide begins. "": the guide alone"""
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         text: _builtins.str = ...,
+        lead: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lead", b"lead", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

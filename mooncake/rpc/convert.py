@@ -60,7 +60,7 @@ def sampling_to_wire(sampling: SamplingParams) -> pb.SamplingParams:
         n=sampling.n,
         best_of=sampling.best_of,
         beam_search=_beams_to_wire(sampling.beam_search),
-        guide=pb.Guide(kind=sampling.guide.kind, text=sampling.guide.text) if sampling.guide else None,
+        guide=_guide_to_wire(sampling.guide),
     )
 
 
@@ -105,9 +105,13 @@ def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEU
     )
 
 
+def _guide_to_wire(guide: Guide | None) -> pb.Guide | None:
+    return None if guide is None else pb.Guide(kind=guide.kind, text=guide.text, lead=guide.lead)
+
+
 def _guide_from_wire(message: pb.Guide) -> Guide:
     try:
-        return Guide(GuideKind(message.kind), message.text)
+        return Guide(GuideKind(message.kind), message.text, message.lead)
     except ValueError:
         raise InvalidRequest(f"a guide cannot be a {message.kind[:32]!r}", "guide") from None
 

@@ -26,6 +26,8 @@ from mooncake.rpc.convert import (
 from mooncake.types import (
     BlockEvent,
     BlockKey,
+    Guide,
+    GuideKind,
     PrefillReport,
     SampledToken,
     SamplingParams,
@@ -36,6 +38,7 @@ from mooncake.types import (
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
+texts = st.text(max_size=8)
 
 
 def floats(low: float, high: float) -> st.SearchStrategy[float]:
@@ -45,9 +48,10 @@ def floats(low: float, high: float) -> st.SearchStrategy[float]:
 @st.composite
 def samplings(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.integers(1, 1 << 20))
+    guide = draw(st.none() | st.builds(Guide, st.sampled_from(GuideKind), texts, texts))
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=draw(st.integers(0, max_tokens)),
+        min_tokens=0 if guide else draw(st.integers(0, max_tokens)),
         temperature=draw(floats(0, 100)),
         top_k=draw(st.integers(0, 1 << 31)),
         top_p=draw(floats(1e-6, 1)),
@@ -60,8 +64,9 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         bad_words=tuple(draw(st.lists(st.lists(u32, min_size=1, max_size=3).map(tuple), max_size=3))),
         seed=draw(u64),
         stop_token_ids=tuple(draw(st.lists(u32, max_size=4))),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=guide is None and draw(st.booleans()),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        guide=guide,
     )
 
 

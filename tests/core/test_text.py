@@ -41,6 +41,14 @@ def test_without_stop_strings_every_token_is_told_at_once(tokenizer: Tokenizer) 
     assert pieces == [TextPiece("The"), TextPiece(" quick"), TextPiece(" fox"), TextPiece("")]
 
 
+def test_control_tokens_are_no_text_but_those_that_are_kept(tokenizer: Tokenizer) -> None:
+    first, second = (tokenizer.control_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert first is not None and second is not None and tokenizer.control_id("The") is None
+    ids = [first, int(tokenizer.encode("The")[0]), second]
+    for kept, text in ((frozenset[str](), "The"), (frozenset({"<|im_end|>", "<none>"}), "The<|im_end|>")):
+        assert "".join(piece.text for piece in run(TextAssembler(tokenizer, kept=kept), ids)) == text
+
+
 def test_a_stop_string_across_tokens_is_held_back_and_cut(tokenizer: Tokenizer, spelled: dict[str, int]) -> None:
     assembler = TextAssembler(tokenizer, ("\nUser:",))
     pieces = run(assembler, [spelled[text] for text in ("Yes", ".", "\n", "User", ":", " more")])

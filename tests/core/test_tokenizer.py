@@ -326,14 +326,13 @@ HERMES = (
 )
 
 
-def test_tools_are_told_in_the_template_s_own_words_where_they_are_those_that_are_read_back() -> None:
+def test_tools_are_told_in_the_template_s_own_words() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "<s>ö"}}]
     template = ChatTemplate(HERMES, CONTROL, {})
     pieces = template.render([ChatMessage("user", "a")], {"tools": tools})
     assert template.takes_tools
     assert "".join(piece.text for piece in pieces) == plain_rendering(HERMES, [ChatMessage("user", "a")], tools=tools)
     assert [piece.text for piece in pieces if piece.is_control] == ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
-    assert not ChatTemplate(HERMES.replace("tool_call", "call"), CONTROL, {}).takes_tools
     assert not ChatTemplate(HERMES.replace("tools", "others"), CONTROL, {}).takes_tools
 
 

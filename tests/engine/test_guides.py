@@ -229,6 +229,44 @@ def test_a_state_can_go_back(llm: LLM) -> None:
     assert allowed[b] and allowed[c] and not allowed[a]
 
 
+THOUGHT = '%llguidance {}\nstart: thought @answer\nthought[suffix="</t>"]: /(?s:.*)/'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        (GuideKind.JSON_SCHEMA, '{"type": "object", "properties": {"a&b": {"type": "integer"}}}', '{"a&b": 1}'),
+        (GuideKind.JSON_OBJECT, "", '{"a": [1, {}]}'),
+        (GuideKind.REGEX, "[a/]+\\n", "a/\n"),
+        (GuideKind.CHOICE, '["a\\"b", "c"]', 'a"b'),
+        (GuideKind.GRAMMAR, 'start: "a" start | "b"', "aab"),
+        (GuideKind.GRAMMAR, 'root ::= "a" root | "b"', "aab"),
+    ],
+)
+def test_what_leads_to_the_answer_is_free_and_the_answer_is_not(
+    llm: LLM, kind: GuideKind, text: str, answer: str
+) -> None:
+    guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+
+    def takes(said: str) -> bool:
+        state = guides.state(Guide(kind, text, THOUGHT))
+        state.follow(llm.tokenizer.encode(said))
+        try:
+            return bool(state.allowed()[llm.tokenizer.eos_ids[0]])
+        except InvalidRequest:  # it has left the guide
+            return False
+
+    assert takes(f"Hm {{\n</ </t>{answer}") and takes(f"</t>{answer}")
+    assert not takes(answer) and not takes("Hm</t>") and not takes(f"Hm</t>?{answer}")
+
+
+@pytest.mark.parametrize("lead", ["start: @answer )", "start: @other", "start: @answer" + "&" * 9])
+def test_a_lead_that_makes_no_sense_is_refused(llm: LLM, lead: str) -> None:
+    guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+    with pytest.raises(InvalidRequest):
+        guides.compile(Guide(GuideKind.REGEX, "a", lead))
+
+
 def test_a_token_that_the_guide_does_not_allow_is_an_error(llm: LLM) -> None:
     guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
     state = guides.state(Guide(GuideKind.REGEX, "ab*c"))

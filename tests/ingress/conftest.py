@@ -35,10 +35,18 @@ class ByteTokenizer:
     vocab_size = 257
     eos_ids = (EOS,)
     special_ids = (EOS,)
-    takes_tools = False
+    template_source = ""
+    opens = ""  # what the template begins an answer with
 
     def __init__(self):
         self.chats_in = []  # threads
+
+    @property
+    def takes_tools(self):
+        return "tools" in self.template_source
+
+    def control_id(self, name):
+        return None
 
     def encode(self, text, add_special=True):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
@@ -52,8 +60,13 @@ class ByteTokenizer:
     def encode_chat(self, messages, variables=None, continue_final=False):
         self.chats_in.append(threading.current_thread().name)
         told = "".join(f"[{name}={value}]" for name, value in (variables or {}).items())
-        turns = "".join(f"<{message.role}>{message.content}" for message in messages)
-        return self.encode(f"{told}{turns}{'' if continue_final else '<assistant>'}")
+        turns = "".join(f"<{message.role}>{self._turn(message)}" for message in messages)
+        return self.encode(f"{told}{turns}{'' if continue_final else f'<assistant>{self.opens}'}")
+
+    def _turn(self, message):
+        beside = message.as_read()
+        del beside["role"], beside["content"]
+        return f"{message.content}{beside if beside else ''}"
 
     def decode(self, ids, skip_special=True):
         return b"".join(self.token_bytes(int(token_id), skip_special) for token_id in ids).decode(errors="replace")
@@ -61,7 +74,7 @@ class ByteTokenizer:
     def token_bytes(self, token_id, skip_special=True):
         return bytes([token_id]) if token_id != EOS else b"" if skip_special else b"<end>"
 
-    def stream(self, skip_special=True):
+    def stream(self, skip_special=True, kept=frozenset()):
         return ByteStream(b"" if skip_special else b"<end>")
 
 
@@ -221,7 +234,8 @@ async def running_front(script=None, **limits):
     limits = {"http_port": 0, "grpc_port": 0, "request_timeout_s": 30.0} | limits
     keep_alive_s = limits.pop("keep_alive_s", 5.0)
     tokenizer = ByteTokenizer()
-    tokenizer.takes_tools = limits.pop("takes_tools", False)
+    tokenizer.template_source = limits.pop("template", "")
+    tokenizer.opens = limits.pop("opens", "")
     most_tokens = limits.pop("most_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
     model = ModelSection(adapters=limits.pop("adapters", ()))
@@ -246,6 +260,12 @@ async def running_front(script=None, **limits):
     finally:
         await ingress.stop()
         await server.stop(0.2)
+
+
+@pytest.fixture(scope="module")
+def module_front_of():
+    """For modules whose front doors have limits of their own."""
+    return running_front
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

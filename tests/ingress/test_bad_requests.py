@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from conductor.ingress.anthropic_types import MessagesRequest
 from conductor.ingress.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
-FORMS = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
+FORMS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)
 FIELDS = sorted({name for form in FORMS for name in form.__struct_fields__})
 
 numbers = st.integers(-(1 << 70), 1 << 70) | st.floats()
@@ -51,8 +52,10 @@ def door(open_front):
 @quick
 @given(path=st.sampled_from(POSTS), body=bodies)
 def test_any_json_object(door, path, body):
+    needed = {"max_tokens": 5} if path == "/v1/messages" else {}
+
     async def ask(front):
-        raw = json.dumps(body).encode(errors="surrogatepass")
+        raw = json.dumps(needed | body).encode(errors="surrogatepass")
         return await front.http.post(path, content=raw, headers={"content-type": "application/json"})
 
     response = door(ask)

@@ -337,7 +337,7 @@ async def test_a_huge_text_is_refused_without_tokenizing_it_all(front):
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
 async def test_what_a_template_reads_beside_the_messages_counts_as_text(open_front, path):
     """The event loop must not stall while it is rendered and tokenized, and a huge one is refused before that."""
-    async with open_front(takes_tools=True) as front:
+    async with open_front(template="tools <tool_call>") as front:
         answers = [
             await front.http.post(path, json=CHAT | {"chat_template_kwargs": {"document": "x" * size, "id": 1 << 70}})
             for size in (10, 100_000, 500_000)

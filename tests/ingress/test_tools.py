@@ -9,8 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.call_reader import CLOSE, OPEN, CallPart, CallReader, joined_calls
-from mooncake.errors import InvalidRequest
+from conductor.ingress.reading.json_calls import CLOSE, OPEN, CallReader
+from conductor.ingress.reading.parts import CallPart, OnceReader, joined_calls
+from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
 
@@ -55,7 +56,7 @@ async def test_a_call_comes_out_as_a_call(front, client):
 @pytest.mark.parametrize("text", [f"So. {CALL}\n{CALL} And?", f'So. {OPEN}[{{"name": "f"}}, {{"name": "g"}}]{CLOSE}'])
 async def test_there_is_one_call_where_parallel_ones_are_not_wanted(front, client, text):
     front.script.text = text
-    for said, calls in cut(text, lambda: CallReader(once=True)):
+    for said, calls in cut(text, lambda: OnceReader(CallReader())):
         assert said == "So. " and len(calls) == 1
 
     answer = await client.chat.completions.create(
@@ -122,7 +123,7 @@ async def test_items_of_a_streamed_response_come_in_the_order_of_the_answer(fron
 
 
 async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
-    async with open_front(takes_tools=True) as front:
+    async with open_front(template="tools <tool_call>") as front:
         front.script.text = CALL
         asked = await front.http.post("/v1/chat/completions", json={"messages": ASK, "tools": [WEATHER]})
         [call] = asked.json()["choices"][0]["message"]["tool_calls"]
@@ -131,11 +132,61 @@ async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
         assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
 
 
+XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
+CHANNEL = '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Zürich"}'
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "text"),
+    [
+        ("<tool_call>", "auto", CALL),
+        ("<tool_call> <function=", "auto", XML),
+        ("<|tool_call|>", "auto", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Zürich"}}]'),
+        ("[TOOL_CALLS]", "auto", '[TOOL_CALLS]get_weather{"city": "Zürich"}'),
+        ("<|python_tag|>", "auto", '{"name": "get_weather", "parameters": {"city": "Zürich"}}'),
+        ("<|python_start|>", "auto", '[get_weather(city="Zürich")]'),
+        ("<|channel|>", "auto", CHANNEL),
+        ("", "llama3_json", '{"name": "get_weather", "parameters": {"city": "Zürich"}}'),
+        ("<tool_call>", "qwen3_xml", XML),
+    ],
+)
+async def test_calls_are_read_in_the_form_that_the_template_has_or_that_is_named(open_front, template, parser, text):
+    async with open_front(template=f"tools {template} tool_calls", tool_call_parser=parser) as front:
+        front.script.text = text
+        async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+            asked = {"model": "bytes", "messages": ASK, "tools": [WEATHER]}
+            answer = await client.chat.completions.create(**asked)
+            stream = await client.chat.completions.create(**asked, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+        message = answer.choices[0].message
+        assert message.content is None and answer.choices[0].finish_reason == "tool_calls"
+        [call] = message.tool_calls
+        told = [part.function for delta in deltas for part in delta.tool_calls or []]
+        arguments = "".join(function.arguments for function in told)
+        assert [call.function.name] == [function.name for function in told if function.name] == ["get_weather"]
+        assert json.loads(call.function.arguments) == json.loads(arguments) == {"city": "Zürich"}
+        prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+        assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "sentence"),
+    [
+        ("tools", "hermes2", "must be one of auto, hermes, granite, llama3_json.*got 'hermes2'"),
+        ("", "mistral", "needs a chat template that tells tools"),
+    ],
+)
+async def test_a_parser_that_cannot_be_is_refused_at_the_start(open_front, template, parser, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        async with open_front(template=template, tool_call_parser=parser):
+            pass
+
+
 @pytest.mark.parametrize("choice", [None, "none", {"type": "function", "function": {"name": "get_time"}}])
 @pytest.mark.parametrize("takes_tools", [False, True])
 async def test_tools_are_among_the_tokens_of_a_chat_that_is_tokenized(open_front, takes_tools, choice):
     body = {"messages": ASK, "tools": [WEATHER, TIME], "tool_choice": choice}
-    async with open_front(takes_tools=takes_tools) as front:
+    async with open_front(template="tools <tool_call>" if takes_tools else "") as front:
         tokens = (await front.http.post("/tokenize", json=body)).json()["tokens"]
         await front.http.post("/v1/chat/completions", json=body)
         assert tokens == front.script.asked[0].tokens.tolist()
@@ -315,6 +366,14 @@ async def test_json_that_nests_without_end_is_no_call(client):
         await client.chat.completions.create(model="bytes", messages=[*ASK, said])
     assert caught.value.param == "messages[1].tool_calls"
     assert CallReader(is_call=True).push(nested, is_last=True) == [nested]
+
+
+async def test_arguments_that_can_just_be_read_are_no_error_of_ours(open_front):
+    async with open_front(template="tools <tool_call> tool_calls") as front:
+        for depth in range(890, 990, 3):  # somewhere there, what is read cannot be written again
+            call = {"function": {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+            body = {"messages": [{"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+            assert (await front.http.post("/v1/chat/completions", json=body)).status_code in (200, 400)
 
 
 F = '{"name": "f", "arguments": {"x": 1}}'

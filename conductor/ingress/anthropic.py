@@ -1,0 +1,336 @@
+"""Anthropic's Messages API: a chat in yet other words.
+
+It owns what a message's fields mean and how its blocks, events and errors are told. What is computed is a chat's job
+(``openai.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from conductor.ingress.answers import Outcome, Piece
+from conductor.ingress.anthropic_types import (
+    AnyBlock,
+    Block,
+    CountRequest,
+    EndDelta,
+    JsonDelta,
+    MessageBody,
+    MessageError,
+    MessageErrorBody,
+    MessageEvent,
+    MessagesRequest,
+    MessageUsage,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    TokenCount,
+    ToolUseBlock,
+    Turn,
+)
+from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
+from conductor.ingress.http_client import unless_gone
+from conductor.ingress.http_errors import error_headers, json_response
+from conductor.ingress.messages import Conversation, content_text
+from conductor.ingress.openai import Call, OpenAIApi, guarded
+from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
+from conductor.ingress.reading.parts import NOT_JSON, CallPart
+from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
+from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere
+from mooncake.tokenizer import ChatCall, ChatMessage
+from mooncake.types import FinishReason
+
+_NOT_OURS = ("n", "stop", "response_format", "stream_options", "prompt_logprobs", "return_token_ids", "use_beam_search")
+_ROLES = ("user", "assistant", "system")
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class MessagesApi:
+    """Its routes."""
+
+    def __init__(self, api: OpenAIApi) -> None:
+        self._api = api
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/messages", guarded(self.answer, refusal), methods=["POST"]),
+            Route("/v1/messages/count_tokens", guarded(self.count, refusal), methods=["POST"]),
+        ]
+
+    async def count(self, request: Request) -> Response:
+        call, body = await self._api.receive(request, CountRequest, "msg_")
+        tokens = await self._api.encode(_conversation(body))
+        return json_response(TokenCount(len(tokens)), headers=call.headers)
+
+    async def answer(self, request: Request) -> Response:
+        api = self._api
+        call, body = await api.receive(request, MessagesRequest, "msg_")
+        check(body)
+        fields = structs.replace(
+            body,
+            response_format=_response_format(body),
+            stop=body.stop_sequences,
+            user=body.metadata.user_id if body.metadata is not None else None,
+        )
+        call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, call.headers)
+        job = await api.chat_job(call, _conversation(body), body.max_tokens, None)
+        num_prompt = len(job.request.tokens)
+        head = MessageBody(
+            id=call.answer_id,
+            model=body.model or api.pipeline.model.name,
+            content=[],
+            usage=MessageUsage(num_prompt, 0, 0),
+        )
+        is_cut_short = body.max_tokens is not None and job.request.sampling.max_tokens < body.max_tokens
+        wants_thoughts = body.thinking is None or body.thinking.display != "omitted"
+        writer = MessageWriter(head, wants_thoughts, "model_context_window_exceeded" if is_cut_short else "max_tokens")
+        if body.stream:
+
+            async def stream(events: EventStream) -> None:
+                async def tell(number: int, piece: Piece) -> None:
+                    for event in writer.take(piece):
+                        await events.event(msgspec.json.encode(event), event.type)
+
+                await api.pipeline.run([job], tell)
+
+            return StreamingAnswer(stream, call.headers, api.keep_alive_s, b"", failed=error_frame, refused=refusal)
+
+        async def take(number: int, piece: Piece) -> None:
+            writer.take(piece)
+
+        await unless_gone(request.receive, api.pipeline.run([job], take))
+        return json_response(writer.message, headers=call.headers)
+
+
+class MessageWriter:
+    """One message while it is generated: pieces in, events out; ``message`` is what is known so far."""
+
+    def __init__(self, head: MessageBody, tells_thoughts: bool, cut_reason: str) -> None:
+        """``cut_reason`` is told of an answer that has as many tokens as it may."""
+        self.message = head
+        self._tells_thoughts = tells_thoughts
+        self._cut_reason = cut_reason
+        self._events: list[MessageEvent] = []  # not yet told
+        self._has_begun = False
+        self._blocks: list[AnyBlock] = []
+        self._is_open = False  # the last block
+        self._text = ""  # of the open block: what it says, or a call's arguments
+        self._num_tokens = 0
+
+    def take(self, piece: Piece) -> list[MessageEvent]:
+        """Nothing is told before there is something of the answer: an error until then has a status of its own."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._tell("message_start", message=self.message)
+        self._num_tokens += len(piece.tokens)
+        for part in piece.said:
+            if isinstance(part, str):
+                self._add(TextBlock(""), part, TextDelta(part))
+            elif isinstance(part, CallPart):
+                self._take_call(part)
+            elif self._tells_thoughts:
+                self._add(ThinkingBlock(""), part.text, ThinkingDelta(part.text))
+        if piece.outcome is not None:
+            self._close()
+            self._finish(piece.outcome)
+        events, self._events = self._events, []
+        return events
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._events.append(MessageEvent(type=kind, **fields))
+
+    def _add(self, block: AnyBlock, text: str, delta: TextDelta | ThinkingDelta) -> None:
+        """More of the open block, where it is of that kind; else of a new one."""
+        if not self._is_open or type(self._blocks[-1]) is not type(block):
+            self._open(block)
+        self._text += text
+        self._tell("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _take_call(self, part: CallPart) -> None:
+        if part.name:
+            self._open(ToolUseBlock(part.call_id, part.name, {}))
+        self._text += part.arguments
+        if part.arguments:
+            self._tell("content_block_delta", index=len(self._blocks) - 1, delta=JsonDelta(part.arguments))
+
+    def _open(self, block: AnyBlock) -> None:
+        self._close()
+        self._is_open, self._text = True, ""
+        self._blocks.append(block)
+        self._tell("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._blocks[-1] = _with_text(self._blocks[-1], self._text)
+        self._tell("content_block_stop", index=len(self._blocks) - 1)
+
+    def _finish(self, outcome: Outcome) -> None:
+        usage = outcome.usage
+        end = EndDelta(
+            self._stop_reason(outcome), outcome.stop_reason if isinstance(outcome.stop_reason, str) else None
+        )
+        self.message = structs.replace(
+            self.message,
+            content=self._blocks,
+            stop_reason=end.stop_reason,
+            stop_sequence=end.stop_sequence,
+            usage=MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, self._num_tokens),
+        )
+        self._tell("message_delta", delta=end, usage=self.message.usage)
+        self._tell("message_stop")
+
+    def _stop_reason(self, outcome: Outcome) -> str:
+        if outcome.finish_reason is FinishReason.LENGTH:
+            return self._cut_reason
+        if any(isinstance(block, ToolUseBlock) for block in self._blocks):
+            return "tool_use"
+        return "stop_sequence" if isinstance(outcome.stop_reason, str) else "end_turn"
+
+
+def _with_text(block: AnyBlock, text: str) -> AnyBlock:
+    """Whole. Of a call that was cut short nobody could read the arguments."""
+    match block:
+        case TextBlock():
+            return TextBlock(text)
+        case ThinkingBlock():
+            return ThinkingBlock(text)
+        case ToolUseBlock(id, name):
+            try:
+                arguments = json.loads(text or "{}")
+            except NOT_JSON:
+                arguments = {}
+            return ToolUseBlock(id, name, arguments if isinstance(arguments, dict) else {})
+
+
+# ---------------------------------------------------------------- errors
+
+
+def refusal(error: MooncakeError) -> Response:
+    """An error as this API words it."""
+    return json_response(_error_body(error), error.http_status, error_headers(error))
+
+
+def error_frame(error: MooncakeError) -> bytes:
+    """That ends a stream."""
+    return event_frame(msgspec.json.encode(_error_body(error)), "error")
+
+
+def _error_body(error: MooncakeError) -> MessageErrorBody:
+    kind = _TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
+    if isinstance(error, RetryElsewhere):
+        kind = "overloaded_error"
+    elif isinstance(error, DeadlineExceeded):
+        kind = "timeout_error"
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return MessageErrorBody(MessageError(kind, f"{param}: {error.message}" if param else error.message))
+
+
+# ---------------------------------------------------------------- in
+
+
+def check(body: MessagesRequest) -> None:
+    """Raises InvalidRequest for what messages can ask and we do not do."""
+    for name in _NOT_OURS:
+        if getattr(body, name) is not None:
+            raise InvalidRequest("it is no field of a message", name)
+    if body.max_tokens is None or body.max_tokens < 1:
+        raise InvalidRequest("a message says how many tokens its answer may have, at least 1", "max_tokens")
+
+
+def _conversation(body: CountRequest) -> Conversation:
+    """Raises InvalidRequest, naming the field."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    thinking = {"enable_thinking": body.thinking.type != "disabled"} if body.thinking is not None else {}
+    variables = chosen_variables(thinking | (body.chat_template_kwargs or {}), effort)
+    system = content_text(_texts(body.system), "system") if body.system else ""
+    messages = [ChatMessage("system", system)] if system else []
+    for number, turn in enumerate(body.messages):
+        messages += _messages(turn, f"messages[{number}]")
+    last = messages[-1] if messages else None
+    is_begun = last is not None and last.role == "assistant" and not last.calls
+    return Conversation(messages, _tools(body), variables, continue_final=is_begun)
+
+
+def _messages(turn: Turn, where: str) -> list[ChatMessage]:
+    """What calls gave comes as a part of the user's turn, and is a turn of its own in a chat."""
+    if turn.role not in _ROLES:
+        raise InvalidRequest(
+            f"the role {turn.role[:32]!r} is not supported; known: {', '.join(_ROLES)}", f"{where}.role"
+        )
+    if isinstance(turn.content, str):
+        return [ChatMessage(turn.role, turn.content)]
+    results: list[ChatMessage] = []
+    calls: list[ChatCall] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for number, block in enumerate(turn.content):
+        place = f"{where}.content[{number}]"
+        match block.type:
+            case "text":
+                texts.append(content_text(block.text, f"{place}.text"))
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use" if block.name:
+                calls.append(ChatCall(block.id or "", block.name, block.input or {}))
+            case "tool_result":
+                content = content_text(_texts(block.content or ""), f"{place}.content")
+                results.append(ChatMessage("tool", content, call_id=block.tool_use_id or ""))
+            case _:
+                raise InvalidRequest("only text, thinking, tool_use and tool_result are supported", place)
+    if results and not (texts or calls or thoughts):
+        return results
+    return [*results, ChatMessage(turn.role, "\n".join(texts), "\n".join(thoughts), tuple(calls))]
+
+
+def _texts(content: str | Sequence[Block] | None) -> str | list[ContentPart] | None:
+    """As a chat has them."""
+    if content is None or isinstance(content, str):
+        return content
+    return [ContentPart(block.type, block.text) for block in content]
+
+
+def _response_format(body: CountRequest) -> ResponseFormat | None:
+    wanted = body.output_config.format if body.output_config is not None else None
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema" or wanted.schema is None:
+        raise InvalidRequest("a format is a json_schema with its schema", "output_config.format")
+    return ResponseFormat(wanted.type, JsonSchema(wanted.schema))
+
+
+def _tools(body: CountRequest) -> Tools | None:
+    for number, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise InvalidRequest("only a client's own tools are called here", f"tools[{number}].type")
+    tools = [Tool(Function(tool.name, tool.description, tool.input_schema)) for tool in body.tools or ()]
+    choice = body.tool_choice
+    if choice is None:
+        return tools_of(tools, None)
+    parallel = not choice.disable_parallel_tool_use
+    match choice.type:
+        case "auto" | "none":
+            return tools_of(tools, choice.type, parallel)
+        case "any":
+            return tools_of(tools, "required", parallel)
+        case "tool":
+            return tools_of(tools, NamedTool(FunctionName(choice.name)), parallel)
+    raise InvalidRequest("tool_choice is auto, any, tool or none", "tool_choice.type")

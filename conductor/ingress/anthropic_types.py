@@ -1,0 +1,175 @@
+"""Wire forms of Anthropic's Messages API: the part of it that is text, thoughts and a client's own tools. Only data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from conductor.ingress.openai_types import GenerationFields
+
+# ---------------------------------------------------------------- requests
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A text, a thought, a call that the model made, or what that call gave: by ``type``."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[Block]
+
+
+class OwnTool(msgspec.Struct, frozen=True):
+    """``type`` names those that Anthropic runs itself; a client's have none, or "custom"."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, object] | None = None
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    type: str
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: str
+    schema: dict[str, object] | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: str | None = None  # for the chat template to read
+    format: OutputFormat | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    user_id: str | None = None
+
+
+class CountRequest(GenerationFields, frozen=True, kw_only=True):
+    """Beside Anthropic's fields those of vLLM's that all doors share."""
+
+    messages: list[Turn]
+    system: str | list[Block] | None = None
+    tools: list[OwnTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+    @property
+    def guide_field(self) -> str:
+        name = super().guide_field
+        return "output_config.format" if name == "response_format" else name
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+
+
+# ---------------------------------------------------------------- responses
+
+
+class TextBlock(msgspec.Struct, frozen=True):
+    text: str
+    type: str = "text"
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True):
+    thinking: str
+    signature: str = ""  # nobody has to prove here that a thought is the model's own
+    type: str = "thinking"
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True):
+    id: str
+    name: str
+    input: dict[str, object]
+    type: str = "tool_use"
+
+
+AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    text: str
+    type: str = "text_delta"
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True):
+    thinking: str
+    type: str = "thinking_delta"
+
+
+class JsonDelta(msgspec.Struct, frozen=True):
+    partial_json: str
+    type: str = "input_json_delta"
+
+
+class EndDelta(msgspec.Struct, frozen=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """A prompt has as many tokens as the first two say together."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[AnyBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class MessageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of a stream; which fields are there depends on ``type``."""
+
+    type: str
+    message: MessageBody | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnyBlock | UnsetType = UNSET
+    delta: TextDelta | ThinkingDelta | JsonDelta | EndDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
+class MessageError(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class MessageErrorBody(msgspec.Struct, frozen=True):
+    error: MessageError
+    type: str = "error"
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int

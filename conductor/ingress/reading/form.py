@@ -1,0 +1,186 @@
+"""The form that one model writes its answers in: told by its chat template, or by who configures the cluster.
+
+Names are vLLM's, of its flags ``--reasoning-parser`` and ``--tool-call-parser``. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from conductor.ingress.reading.harmony import CHANNEL, HarmonyForm
+from conductor.ingress.reading.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.parts import OnceReader, PlainReader, Reader
+from conductor.ingress.reading.python_calls import BEGIN, END, PythonCallReader
+from conductor.ingress.reading.thought import Start, Tags, ThoughtReader, behind_thought
+from conductor.ingress.reading.xml_calls import XmlCallReader
+from conductor.ingress.tools import Tools
+from mooncake.errors import ConfigError
+from mooncake.types import Guide
+
+THINK = Tags("<think>", "</think>")
+TAGS = {
+    "qwen3": THINK,
+    "deepseek_r1": Tags("<think>", "</think>", is_first_left_out=True),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+}
+
+
+class Calls(StrEnum):
+    """How tools are called."""
+
+    HERMES = "hermes"
+    GRANITE = "granite"
+    LLAMA_3 = "llama3_json"
+    MISTRAL = "mistral"
+    QWEN_XML = "qwen3_coder"
+    PYTHON = "pythonic"
+
+
+_SIGNS = (  # of templates; the first that is there counts
+    ("<arg_key>", None),  # GLM's tags look like Hermes'
+    ("<function=", Calls.QWEN_XML),
+    ("<tool_call>", Calls.HERMES),
+    (GRANITE.begin, Calls.GRANITE),
+    (MISTRAL.begin, Calls.MISTRAL),
+    (BEGIN, Calls.PYTHON),
+    ("[func_name1(", Calls.PYTHON),
+    (LLAMA_3.begin, Calls.LLAMA_3),
+    ("dictionary of argument name and its value", Calls.LLAMA_3),
+)
+_ALIASES = {
+    "qwen3_xml": Calls.QWEN_XML,
+    "phi4_mini_json": Calls.GRANITE,
+    "llama4_json": Calls.LLAMA_3,
+    "llama4_pythonic": Calls.PYTHON,
+}
+_JSON_FORMS = {Calls.HERMES: HERMES, Calls.GRANITE: GRANITE, Calls.LLAMA_3: LLAMA_3, Calls.MISTRAL: MISTRAL}
+_MARKERS: dict[Calls, tuple[str, ...]] = {
+    Calls.HERMES: (HERMES.begin, HERMES.end),
+    Calls.QWEN_XML: (HERMES.begin, HERMES.end),
+    Calls.GRANITE: (GRANITE.begin, GRANITE.end),
+    Calls.MISTRAL: (MISTRAL.begin, "[ARGS]", "[CALL_ID]"),
+    Calls.LLAMA_3: (LLAMA_3.begin,),
+    Calls.PYTHON: (BEGIN, END),
+}
+
+
+class AnswerForm(Protocol):
+    """How one model writes its answers."""
+
+    @property
+    def thinks(self) -> bool: ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells tools whose calls can be read."""
+        ...
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether it also has words for earlier calls and their results."""
+        ...
+
+    def start(self, prompt: str, opening: str) -> Start:
+        """Of the answer to the prompt of which ``prompt`` is the end, or of one that goes on from ``opening``."""
+        ...
+
+    def reader(self, tools: Tools | None, start: Start) -> Reader:
+        """Of one answer."""
+        ...
+
+    def markers(self, tools: Tools | None) -> frozenset[str]:
+        """What a reader has to see of an answer, also where it is a control token."""
+        ...
+
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
+        """``guide`` for what stands behind a thought, if there may be one. ``token_of`` gives the control token that a
+        marker is; None for one that is text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedForm:
+    """With tags around thoughts (None: there are none) and around calls."""
+
+    tags: Tags | None = None
+    calls: Calls = Calls.HERMES
+    takes_tools: bool = False
+    takes_calls: bool = False
+
+    @property
+    def thinks(self) -> bool:
+        return self.tags is not None
+
+    def start(self, prompt: str, opening: str) -> Start:
+        return Start.BEHIND if self.tags is None else self.tags.start(prompt, opening)
+
+    def reader(self, tools: Tools | None, start: Start) -> Reader:
+        answer = PlainReader() if tools is None else self._call_reader(tools)
+        if self.tags is None or start is Start.BEHIND:
+            return answer
+        return ThoughtReader(self.tags, start is Start.WITHIN, answer)
+
+    def _call_reader(self, tools: Tools) -> Reader:
+        json_form = _JSON_FORMS.get(self.calls, HERMES)
+        if tools.must_call:
+            return CallReader(is_call=True, form=json_form)
+        reader: Reader
+        match self.calls:
+            case Calls.QWEN_XML:
+                reader = XmlCallReader(tools.schemas)
+            case Calls.PYTHON:
+                reader = PythonCallReader()
+            case _:
+                reader = CallReader(form=json_form)
+        return OnceReader(reader) if tools.once else reader
+
+    def markers(self, tools: Tools | None) -> frozenset[str]:
+        tags = () if self.tags is None else (self.tags.begin, self.tags.end)
+        return frozenset((*tags, *(_MARKERS[self.calls] if tools is not None else ())))
+
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
+        if self.tags is None or start is Start.BEHIND:
+            return guide
+        return behind_thought(guide, self.tags, start is Start.WITHIN, token_of)
+
+
+def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> AnswerForm:
+    """By the names of ``conductor.reasoning_parser`` and ``conductor.tool_call_parser``, or where these are "auto", by
+    the chat template, which may tell tools. Raises ConfigError."""
+    if (thoughts == "auto" and CHANNEL in template) or thoughts == "openai_gptoss" or calls == "openai":
+        if thoughts not in ("auto", "openai_gptoss") or calls not in ("auto", "openai"):
+            what = "of conductor.reasoning_parser and conductor.tool_call_parser, openai_gptoss and openai go together"
+            raise ConfigError(f"{what}, got {thoughts!r} and {calls!r}")
+        return HarmonyForm(tells_tools, tells_tools and "tool_calls" in template)
+    tags, found = _tags(thoughts, template), _calls(calls)
+    if calls == "auto" and tells_tools:
+        found = next((form for sign, form in _SIGNS if sign in template), None)
+    if found not in (None, Calls.HERMES) and not tells_tools:
+        what = f"conductor.tool_call_parser {calls!r} needs a chat template that tells tools, and the model's does not"
+        raise ConfigError(what)
+    takes_tools = tells_tools and found is not None
+    return TaggedForm(tags, found or Calls.HERMES, takes_tools, takes_tools and "tool_calls" in template)
+
+
+def _calls(name: str) -> Calls | None:
+    """None for "auto"."""
+    found = _ALIASES.get(name) or next((form for form in Calls if form == name), None)
+    if found is None and name != "auto":
+        known = ", ".join(("auto", *Calls, "openai"))
+        raise ConfigError(f"conductor.tool_call_parser must be one of {known}, got {name!r}")
+    return found
+
+
+def _tags(name: str, template: str) -> Tags | None:
+    match name:
+        case "none":
+            return None
+        case "auto":
+            return next((tags for tags in (THINK, TAGS["mistral"]) if tags.end in template), None)
+    if name not in TAGS:
+        known = ", ".join(("auto", "none", *TAGS, "openai_gptoss"))
+        raise ConfigError(f"conductor.reasoning_parser must be one of {known}, got {name!r}")
+    return TAGS[name]

@@ -1,0 +1,298 @@
+"""How calls that are written as JSON are read out of an answer while it is made.
+
+A call is told as it is written: its name once its arguments begin, then those as they come. The forms differ in the
+tags around calls: Hermes' (``tools.py``), Granite's, Mistral's, and Llama 3's, whose answers may be calls without any.
+Where the text is cut into pieces changes nothing of what comes out. Pure; it knows no wire form of answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+_START = '{"name": "'  # of a call as its guide writes it
+# A call up to its arguments, alone or in a list. Other orders of its members are read when it is whole.
+_NAME = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_KIND = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
+_HEAD = rf'\s*+(?P<list>\[?)\s*+\{{\s*{_KIND}"name"\s*:\s*(?P<name>{_NAME})\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+_NEXT = re.compile(r"\s*+\}\s*+[,;]?\s*+(?=\{)")  # from the arguments of a call to another one behind the same tag
+_MAX_HEAD_CHARS = 1024  # of either: they are tried anew with each piece of text
+_FIRST_KEY = re.compile(r'\s*+\[?\s*+(?:\{\s*+(?:"(?P<key>\w*+)(?P<end>"?))?)?')
+_KEYS = ("name", "type", "arguments", "parameters")  # that a call may begin with
+
+
+def _mistral_id() -> str:
+    """Mistral's templates take no others."""
+    return secrets.token_hex(5)[:9]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonForm:
+    """What is around calls: a tag before one or several, and one behind, or none. With ``is_bare`` an answer may begin
+    with a call that has no tag."""
+
+    begin: str
+    end: str = ""
+    is_bare: bool = False
+    head: re.Pattern[str] = re.compile(_HEAD)
+    new_id: Callable[[], str] = new_call_id
+
+
+HERMES = JsonForm(OPEN, CLOSE)
+GRANITE = JsonForm("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's, too; Granite writes no second tag
+LLAMA_3 = JsonForm("<|python_tag|>", is_bare=True)
+# Older models write a list of objects, newer ones each call behind a tag of its own: its name, then its arguments.
+MISTRAL = JsonForm(
+    "[TOOL_CALLS]",
+    head=re.compile(rf"{_HEAD}|\s*+(?P<word>[\w.-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+(?=\{{)"),
+    new_id=_mistral_id,
+)
+
+
+class _Place(Enum):
+    """Where the reader is."""
+
+    TEXT = auto()
+    HEAD = auto()  # of a call, behind its tag
+    ARGUMENTS = auto()
+    REST = auto()  # of what stands between the tags, behind a call's arguments
+
+
+@dataclass(slots=True)
+class CallReader:
+    """Reads one answer. What may be the start of a tag or of a call waits, and what turns out to be none stays text.
+
+    With ``is_call`` the whole answer is one call without tags, as its guide writes it. Tags may be missing behind a
+    call, and calls may follow each other behind the same tag.
+    """
+
+    is_call: bool = False
+    form: JsonForm = HERMES
+    _place: _Place = field(init=False)
+    _tag: str = ""  # before the calls that are being read
+    _held: str = ""
+    _num_sought: int = 0  # characters of it in which no tag begins
+    _said: list[Said] = field(default_factory=list)
+    _is_behind_call: bool = False  # and white space there is no text
+    _depth: int = 1  # brackets around the arguments: of an object, and of a list
+    _is_further: bool = False  # a call behind this tag has been told
+    _name: str = ""  # not yet told
+    _arguments: JsonValue | None = None
+
+    def __post_init__(self) -> None:
+        self._place = _Place.HEAD if self.is_call or self.form.is_bare else _Place.TEXT
+
+    @property
+    def is_thinking(self) -> bool:
+        return False
+
+    def push(self, text: str, is_last: bool) -> list[Said]:
+        self._held += text
+        steps = {
+            _Place.TEXT: self._text,
+            _Place.HEAD: self._head,
+            _Place.ARGUMENTS: self._value,
+            _Place.REST: self._call if self.is_call else self._rest,
+        }
+        while steps[self._place](is_last):
+            pass
+        said, self._said = self._said, []
+        return said
+
+    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+
+    def _text(self, is_last: bool) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
+        before, tag, behind = self._held.partition(self.form.begin)
+        if tag:
+            self._say(before)
+            self._go(_Place.HEAD, behind)
+            self._tag, self._is_further = tag, False
+            return True
+        cut = len(self._held) - (0 if is_last else overlap(self._held, self.form.begin))
+        self._say(self._held[:cut])
+        self._held = self._held[cut:]
+        return False
+
+    def _head(self, is_last: bool) -> bool:
+        is_open = self._num_sought < _MAX_HEAD_CHARS  # else it has been tried on as much as it may have
+        head = self.form.head.match(self._held, 0, _MAX_HEAD_CHARS) if is_open else None
+        begins = self._held[head.end() :][:1] if head else ""
+        if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
+            self._depth = 2 if head["list"] else 1 if head["name"] else 0
+            self._name, self._arguments = name, JsonValue(end=self.form.end)
+            self._go(_Place.ARGUMENTS, self._held[head.end() :])
+            return True
+        if self.is_call:
+            return self._without_name(is_last)
+        if not self._tag and not self._is_further and not _may_call(self._held):
+            self._place = _Place.TEXT
+            return True
+        return self._whole(is_last)
+
+    def _without_name(self, is_last: bool) -> bool:
+        """Of what was cut short before the name was there, nothing is text; all of what was to be no call."""
+        if is_last:
+            self._say("" if _START.startswith(self._held[: len(_START)]) else self._held)
+            self._held = ""
+        return False
+
+    def _whole(self, is_last: bool) -> bool:
+        """What stands between tags and does not begin as most calls do."""
+        at, tag = self._find(*filter(None, [self.form.end]))
+        if not tag and not is_last:
+            return False
+        inside = self._held[:at]
+        self._go(_Place.TEXT, self._held[at + len(tag) :])
+        is_text = not self._take_forms(inside) and not (self._is_further and self._tag)
+        if is_text:
+            self._say(self._tag + inside + tag)
+        self._is_behind_call = not is_text
+        return True
+
+    def _take_forms(self, text: str) -> bool:
+        """Whether ``text`` is a call, or a list of them."""
+        try:
+            found = json.loads(text)
+            forms = found if isinstance(found, list) else [found]
+            if not forms or not all(_is_call(form, is_tagged=bool(self._tag)) for form in forms):
+                return False
+            self._said += [CallPart(self.form.new_id(), form["name"], _arguments(form)) for form in forms]
+        except NOT_JSON:
+            return False
+        return True
+
+    def _value(self, is_last: bool) -> bool:
+        assert self._arguments is not None
+        num_chars = self._arguments.take(self._held)
+        part, self._held = self._held[:num_chars], self._held[num_chars:]
+        is_end = self._arguments.is_whole
+        if self._name or part or is_end:
+            self._said.append(CallPart(self.form.new_id() if self._name else "", self._name, part, is_end))
+            self._name = ""
+        if is_end:
+            self._go(_Place.REST, self._held)
+        return is_end
+
+    def _call(self, is_last: bool) -> bool:
+        """Behind the call that the whole answer is."""
+        self._held = ""
+        return False
+
+    def _rest(self, is_last: bool) -> bool:
+        if self._depth and (following := _NEXT.match(self._held, 0, _MAX_HEAD_CHARS)):
+            self._go(_Place.HEAD, ("[" if self._depth == 2 else "") + self._held[following.end() :])
+            self._is_further = True
+            return True
+        begin, end = self.form.begin, self.form.end
+        at, tag = self._find(*filter(None, [begin, end]))
+        if not tag and not is_last:
+            return False
+        if tag != end or not tag:  # it is missing, or cut short
+            self._say(self._behind_call(self._held[:at]))
+        self._go(_Place.TEXT, self._held[at + len(end) :] if tag == end else self._held[at:])
+        self._is_behind_call = True
+        return True
+
+    def _behind_call(self, text: str) -> str:
+        """What is left behind the end of a call, or of a list of them, whose arguments were before ``text``."""
+        end = JsonValue(self._depth, self.form.end)
+        num_chars = end.take(text) if self._depth else 0
+        behind = text[num_chars:] if end.is_whole or not self._depth else ""
+        return behind[: len(behind) - (overlap(behind, self.form.end) if self.form.end else 0)].lstrip()
+
+    def _find(self, *tags: str) -> tuple[int, str]:
+        """The first of the tags in what is held, and where it is; its end and "" when there is none yet."""
+        start = max(0, self._num_sought - len(max(tags, key=len, default="")))
+        found = [(at, tag) for tag in tags if (at := self._held.find(tag, start)) >= 0]
+        self._num_sought = len(self._held)
+        return min(found, default=(len(self._held), ""))
+
+    def _go(self, place: _Place, held: str) -> None:
+        self._place, self._held, self._num_sought = place, held, 0
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._said.append(text)
+
+
+@dataclass(slots=True)
+class JsonValue:
+    """Reads a JSON value that is a member of an object, to its end: ``depth`` brackets are open before it begins.
+
+    The tag ``end`` does too, where no JSON can hold one: a string has no line breaks, so behind one it is no string.
+    """
+
+    depth: int = 0
+    end: str = ""
+    is_whole: bool = False
+    _is_text: bool = False
+    _is_escaped: bool = False
+    _is_torn: bool = False  # the string
+
+    def take(self, text: str) -> int:
+        """How many characters of ``text`` belong to it. The others are to come again unless it is whole."""
+        for at, char in enumerate(text):
+            may_end = char == self.end[:1] and (self._is_torn or not self._is_text)
+            if may_end and self.end.startswith(text[at : at + len(self.end)]):
+                self.is_whole = text.startswith(self.end, at)
+                return at
+            if self._is_text:
+                self._is_text = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+                self._is_torn = self._is_text and (self._is_torn or char == "\n")
+            elif char == '"':
+                self._is_text = True
+            elif char in "{[":
+                self.depth += 1
+            elif char in "}]":
+                self.depth -= 1
+                if self.depth < 1:
+                    self.is_whole = True
+                    return at + 1 + self.depth
+        return len(text)
+
+
+def _is_call(form: object, is_tagged: bool) -> bool:
+    """Behind a tag, a name is enough."""
+    if not isinstance(form, dict) or not isinstance(name := form.get("name"), str) or not name:
+        return False
+    return is_tagged or "arguments" in form or "parameters" in form
+
+
+def _arguments(form: dict[str, object]) -> str:
+    arguments = form.get("arguments", form.get("parameters", {}))
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _may_call(text: str) -> bool:
+    """Whether an answer that begins so may be a call."""
+    found = _FIRST_KEY.match(text, 0, _MAX_HEAD_CHARS)
+    assert found is not None
+    if (key := found["key"]) is None:
+        return found.end() == min(len(text), _MAX_HEAD_CHARS)
+    return key in _KEYS if found["end"] else any(known.startswith(key) for known in _KEYS)
+
+
+def _name_in(head: re.Match[str]) -> str:
+    """Of a call; "" where it is none."""
+    literal: str | None = head["name"]
+    return _text_of(literal) if literal is not None else head.groupdict().get("word") or ""
+
+
+def _text_of(literal: str) -> str:
+    """What a JSON string says; "" for one that is none."""
+    try:
+        return str(json.loads(literal))
+    except ValueError:
+        return ""

@@ -1,0 +1,180 @@
+"""How calls that are written as a list of Python's calls are read out of an answer: ``[f(x=1), g()]``.
+
+Llama 4 and small models of Llama 3.2 write them so, at the beginning of an answer and nowhere else. A call is told when
+it is whole. Where the text is cut into pieces changes nothing of what comes out. Pure.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from conductor.ingress.reading.parts import CallPart, Said, new_call_id
+
+BEGIN, END = "<|python_start|>", "<|python_end|>"
+
+_NAME = r"[A-Za-z_][\w.]{0,63}+"
+_LIST = re.compile(rf"(?P<space>\s{{0,64}}+)(?:{re.escape(BEGIN)}\s{{0,64}}+)?\[\s{{0,64}}+(?={_NAME}\s*\()")
+_LIST_BEGINS = re.compile(rf"\s{{0,64}}+(?:\[\s{{0,64}}+(?:{_NAME})?)?")
+_NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+
+
+class _Place(Enum):
+    """Where the reader is."""
+
+    BEFORE = auto()
+    CALL = auto()
+    BETWEEN = auto()  # behind a call of the list
+    BEHIND = auto()  # the list
+    TEXT = auto()
+
+
+@dataclass(slots=True)
+class PythonCallReader:
+    """Reads one answer. What is no list of calls is text from there on."""
+
+    _place: _Place = _Place.BEFORE
+    _held: str = ""
+    _lead: str = ""  # before the first call, until that is told
+    _said: list[Said] = field(default_factory=list)
+    _call: _Brackets = field(default_factory=lambda: _Brackets())
+    _is_behind_call: bool = False  # and white space there is no text
+
+    @property
+    def is_thinking(self) -> bool:
+        return False
+
+    def push(self, text: str, is_last: bool) -> list[Said]:
+        self._held += text
+        steps = {
+            _Place.BEFORE: self._begin,
+            _Place.CALL: self._take_call,
+            _Place.BETWEEN: self._between,
+            _Place.BEHIND: self._behind,
+            _Place.TEXT: self._text,
+        }
+        while steps[self._place](is_last):
+            pass
+        said, self._said = self._said, []
+        return said
+
+    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+
+    def _begin(self, is_last: bool) -> bool:
+        if found := _LIST.match(self._held):
+            self._lead, self._held, self._place = found[0], self._held[found.end() :], _Place.CALL
+            return True
+        if not is_last and _may_begin(self._held):
+            return False
+        self._place = _Place.TEXT
+        return True
+
+    def _take_call(self, is_last: bool) -> bool:
+        end = self._call.end_in(self._held)
+        if not self._lead and self._held.lstrip().startswith("]"):  # behind a comma
+            self._place = _Place.BETWEEN
+            return True
+        if end is None and not is_last:
+            return False
+        call = _call_of(self._held[:end]) if end is not None else None
+        if call is None:
+            self._held, self._lead, self._place = self._lead + self._held, "", _Place.TEXT
+            return True
+        self._said.append(call)
+        self._held, self._lead, self._place = self._held[end:], "", _Place.BETWEEN
+        self._call, self._is_behind_call = _Brackets(), True
+        return True
+
+    def _between(self, is_last: bool) -> bool:
+        self._held = self._held.lstrip()
+        if not self._held and not is_last:
+            return False
+        if self._held.startswith(","):
+            self._held, self._place = self._held[1:], _Place.CALL
+        else:
+            self._place = _Place.BEHIND
+            self._held = self._held.removeprefix("]")
+        return True
+
+    def _behind(self, is_last: bool) -> bool:
+        self._held = self._held.lstrip()
+        if not is_last and END.startswith(self._held):
+            return False
+        self._held, self._place = self._held.removeprefix(END), _Place.TEXT
+        return True
+
+    def _text(self, is_last: bool) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
+        if self._held:
+            self._said.append(self._held)
+            self._held = ""
+        return False
+
+
+@dataclass(slots=True)
+class _Brackets:
+    """Finds the end of a call: of each character it needs no more than one look."""
+
+    _depth: int = 0
+    _num_seen: int = 0
+    _quote: str = ""
+    _is_escaped: bool = False
+
+    def end_in(self, text: str) -> int | None:
+        """Behind the bracket that closes the first one; None while there is none. ``text`` grows at its end."""
+        for at in range(self._num_seen, len(text)):
+            char = text[at]
+            self._num_seen = at + 1
+            if self._quote:
+                if not self._is_escaped and char == self._quote:
+                    self._quote = ""
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char in "'\"":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif char in ")]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        return None
+
+
+def _may_begin(text: str) -> bool:
+    """Whether a list of calls may begin with ``text``, of which there is too little to know."""
+    begins = text.lstrip()
+    if begins.startswith(BEGIN):
+        begins = begins[len(BEGIN) :]
+    elif begins and BEGIN.startswith(begins):
+        return len(text) < 128
+    return _LIST_BEGINS.fullmatch(begins) is not None and len(text) < 256
+
+
+def _call_of(text: str) -> CallPart | None:
+    """None for what is no call with names and plain values."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that are none
+            call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
+            return None
+        if not re.fullmatch(_NAME, name := ast.unparse(call.func)):
+            return None
+        arguments = {str(each.arg): ast.literal_eval(_Words().visit(each.value)) for each in call.keywords}
+        return CallPart(new_call_id(), name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except _NOT_PYTHON:
+        return None
+
+
+class _Words(ast.NodeTransformer):
+    """JSON's words are taken for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node

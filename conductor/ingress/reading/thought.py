@@ -1,0 +1,133 @@
+"""Thoughts: how they are told apart from the answer behind them, and how a guide begins only there.
+
+A thought stands between two tags at the beginning of an answer, and nowhere else: further on the same tags are text.
+Many chat templates write the first tag themselves, at the end of the prompt; some write both, so that nothing is
+thought. White space around a thought belongs to neither side. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from conductor.ingress.reading.parts import PlainReader, Reader, Said, Thought, overlap
+from mooncake.types import Guide
+
+_MAX_SPACE_CHARS = 64  # before a thought, and at its end as far as it is taken away
+
+
+class Start(Enum):
+    """Where an answer begins."""
+
+    BEFORE = auto()  # a thought, if there is one
+    WITHIN = auto()  # it
+    BEHIND = auto()  # it, or in the middle of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Around a thought. With ``is_first_left_out`` an answer begins with a thought, whoever wrote the first tag."""
+
+    begin: str
+    end: str
+    is_first_left_out: bool = False
+
+    def start(self, prompt: str, opening: str) -> Start:
+        """Of the answer to the prompt of which ``prompt`` is the end, or of one that goes on from ``opening``."""
+        if opening:
+            is_within = opening.lstrip().startswith(self.begin) and self.end not in opening
+            return Start.WITHIN if is_within else Start.BEHIND
+        if prompt.rstrip().endswith(self.end):
+            return Start.BEHIND
+        is_within = self.is_first_left_out or prompt.rstrip().endswith(self.begin)
+        return Start.WITHIN if is_within else Start.BEFORE
+
+
+class _Place(Enum):
+    """Where the reader is."""
+
+    BEFORE = auto()
+    THOUGHT = auto()
+    BEHIND = auto()  # and no answer yet
+    ANSWER = auto()
+
+
+@dataclass(slots=True)
+class ThoughtReader:
+    """Tells the thought of one answer, then what ``answer`` makes of the rest. With ``is_open`` the thought has begun
+    in the prompt; a model that writes its first tag nevertheless has not thought about tags."""
+
+    tags: Tags
+    is_open: bool
+    answer: Reader = field(default_factory=PlainReader)
+    _place: _Place = _Place.BEFORE
+    _held: str = ""
+    _has_told: bool = False  # something of the thought
+
+    @property
+    def is_thinking(self) -> bool:
+        if self._place is _Place.BEFORE:
+            return self.is_open
+        return self._place is _Place.THOUGHT or (self._place is _Place.ANSWER and self.answer.is_thinking)
+
+    def push(self, text: str, is_last: bool) -> list[Said]:
+        self._held += text
+        said: list[Said] = []
+        if self._place is _Place.BEFORE:
+            self._begin(is_last)
+        if self._place is _Place.THOUGHT:
+            said += self._think(is_last)
+        if self._place is _Place.BEHIND:
+            self._held = self._held.lstrip()
+            if self._held or is_last:
+                self._place = _Place.ANSWER
+        if self._place is _Place.ANSWER:
+            held, self._held = self._held, ""
+            said += self.answer.push(held, is_last)
+        return said
+
+    def _begin(self, is_last: bool) -> None:
+        begin = self.tags.begin
+        text = self._held.lstrip()
+        num_spaces = len(self._held) - len(text)
+        may_begin = num_spaces <= _MAX_SPACE_CHARS
+        if may_begin and text.startswith(begin):
+            self._place, self._held = _Place.THOUGHT, text[len(begin) :]
+        elif is_last or not may_begin or not begin.startswith(text):
+            self._place = _Place.THOUGHT if self.is_open else _Place.ANSWER
+
+    def _think(self, is_last: bool) -> list[Said]:
+        if not self._has_told:
+            self._held = self._held.lstrip()
+        thought, tag, behind = self._held.partition(self.tags.end)
+        if not tag and not is_last:
+            thought = thought[: len(thought) - overlap(thought, self.tags.end)]
+        told = thought[: max(len(thought.rstrip()), len(thought) - _MAX_SPACE_CHARS)]
+        if tag:
+            self._place, self._held = _Place.BEHIND, behind
+        else:
+            self._held = "" if is_last else self._held[len(told) :]
+        self._has_told |= bool(told)
+        return [Thought(told)] if told else []
+
+
+def behind_thought(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[str], int | None]) -> Guide:
+    """The guide of an answer that may think first, or has to where its thought ``is_open``.
+
+    ``token_of`` gives the control token that a tag is; None for one that is text.
+    """
+    begin, end = (spelled(tag, token_of(tag)) for tag in (tags.begin, tags.end))
+    if token_of(tags.end) is None:
+        thought = f"thought[suffix={end}]: /(?s:.*)/"
+    else:
+        thought = f"thought: inside {end}\ninside: /(?s:.*)/"
+    lead = "thought gap" if is_open else "(lead thought gap)?"
+    rules = ("%llguidance {}", f"start: {lead} @answer", thought, f"lead: gap {begin}", "gap: /\\n{0,2}/")
+    return replace(guide, lead="\n".join(rules))
+
+
+def spelled(tag: str, token_id: int | None) -> str:
+    """In a grammar."""
+    return json.dumps(tag) if token_id is None else f"<[{token_id}]>"

@@ -1,0 +1,202 @@
+"""How calls in Qwen3-Coder's form are read out of an answer while it is made: a function and its parameters as tags.
+
+Parameters come as text. What the schema of a function does not call a string is told when it is whole, as the JSON
+that it spells; strings are told as they are written. ``<tool_call>`` around a function is often left out, and so are
+ends of tags. Where the text is cut into pieces changes nothing of what comes out. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_HEAD = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}(?P<name>[\w.-]{{1,64}})>")
+_HEAD_BEGINS = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}[\w.-]{{0,64}}")
+_KEY = re.compile(rf"{_PARAMETER}(?P<key>[^>\n]{{1,256}})>")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TYPES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+
+
+class _Place(Enum):
+    """Where the reader is."""
+
+    TEXT = auto()
+    FUNCTION = auto()  # between parameters
+    VALUE = auto()  # of a parameter
+    BEHIND = auto()  # a function, and maybe before the end of the tag around it
+
+
+@dataclass(slots=True)
+class XmlCallReader:
+    """Reads one answer. ``schemas`` are those of the functions' parameters, by the functions' names."""
+
+    schemas: Mapping[str, Mapping[str, object]]
+    _place: _Place = _Place.TEXT
+    _held: str = ""
+    _num_sought: int = 0  # characters of it in which no tag begins
+    _said: list[Said] = field(default_factory=list)
+    _is_behind_call: bool = False  # and white space there is no text
+    _function: str = ""
+    _is_first: bool = True  # parameter
+    _types: tuple[str, ...] = ()  # that the open parameter may have; one string is told as it comes
+    _is_begun: bool = False  # that string
+
+    @property
+    def is_thinking(self) -> bool:
+        return False
+
+    def push(self, text: str, is_last: bool) -> list[Said]:
+        self._held += text
+        steps = {
+            _Place.TEXT: self._text,
+            _Place.FUNCTION: self._between,
+            _Place.VALUE: self._value,
+            _Place.BEHIND: self._behind,
+        }
+        while steps[self._place](is_last):
+            pass
+        said, self._said = self._said, []
+        return said
+
+    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+
+    def _text(self, is_last: bool) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
+        before, sign, behind = self._held.partition("<")
+        self._say(before)
+        self._held = sign + behind
+        if head := _HEAD.match(self._held):
+            self._function, self._is_first = head["name"], True
+            self._said.append(CallPart(new_call_id(), self._function, "{", is_end=False))
+            self._go(_Place.FUNCTION, self._held[head.end() :])
+            return True
+        if not sign or (not is_last and _may_begin(self._held)):
+            return False
+        self._say(sign)
+        self._held = behind
+        return True
+
+    def _between(self, is_last: bool) -> bool:
+        """What is neither a parameter nor an end is nothing."""
+        _, sign, behind = self._held.partition("<")
+        self._held = sign + behind
+        if key := _KEY.match(self._held):
+            self._open(key["key"].strip())
+            self._go(_Place.VALUE, self._held[key.end() :])
+            return True
+        if self._held.startswith((_FUNCTION_END, _CALL_END)) or (is_last and not self._held):
+            self._tell("}", is_end=True)
+            self._go(_Place.BEHIND, self._held.removeprefix(_FUNCTION_END))
+            return True
+        tags = (_PARAMETER, _FUNCTION_END, _CALL_END)
+        may_be_tag = any(tag.startswith(self._held) for tag in tags) or self._held.startswith(_PARAMETER)
+        if not is_last and (not sign or (may_be_tag and ">" not in self._held and len(self._held) < 512)):
+            return False
+        self._held = behind
+        return True
+
+    def _open(self, key: str) -> None:
+        properties = self.schemas.get(self._function, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        self._types, self._is_begun = _types_of(schema), False
+        self._tell(f"{'' if self._is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+        self._is_first = False
+
+    def _value(self, is_last: bool) -> bool:
+        tags = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)
+        start = max(0, self._num_sought - len(_PARAMETER_END))
+        ends = [(at, tag) for tag in tags if (at := self._held.find(tag, start)) >= 0]
+        at, tag = min(ends, default=(len(self._held), ""))
+        self._num_sought = len(self._held)
+        if self._types == ("string",):
+            self._tell_string(at, tag, is_last)
+        elif tag:
+            self._tell(_json_of(self._held[:at], self._types))
+            self._held = self._held[at:]
+        if tag:
+            self._go(_Place.FUNCTION, self._held.removeprefix(_PARAMETER_END))
+        return bool(tag)
+
+    def _tell_string(self, end: int, tag: str, is_last: bool) -> None:
+        """As far as it is known; the line breaks next to the tags are none of it."""
+        text = self._held[:end]
+        if not self._is_begun:
+            if text == "" and not tag and not is_last:
+                return
+            text, self._is_begun = text.removeprefix("\n"), True
+            self._tell('"')
+        if tag:
+            told = text.removesuffix("\n")
+        else:
+            told = text[
+                : len(text) - overlap(text, *(f"\n{tag}" for tag in (_PARAMETER_END, _FUNCTION_END, _PARAMETER)))
+            ]
+            told = told[: len(told) - overlap(told, _PARAMETER_END, _FUNCTION_END, _PARAMETER)]
+        self._tell(json.dumps(told, ensure_ascii=False)[1:-1] + ('"' if tag else ""))
+        self._held = self._held[end:] if tag else text[len(told) :]
+        self._num_sought = 0
+
+    def _behind(self, is_last: bool) -> bool:
+        text = self._held.lstrip()
+        if not is_last and _CALL_END.startswith(text):
+            return False
+        self._go(_Place.TEXT, text.removeprefix(_CALL_END))
+        self._is_behind_call = True
+        return True
+
+    def _go(self, place: _Place, held: str) -> None:
+        self._place, self._held, self._num_sought = place, held, 0
+
+    def _tell(self, arguments: str, is_end: bool = False) -> None:
+        if arguments:
+            self._said.append(CallPart("", "", arguments, is_end))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._said.append(text)
+
+
+def _may_begin(text: str) -> bool:
+    """Whether a call may begin with ``text``, of which there is too little to know."""
+    if _HEAD_BEGINS.fullmatch(text):
+        return True
+    behind = text.removeprefix(_CALL).lstrip() if text.startswith(_CALL) else text
+    return len(text) < 128 and (_FUNCTION.startswith(behind) or _CALL.startswith(text))
+
+
+def _types_of(schema: object) -> tuple[str, ...]:
+    """What a parameter may be: nothing that is known is a string, and () anything."""
+    if not isinstance(schema, dict) or not schema:
+        return ("string",)
+    types = schema.get("type", [])
+    found = tuple(str(each) for each in types) if isinstance(types, list) else (str(types),)
+    return ("string",) if not found and set(schema) <= {"description", "title", "default"} else found
+
+
+def _json_of(text: str, types: tuple[str, ...]) -> str:
+    """``text`` as a JSON value of one of ``types``; a string where it spells none."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    try:
+        value = json.loads(_PYTHON_WORDS.get(text.strip(), text))
+        is_one = "string" not in types or not set(_TYPES[type(value)]).isdisjoint(types)
+        return json.dumps(value if is_one else text, ensure_ascii=False, allow_nan=False)
+    except NOT_JSON:
+        return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,99 @@
+"""A model that thinks, and calls tools behind a control token, through a whole cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from live import running_cluster, small_config
+from tiny_model import tiny_model, tiny_tokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from mooncake.app.local import LocalCluster
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+ASK = [{"role": "user", "content": "the quick brown fox"}]
+TOOL = {"type": "function", "function": {"name": "jump", "parameters": {"type": "object"}}}
+
+
+def write_thinking_model(folder: Path) -> dict[str, int]:
+    """Random weights. Returns the ids of what stands around thoughts and calls."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tiny_model("qwen3", vocab_size=tokenizer.get_vocab_size()).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return {name: tokenizer.token_to_id(name) for name in ("</think>", "[TOOL_CALLS]")}
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, dict[str, int]]]:
+    folder = tmp_path_factory.mktemp("thinking")
+    ids = write_thinking_model(folder)
+    small = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
+    with running_cluster(small_config(f"model.path={folder}", *small)) as cluster:
+        yield cluster, ids
+
+
+@pytest.mark.timeout(240)
+async def test_thoughts_are_free_and_answers_are_guided(thinking: tuple[LocalCluster, dict[str, int]]) -> None:
+    cluster, ids = thinking
+    async with openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client:
+        asked = {
+            "model": (await client.models.list()).data[0].id,
+            "messages": ASK,
+            "n": 4,
+            "seed": 1,
+            "logit_bias": {str(ids["</think>"]): 4},  # so that a random model stops thinking
+            "max_tokens": 120,
+            "extra_body": {"guided_choice": ["fox", "dog"]},
+        }
+        answer = await client.chat.completions.create(**asked)
+        messages = [choice.message for choice in answer.choices if choice.finish_reason == "stop"]
+        assert messages and {message.content for message in messages} <= {"fox", "dog"}
+        assert any(message.reasoning for message in messages)
+        assert answer.usage.completion_tokens_details.reasoning_tokens > len(messages)
+
+        thoughts, texts = [""] * 4, [""] * 4
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                thoughts[choice.index] += getattr(choice.delta, "reasoning_content", None) or ""
+                texts[choice.index] += choice.delta.content or ""
+        assert thoughts == [choice.message.reasoning or "" for choice in answer.choices]
+        assert texts == [choice.message.content for choice in answer.choices]
+
+
+@pytest.mark.timeout(240)
+async def test_a_call_behind_a_control_token_is_read(thinking: tuple[LocalCluster, dict[str, int]]) -> None:
+    cluster, ids = thinking
+    async with openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client:
+        asked = {
+            "model": (await client.models.list()).data[0].id,
+            "tools": [TOOL],
+            "temperature": 0,
+            "logit_bias": {str(ids["</think>"]): 100},
+            "max_tokens": 60,
+            "extra_body": {"guided_grammar": f'start: <[{ids["[TOOL_CALLS]"]}]> "jump{{" /"over": [0-9]/ "}}"'},
+        }
+        answer = await client.chat.completions.create(messages=ASK, **asked)
+        said = answer.choices[0].message
+        assert (said.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+        [call] = said.tool_calls
+        assert call.function.name == "jump" and json.loads(call.function.arguments)["over"] in range(10)
+
+        turns = [*ASK, said, {"role": "tool", "tool_call_id": call.id, "content": "over"}]
+        again = await client.chat.completions.create(messages=turns, **asked)
+        assert again.usage.prompt_tokens_details.cached_tokens > 0  # what the template made of it is what was said

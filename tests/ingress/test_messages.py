@@ -1,0 +1,215 @@
+"""Anthropic's Messages API: blocks and events, thoughts and calls, and what it refuses; by its official client, too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import pytest_asyncio
+
+from mooncake.errors import NodeUnavailable
+from mooncake.types import GuideKind
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASK = [{"role": "user", "content": "Weather?"}]
+WEATHER = {
+    "name": "get_weather",
+    "description": "Of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+TEXT = f"<think>\nHm.\n</think>\n\nLet me see. {CALL}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_front(module_front_of):
+    async with module_front_of(template="{{ tools }} <tool_call> tool_calls <think> </think>") as front:
+        yield front
+
+
+def prompt_of(front) -> str:
+    return bytes(front.script.asked[-1].tokens.tolist()).decode()
+
+
+async def ask(front, **wishes):
+    return await front.http.post("/v1/messages", json={"model": "bytes", "max_tokens": 200, "messages": ASK} | wishes)
+
+
+async def events_of(front, **wishes):
+    body = {"model": "bytes", "max_tokens": 200, "messages": ASK, "stream": True} | wishes
+    async with front.http.stream("POST", "/v1/messages", json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert lines[::2] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+async def test_a_text_is_answered_whole(front):
+    front.script.cached_tokens = 3
+    answer = (await ask(front, system="Be brief.", temperature=0.5, metadata={"user_id": "me"})).json()
+
+    assert answer["id"].startswith("msg_") and (answer["type"], answer["role"]) == ("message", "assistant")
+    assert answer["content"] == [{"type": "text", "text": "Hello, wörld!"}]
+    assert (answer["stop_reason"], answer["stop_sequence"], answer["model"]) == ("end_turn", None, "bytes")
+    assert prompt_of(front) == "<system>Be brief.<user>Weather?<assistant>"
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt_of(front))
+    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, len("Hello, wörld!".encode()) + 1)
+    assert (front.script.asked[0].sampling.temperature, front.script.asked[0].session) == (0.5, "me")
+
+
+async def test_a_stream_tells_the_same_block_by_block(front):
+    front.script.text = TEXT
+    answer = (await ask(front, tools=[WEATHER])).json()
+    events = await events_of(front, tools=[WEATHER])
+
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    kinds = [kind for kind, _ in itertools.groupby(event["type"] for event in events)]
+    assert kinds == ["message_start", *block * 3, "message_delta", "message_stop"]
+    assert events[0]["message"]["content"] == [] and events[0]["message"]["usage"]["input_tokens"] > 0
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    said = [""] * 3
+    for event in events:
+        if event["type"] == "content_block_delta":
+            [text] = (value for name, value in event["delta"].items() if name != "type")
+            said[event["index"]] += text
+    assert [part["type"] for part in blocks] == ["thinking", "text", "tool_use"]
+    assert blocks[2]["input"] == {} and said == ["Hm.", "Let me see. ", '{"city": "Bern"}']
+    assert answer["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "Let me see. "},
+        {"type": "tool_use", "id": answer["content"][2]["id"], "name": "get_weather", "input": {"city": "Bern"}},
+    ]
+    end = events[-2]
+    assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and answer["stop_reason"] == "tool_use"
+    assert end["usage"] == answer["usage"]
+
+
+async def test_thoughts_are_left_out_for_who_does_not_want_them(front):
+    front.script.text = "<think>Hm.</think>So."
+    answer = (await ask(front, thinking={"type": "adaptive", "display": "omitted"})).json()
+    assert [block["type"] for block in answer["content"]] == ["text"]
+    assert prompt_of(front).startswith("[enable_thinking=True]")
+    await ask(front, thinking={"type": "disabled"}, output_config={"effort": "low"})
+    assert "[enable_thinking=False]" in prompt_of(front) and "[reasoning_effort=low]" in prompt_of(front)
+
+
+async def test_calls_and_their_results_come_back(front):
+    front.script.text = TEXT
+    first = (await ask(front, tools=[WEATHER])).json()
+    call_id = first["content"][2]["id"]
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "text", "text": "12"}]}
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    front.script.text = "Mild."
+    answer = (await ask(front, tools=[WEATHER], messages=turns)).json()
+    assert answer["content"] == [{"type": "text", "text": "Mild."}]
+    prompt = prompt_of(front)
+    assert "<assistant>Let me see. {'reasoning_content': 'Hm.'" in prompt and "'arguments': {'city': 'Bern'}" in prompt
+    assert f"<tool>12{{'tool_call_id': '{call_id}'}}<user>And?<assistant>" in prompt
+
+
+async def test_why_an_answer_ended(front):
+    cut = (await ask(front, max_tokens=5)).json()
+    assert (cut["stop_reason"], cut["content"][0]["text"]) == ("max_tokens", "Hello")
+    stopped = (await ask(front, stop_sequences=["wör"])).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "wör")
+    assert stopped["content"][0]["text"] == "Hello, "
+    front.script.ends = False
+    full = (await ask(front, max_tokens=100_000)).json()  # clients ask for more than a context holds
+    assert full["stop_reason"] == "model_context_window_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_guided"), [({"type": "auto"}, False), ({"type": "any"}, True), ({"type": "none"}, False)]
+)
+async def test_a_call_can_be_demanded(front, choice, is_guided):
+    front.script.text = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    answer = (await ask(front, tools=[WEATHER], tool_choice=choice)).json()
+    assert [block["type"] for block in answer["content"]] == ["tool_use" if is_guided else "text"]
+    assert (front.script.asked[0].sampling.guide is not None) == is_guided
+    assert ("get_weather" in prompt_of(front)) == (choice["type"] != "none")
+
+
+async def test_a_format_is_a_guide_and_a_last_turn_of_the_assistant_goes_on(front):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    turns = [*ASK, {"role": "assistant", "content": "It is"}]
+    await ask(front, messages=turns, output_config={"format": {"type": "json_schema", "schema": schema}})
+    guide = front.script.asked[0].sampling.guide
+    assert guide.kind is GuideKind.JSON_SCHEMA and json.loads(guide.text) == schema
+    assert prompt_of(front) == "<user>Weather?<assistant>It is"
+
+
+async def test_tokens_are_counted_as_they_would_be_read(front):
+    wishes = {"messages": ASK, "system": "Be brief.", "tools": [WEATHER]}
+    counted = (await front.http.post("/v1/messages/count_tokens", json={"model": "bytes"} | wishes)).json()
+    await ask(front, **wishes)
+    assert counted == {"input_tokens": len(front.script.asked[0].tokens)}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "status", "kind", "sentence"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
+        ({"n": 2}, 400, "invalid_request_error", "n: "),
+        ({"messages": []}, 400, "invalid_request_error", "messages: at least one"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "messages[0].role: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0]: only text",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools[0].type: "),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
+        ({"model": "other"}, 404, "not_found_error", "the model 'other' is not served"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_is_refused_in_its_words(front, wishes, status, kind, sentence, stream):
+    refused = await ask(front, stream=stream, **wishes)
+    assert refused.status_code == status
+    body = refused.json()
+    assert (body["type"], body["error"]["type"]) == ("error", kind) and body["error"]["message"].startswith(sentence)
+
+
+async def test_a_failure_ends_a_stream_with_an_event(front):
+    front.script.error, front.script.error_after = NodeUnavailable("gone"), 3
+    events = await events_of(front)
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "overloaded_error"
+
+
+async def test_a_key_may_stand_where_its_clients_show_it(open_front):
+    async with open_front(api_keys=("sk-1",)) as front:
+        body = {"model": "bytes", "max_tokens": 5, "messages": ASK}
+        for key, status in (("sk-1", 200), ("sk-2", 401)):
+            answer = await front.http.post("/v1/messages", json=body, headers={"x-api-key": key})
+            assert answer.status_code == status
+        assert answer.json()["error"]["message"] == "the API key is not one of this server's"
+
+
+async def test_the_official_client_reads_all_of_it(front):
+    anthropic = pytest.importorskip("anthropic")
+    front.script.text = TEXT
+    async with anthropic.AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+        asked = {"model": "bytes", "max_tokens": 200, "messages": ASK, "tools": [WEATHER]}
+        message = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            told = [text async for text in stream.text_stream]
+            streamed = await stream.get_final_message()
+        counted = await client.messages.count_tokens(model="bytes", messages=ASK, tools=[WEATHER])
+        with pytest.raises(anthropic.NotFoundError, match="is not served"):
+            await client.messages.create(**asked | {"model": "other"})
+
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert message.content[2].input == streamed.content[2].input == {"city": "Bern"}
+    assert streamed.content[0].thinking == "Hm." and "".join(told) == "Let me see. "
+    assert streamed.stop_reason == message.stop_reason == "tool_use"
+    assert streamed.usage.output_tokens == message.usage.output_tokens
+    assert counted.input_tokens == message.usage.input_tokens

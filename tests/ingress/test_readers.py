@@ -1,0 +1,385 @@
+"""Readers of answers: wherever a text is cut, the same thoughts, calls and texts come out, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.ingress.reading.form import TAGS, THINK, answer_form
+from conductor.ingress.reading.harmony import HarmonyReader
+from conductor.ingress.reading.json_calls import GRANITE, LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.parts import CallPart, PlainReader, Thought, joined_calls, merged
+from conductor.ingress.reading.python_calls import PythonCallReader
+from conductor.ingress.reading.thought import Start, ThoughtReader
+from conductor.ingress.reading.xml_calls import XmlCallReader
+from conductor.ingress.tools import Function, Tools
+from mooncake.errors import ConfigError
+from mooncake.types import Guide, GuideKind
+
+TEXT = "<think>\nHm, a <b> or\n\n</thin… \n</think>\n\nBecause <think> is a tag."
+
+
+def heard(reader, pieces):
+    """What a reader tells, in its order: texts, thoughts, and calls with whether they ended."""
+    parts = [part for at, piece in enumerate(pieces) for part in reader.push(piece, is_last=at == len(pieces) - 1)]
+    told = []
+    for part in merged(parts):
+        if isinstance(part, CallPart) and not part.name:
+            told[-1].append(part)
+        else:
+            told.append([part] if isinstance(part, CallPart) else part)
+    return [call_of(part) if isinstance(part, list) else part for part in told]
+
+
+def call_of(parts):
+    [call] = joined_calls(parts)
+    return (call.name, call.arguments) if call.is_end else (call.name, call.arguments, "cut")
+
+
+def in_three(text):
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1, 3):
+            yield [text[:first], text[first:second], text[second:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "thought", "answer"),
+    [
+        (TEXT, False, "Hm, a <b> or\n\n</thin…", "Because <think> is a tag."),
+        (TEXT, True, "Hm, a <b> or\n\n</thin…", "Because <think> is a tag."),  # a tag that the prompt has is no thought
+        ("a b </think> c", True, "a b", "c"),
+        ("a </think> c </think>", True, "a", "c </think>"),
+        (" \n<think> a </think> c", False, "a", "c"),
+        ("<think>\n\n</think>\n\nc", False, "", "c"),
+        (" c <think>a</think>", False, "", " c <think>a</think>"),
+        ("<thin", False, "", "<thin"),
+        ("<thin", True, "<thin", ""),
+        ("<think>a </th", False, "a </th", ""),
+        ("a \n", True, "a", ""),
+        (" " * 80 + "<think>a", False, "", " " * 80 + "<think>a"),
+        ("a" + " " * 80 + "</think>b", True, "a" + " " * 16, "b"),
+        ("", False, "", ""),
+        ("<think>", False, "", ""),
+        ("<think></think>  ", False, "", ""),
+    ],
+)
+def test_a_thought_is_told_apart_wherever_it_is_cut(text, is_open, thought, answer):
+    expected = [*([Thought(thought)] if thought else []), *([answer] if answer else [])]
+    for pieces in in_three(text):
+        assert heard(ThoughtReader(THINK, is_open), pieces) == expected
+
+
+@given(
+    text=st.text("<>/think \n{}", max_size=40).map(lambda text: text.replace("think", "<think>")),
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+    is_open=st.booleans(),
+)
+def test_any_text_cut_anywhere_says_the_same(text, cuts, is_open):
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    readers = (ThoughtReader(THINK, is_open, CallReader()) for _ in range(2))
+    assert heard(next(readers), pieces) == heard(next(readers), [text])
+
+
+def test_the_form_is_read_from_the_template_or_named():
+    def tags(template: str, name: str = "auto"):
+        return answer_form(name, "auto", template, False).tags
+
+    assert tags("{{ '<think>' }} x.split('</think>')") is THINK and tags("<|im_start|>") is None
+    assert answer_form("auto", "auto", "tools <tool_call> <arg_key>", True).takes_tools is False
+    assert tags("[THINK] [/THINK]") is TAGS["mistral"] and tags("</think>", "none") is None
+    assert tags("", "deepseek_r1").start("<|im_start|>assistant", "") is Start.WITHIN
+    assert tags("", "deepseek_r1").start("<think>\n\n</think>\n\n", "") is Start.BEHIND
+    assert tags("", "qwen3").start("<|im_start|>assistant", "") is Start.BEFORE
+    with pytest.raises(ConfigError, match="openai_gptoss and openai go together, got 'qwen3' and 'openai'"):
+        answer_form("qwen3", "openai", "", True)
+    with pytest.raises(ConfigError, match=r"conductor.reasoning_parser must be one of auto, none, qwen3.*got 'qwen'"):
+        tags("", "qwen")
+
+
+def test_tags_that_are_control_tokens_are_tokens_of_a_guide():
+    guide = answer_form("mistral", "auto", "", False).guide(
+        Guide(GuideKind.REGEX, "a"), Start.WITHIN, {"[THINK]": 34, "[/THINK]": 35}.get
+    )
+    assert "<[35]>" in guide.lead and "[/THINK]" not in guide.lead and guide.text == "a"
+
+
+ONE = '{"name": "f", "parameters": {"x": "}\\"{"}}'
+CALLED = [Thought("Hm, <b>."), ("f", '{"x": 1}')]
+LIST = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (ONE, [("f", '{"x": "}\\"{"}')]),
+        (f" \n{ONE}\n", [("f", '{"x": "}\\"{"}')]),
+        (f"<|python_tag|>{ONE}", [("f", '{"x": "}\\"{"}')]),
+        (f"So: <|python_tag|>{ONE}", ["So: ", ("f", '{"x": "}\\"{"}')]),
+        (f"{ONE}; {ONE}", [("f", '{"x": "}\\"{"}')] * 2),
+        (f"{ONE}\n<|python_tag|>{ONE}", [("f", '{"x": "}\\"{"}')] * 2),
+        (f"{ONE} So.", [("f", '{"x": "}\\"{"}'), "So."]),
+        ('{"type": "function", "name": "f", "parameters": {"x": 1}}', [("f", '{"x": 1}')]),
+        ('{"parameters": {"x": 1}, "name": "f"}', [("f", '{"x": 1}')]),
+        ('{"name": "f", "parameters": {"x": ', [("f", '{"x": ', "cut")]),
+        # no calls
+        ("Hello {", ["Hello {"]),
+        (f"Say {ONE}", [f"Say {ONE}"]),
+        ('{"name": "Ann", "age": 3}', ['{"name": "Ann", "age": 3}']),
+        ('{"city": "Bern"} <|python_tag|>x', ['{"city": "Bern"} <|python_tag|>x']),
+        ("[a](b) {", ["[a](b) {"]),
+        ('<|python_tag|>print("x")', ['<|python_tag|>print("x")']),
+        ("<|python_t", ["<|python_t"]),
+        ('{"na', ['{"na']),
+        ("  ", ["  "]),
+    ],
+)
+def test_llama_calls_bare_or_behind_its_tag(text, told):
+    for pieces in in_three(text):
+        assert heard(CallReader(form=LLAMA_3), pieces) == told
+
+
+def test_what_begins_like_a_call_is_told_as_soon_as_it_is_none():
+    text = '{"city": "Bern", "name": "f"}'
+    reader = CallReader(form=LLAMA_3)
+    told = [reader.push(char, is_last=False) for char in text]
+    assert told[:2] == [[], []] and merged(part for parts in told for part in parts) == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"[TOOL_CALLS] {LIST}", [("f", '{"x": 1}'), ("g", "{}")]),
+        ('[TOOL_CALLS]f{"x": {"y": "}"}}', [("f", '{"x": {"y": "}"}}')]),
+        ('So.[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g-2 [ARGS] {}', ["So.", ("f", '{"x": 1}'), ("g-2", "{}")]),
+        ('[TOOL_CALLS]f[CALL_ID]abc123[ARGS]{"x": 1}', [("f", '{"x": 1}')]),
+        ('[TOOL_CALLS]f[ARGS]{"x": ', [("f", '{"x": ', "cut")]),
+        ("[TOOL_CALLS]f{} And?", [("f", "{}"), "And?"]),
+        ("[TOOL_CALLS] none", ["[TOOL_CALLS] none"]),
+        ("[TOOL_CALLS][{]", ["[TOOL_CALLS][{]"]),
+        ("[TOOL_", ["[TOOL_"]),
+        ("[1] is [TOOL", ["[1] is [TOOL"]),
+    ],
+)
+def test_mistral_calls_as_a_list_or_each_behind_its_tag(text, told):
+    for pieces in in_three(text):
+        assert heard(CallReader(form=MISTRAL), pieces) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"So.<|tool_call|>{LIST}<|/tool_call|>!", ["So.", ("f", '{"x": 1}'), ("g", "{}"), "!"]),
+        (f"<|tool_call|>{LIST}", [("f", '{"x": 1}'), ("g", "{}")]),
+        ('<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', [("f", "{}")]),
+        ("<|tool_call|>none<|/tool_call|>", ["<|tool_call|>none<|/tool_call|>"]),
+    ],
+)
+def test_granite_s_and_phi_s_calls(text, told):
+    for pieces in in_three(text):
+        assert heard(CallReader(form=GRANITE), pieces) == told
+
+
+def test_mistral_s_templates_take_the_ids_of_its_calls():
+    form = answer_form("auto", "auto", "tools [TOOL_CALLS]", True)
+    written = form.reader(Tools((Function("f"),)), Start.BEHIND).push(f"[TOOL_CALLS]{LIST}", is_last=True)
+    demanded = form.reader(Tools((Function("f"),), must_call=True), Start.BEHIND).push(LIST[1:-1], is_last=True)
+    ids = [part.call_id for part in (*written, *demanded) if isinstance(part, CallPart) and part.name]
+    assert len(set(ids)) == 3 and all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+SCHEMAS = {
+    "f": {
+        "properties": {
+            "s": {"type": "string"},
+            "n": {"type": "integer"},
+            "l": {"type": "array"},
+            "b": {"type": "boolean"},
+            "o": {"type": ["string", "null"]},
+            "any": {"anyOf": [{"type": "object"}]},
+        }
+    }
+}
+CODE = '  if a < b:\n\n</p> "'
+F, END = "<tool_call>\n<function=f>\n", "</function>\n</tool_call>"
+
+
+def parameter(key, value):
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{F}{parameter('s', 'Zürich')}{END}", [("f", '{"s": "Zürich"}')]),
+        (f"So.\n{F}{parameter('n', '3')}{parameter('b', 'True')}{END}", ["So.\n", ("f", '{"n": 3, "b": true}')]),
+        (f"{F}{parameter('l', '[1, {}]')}{parameter('any', '{}')}{END}!", [("f", '{"l": [1, {}], "any": {}}'), "!"]),
+        (f"{F}{parameter('o', 'null')}{parameter('o', '5')}{END}", [("f", '{"o": null, "o": "5"}')]),
+        (f"{F}{parameter('any', 'NaN')}{END}", [("f", '{"any": "NaN"}')]),
+        (f"{F}{parameter('n', 'many')}{parameter('x', '5')}{END}", [("f", '{"n": "many", "x": "5"}')]),
+        (f"{F}{parameter('s', 'a')}{END} {F}{END}", [("f", '{"s": "a"}'), ("f", "{}")]),
+        (f"<function=f>{parameter('s', '')}</function>", [("f", '{"s": ""}')]),
+        # its text is what stands between, without the line breaks next to the tags
+        (
+            f"{F}{parameter('s', '  if a < b:' + chr(10) * 2 + '</p> ' + chr(34))}{END}",
+            [("f", '{"s": "  if a < b:\\n\\n</p> \\""}')],
+        ),
+        (f"{F}<parameter=s>a</parameter>{END}", [("f", '{"s": "a"}')]),
+        # ends that are missing
+        (f"{F}<parameter=s>\na\n<parameter=n>\n1\n{END}", [("f", '{"s": "a", "n": 1}')]),
+        (f"{F}{parameter('s', 'a')}</tool_call>b", [("f", '{"s": "a"}'), "b"]),
+        (f"{F}{parameter('s', 'a')}", [("f", '{"s": "a"}')]),
+        (f"{F}<parameter=s>\nab", [("f", '{"s": "ab', "cut")]),
+        (f"{F}<parameter=n>\n12", [("f", '{"n": ', "cut")]),
+        (f"{F}?<b>{parameter('n', '1')}?{END}", [("f", '{"n": 1}')]),
+        # no calls
+        ("<tool_call>\n<fun", ["<tool_call>\n<fun"]),
+        ("<tool_call>f</tool_call>", ["<tool_call>f</tool_call>"]),
+        ("a < b <function= <function=>", ["a < b <function= <function=>"]),
+        ("<<tool_call", ["<<tool_call"]),
+    ],
+)
+def test_calls_as_functions_and_parameters(text, told):
+    for pieces in in_three(text):
+        assert heard(XmlCallReader(SCHEMAS), pieces) == told
+
+
+def test_a_string_parameter_is_told_as_it_is_written():
+    reader = XmlCallReader(SCHEMAS)
+    parts = [part for char in f"{F}{parameter('s', 'abcdef')}" for part in reader.push(char, is_last=False)]
+    assert [part.arguments for part in parts if part.arguments.isalpha()] == list("abcdef")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            '[f(x=1, s="a]\\")", l=[{"b": True}]), g()]',
+            [("f", '{"x": 1, "s": "a]\\")", "l": [{"b": true}]}'), ("g", "{}")],
+        ),
+        ("<|python_start|>[f(x=-1.5)]<|python_end|> So.", [("f", '{"x": -1.5}'), "So."]),
+        (" [f(a=true, b=null, c=None,),\n] ", [("f", '{"a": true, "b": null, "c": null}')]),
+        ("[f(x=1), then", [("f", '{"x": 1}'), "then"]),
+        ("[f(x=1), g(1)]", [("f", '{"x": 1}'), "g(1)]"]),
+        ("[f(x=1), g()()]", [("f", '{"x": 1}'), ("g", "{}"), "()]"]),
+        ("[f(x=1), (f)(), 1]", [("f", '{"x": 1}'), "(f)(), 1]"]),
+        # no calls
+        ("[f(x=", ["[f(x="]),
+        ("[f(x=y)]", ["[f(x=y)]"]),
+        ("[f(**{})]", ["[f(**{})]"]),
+        ("[f(x=1e999)]", ["[f(x=1e999)]"]),
+        ("[a](b)", ["[a](b)"]),
+        ("[1, 2]", ["[1, 2]"]),
+        ("So [f()]", ["So [f()]"]),
+        ("<|python_start|>x", ["<|python_start|>x"]),
+        ("[", ["["]),
+    ],
+)
+def test_calls_as_a_list_of_python_s(text, told):
+    for pieces in in_three(text):
+        assert heard(PythonCallReader(), pieces) == told
+
+
+def test_a_call_of_python_s_that_nests_without_end_is_none():
+    for depth in (300, 50_000):
+        text = f"[f(x={'(' * depth}{')' * depth})]"
+        assert heard(PythonCallReader(), [text]) == [text]
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm, <b>.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+COMMENTARY = "<|start|>assistant<|channel|>commentary"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{ANALYSIS}{FINAL}It <|is|> so.<|return|>", [Thought("Hm, <b>."), "It <|is|> so."]),
+        (f"{ANALYSIS}{FINAL}It", [Thought("Hm, <b>."), "It"]),
+        ("<|channel|>final<|message|>So.", ["So."]),
+        (f"{ANALYSIS}{COMMENTARY} to=functions.f <|constrain|>json<|message|>" + '{"x": 1}<|call|>', CALLED),
+        (f"{ANALYSIS}<|start|>assistant to=functions.f<|channel|>commentary json<|message|>" + ' {"x": 1}', CALLED),
+        (f"{ANALYSIS}{COMMENTARY} to=f<|message|>" + '{"x": 1} }<|end|>', CALLED),
+        (' to=functions.f<|channel|>commentary<|message|>{"x": ', [("f", '{"x": ', "cut")]),
+        (f"{ANALYSIS}{COMMENTARY}<|message|>I look.<|end|>{FINAL}So.", [Thought("Hm, <b>."), "I look.\n\nSo."]),
+        (f"{ANALYSIS}<|start|>assistant{ANALYSIS}", [Thought("Hm, <b>.\n\nHm, <b>.")]),
+        ("<|channel|>analysis<|message|>Hm{FINAL}".replace("{FINAL}", FINAL) + "So.", [Thought("Hm"), "So."]),
+        (f"{ANALYSIS}{COMMENTARY} to=browser.search<|message|>x", [Thought("Hm, <b>."), "x"]),
+        # cut in a header, and what has none
+        ("<|channel|>ana", []),
+        (f"{ANALYSIS}<|start|>assist", [Thought("Hm, <b>.")]),
+        ("So.", ["So."]),
+        ("to be", ["to be"]),
+        ("to", ["to"]),
+        ("<|chan", ["<|chan"]),
+        (f"{ANALYSIS} So.", [Thought("Hm, <b>."), "So."]),
+        ("", []),
+    ],
+)
+def test_harmony_s_channels_are_thoughts_texts_and_calls(text, told):
+    for pieces in in_three(text):
+        assert heard(HarmonyReader(PlainReader(), calls=True), pieces) == told
+
+
+def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
+    form = answer_form("auto", "auto", "tools <|channel|> tool_calls", True)
+    assert form.thinks and form.takes_calls
+    call = f'{ANALYSIS}{COMMENTARY} to=functions.f<|message|>{{"x": 1}}'
+    assert heard(form.reader(None, Start.BEFORE), [call]) == [Thought("Hm, <b>."), '{"x": 1}']
+    demanded = f'{ANALYSIS}{FINAL}{{"name": "f", "arguments": {{"x": 1}}}}'
+    tools = Tools((Function("f"),), must_call=True)
+    assert heard(form.reader(tools, Start.BEFORE), [demanded]) == CALLED
+    assert heard(form.reader(None, form.start("<|message|>", "")), ["So.<|return|>"]) == ["So."]
+    with_once = form.reader(Tools((Function("f"),), once=True), Start.BEFORE)
+    assert heard(with_once, [f"{call}<|call|>{FINAL}So."]) == CALLED
+
+
+READERS = {
+    "harmony": (
+        lambda: HarmonyReader(PlainReader(), calls=True),
+        [ANALYSIS, FINAL, f"{COMMENTARY} to=functions.f", "<|message|>", "<|end|>", "<|start|>", '{"x": {}}', "to="],
+    ),
+    "llama": (lambda: CallReader(form=LLAMA_3), ["<|python_tag|>", ONE, "; ", '{"name": "f"', "}", "{"]),
+    "mistral": (lambda: CallReader(form=MISTRAL), ["[TOOL_CALLS]", LIST, "f", "[ARGS]", "{}", "[CALL_ID]a", "{"]),
+    "hermes": (CallReader, ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "{", "\n"]),
+    "xml": (
+        lambda: XmlCallReader(SCHEMAS),
+        [F, END, parameter("s", "a<"), parameter("n", "1"), "</parameter>", "<parameter=s>", "\n"],
+    ),
+    "python": (PythonCallReader, ["[", "f(", "x=1", ")", "]", ", ", "g()", "'", "<|python_end|>"]),
+    "thought": (
+        lambda: ThoughtReader(THINK, False, CallReader()),
+        ["<think>", "</think>", "\n", '<tool_call>{"name": "f", "arguments": {}}', "a"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(data=st.data())
+def test_whatever_is_written_says_the_same_wherever_it_is_cut(name, data):
+    make, words = READERS[name]
+    text = "".join(data.draw(st.lists(st.sampled_from([*words, " ", "a", "<", '"']), max_size=9)))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    ends = sorted({*cuts, len(text)})
+    pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    assert heard(make(), pieces) == heard(make(), [text])
+    letters = [*text, ""]
+    assert heard(make(), letters) == heard(make(), [text])
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("more", ["a", " ", "{", "<", "(", '"', "\n"])
+def test_no_answer_takes_more_time_with_each_piece(name, more):
+    """Whoever asks may make a model say anything, and one event loop reads for all."""
+    make, words = READERS[name]
+    starts = (f"{F}<parameter=n>", f"{F}<parameter=s>", "[f(", '{"name": "f", "parameters": {"x": "', "<|channel|>")
+    for start in (words[0], "", *starts):
+        reader = make()
+        reader.push(start, is_last=False)
+        began = time.process_time()
+        for _ in range(15_000):
+            reader.push(more * 2, is_last=False)
+        assert time.process_time() - began < 2, start  # tens of milliseconds
