@@ -3,7 +3,7 @@
 Each shape is timed in one run with the limit it is held to: a measured read-only stream, a measured matrix product, the
 measured link. Every part has a process and a time limit of its own, since a fault on a GPU ends all that a process does
 there, and the file is written after each; a part that is stopped keeps what it had measured. What TARGETS asks for
-comes first, since a card may be lent for minutes. ``--resume`` keeps the parts that a file has and runs the rest: what
+comes first, since time on a card is short. ``--resume`` keeps the parts that a file has and runs the rest: what
 failed, what was left out, and what other code than this had measured.
 ``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU: its times mean nothing, and
 it says so.
