@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.ingress.reading.form import TAGS, THINK, answer_form
+from conductor.ingress.reading.form import TAGS, THINK, Calls, answer_form
 from conductor.ingress.reading.harmony import HarmonyReader
-from conductor.ingress.reading.json_calls import GRANITE, LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.json_calls import DEEPSEEK, GRANITE, KIMI, LLAMA_3, MISTRAL, CallReader
 from conductor.ingress.reading.parts import CallPart, PlainReader, Thought, joined_calls, merged
 from conductor.ingress.reading.python_calls import PythonCallReader
 from conductor.ingress.reading.thought import Start, ThoughtReader
@@ -90,6 +90,8 @@ def test_the_form_is_read_from_the_template_or_named():
 
     assert tags("{{ '<think>' }} x.split('</think>')") is THINK and tags("<|im_start|>") is None
     assert answer_form("auto", "auto", "tools <tool_call> <arg_key>", True).takes_tools is False
+    assert answer_form("auto", "auto", "tools <｜tool▁call▁begin｜>", True).calls is Calls.DEEPSEEK
+    assert answer_form("auto", "deepseek_v31", "tools", True).calls is Calls.DEEPSEEK
     assert tags("[THINK] [/THINK]") is TAGS["mistral"] and tags("</think>", "none") is None
     assert tags("", "deepseek_r1").start("<|im_start|>assistant", "") is Start.WITHIN
     assert tags("", "deepseek_r1").start("<think>\n\n</think>\n\n", "") is Start.BEHIND
@@ -181,6 +183,58 @@ def test_mistral_calls_as_a_list_or_each_behind_its_tag(text, told):
 def test_granite_s_and_phi_s_calls(text, told):
     for pieces in in_three(text):
         assert heard(CallReader(form=GRANITE), pieces) == told
+
+
+def kimi(name: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+KIMI_CALLS = kimi("functions.f:0", ' {"x": 1}') + kimi("functions.g:1", "{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            f"So.<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>",
+            ["So.", ("f", '{"x": 1}'), ("g", "{}")],
+        ),
+        (kimi("f", "{}"), [("f", "{}")]),
+        ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{", [("f", "{", "cut")]),
+        ("<|tool_call_begin|>none<|tool_call_end|>", ["<|tool_call_begin|>none<|tool_call_end|>"]),
+        ("a <|tool_calls_section", ["a <|tool_calls_section"]),
+    ],
+)
+def test_kimi_s_calls(text, told):
+    for pieces in in_three(text):
+        assert heard(CallReader(form=KIMI), pieces) == told
+
+
+def test_kimi_s_calls_have_the_ids_that_it_gave_them():
+    reader = answer_form("auto", "auto", "tools <|tool_call_begin|>", True).reader(
+        Tools((Function("f"),)), Start.BEHIND
+    )
+    told = [part for part in reader.push(KIMI_CALLS, is_last=True) if isinstance(part, CallPart)]
+    assert [part.call_id for part in told if part.name] == ["functions.f:0", "functions.g:1"]
+
+
+def deepseek(inside: str) -> str:
+    return f"<｜tool▁call▁begin｜>{inside}<｜tool▁call▁end｜>"
+
+
+V3 = (
+    deepseek('function<｜tool▁sep｜>f\n```json\n{"x": 1}\n```')
+    + "\n"
+    + deepseek("function<｜tool▁sep｜>g\n```json\n{}\n```")
+)
+V31 = deepseek('f<｜tool▁sep｜>{"x": 1}') + deepseek("g<｜tool▁sep｜>{}")
+
+
+@pytest.mark.parametrize("calls", [V3, V31], ids=["V3", "V3.1"])
+def test_deepseek_s_calls(calls):
+    for pieces in in_three(f"So.<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"):
+        assert heard(CallReader(form=DEEPSEEK), pieces) == ["So.", ("f", '{"x": 1}'), ("g", "{}")]
+    assert heard(CallReader(form=DEEPSEEK), [deepseek("none")]) == [deepseek("none")]
 
 
 def test_mistral_s_templates_take_the_ids_of_its_calls():
@@ -344,6 +398,24 @@ READERS = {
     ),
     "llama": (lambda: CallReader(form=LLAMA_3), ["<|python_tag|>", ONE, "; ", '{"name": "f"', "}", "{"]),
     "mistral": (lambda: CallReader(form=MISTRAL), ["[TOOL_CALLS]", LIST, "f", "[ARGS]", "{}", "[CALL_ID]a", "{"]),
+    "kimi": (
+        lambda: CallReader(form=KIMI),
+        [*KIMI.silent, KIMI.begin, KIMI.end, "functions.f:0", "<|tool_call_argument_begin|>", '{"x": 1}', "{", "\n"],
+    ),
+    "deepseek": (
+        lambda: CallReader(form=DEEPSEEK),
+        [
+            *DEEPSEEK.silent,
+            DEEPSEEK.begin,
+            DEEPSEEK.end,
+            "function",
+            "<｜tool▁sep｜>",
+            "f",
+            "\n```json\n",
+            "{}",
+            "\n```",
+        ],
+    ),
     "hermes": (CallReader, ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "{", "\n"]),
     "xml": (
         lambda: XmlCallReader(SCHEMAS),

@@ -11,7 +11,17 @@ from enum import StrEnum
 from typing import Protocol
 
 from conductor.ingress.reading.harmony import CHANNEL, HarmonyForm
-from conductor.ingress.reading.json_calls import GRANITE, HERMES, LLAMA_3, MISTRAL, CallReader
+from conductor.ingress.reading.json_calls import (
+    DEEPSEEK,
+    DEEPSEEK_NAME,
+    GRANITE,
+    HERMES,
+    KIMI,
+    KIMI_ARGUMENTS,
+    LLAMA_3,
+    MISTRAL,
+    CallReader,
+)
 from conductor.ingress.reading.parts import OnceReader, PlainReader, Reader
 from conductor.ingress.reading.python_calls import BEGIN, END, PythonCallReader
 from conductor.ingress.reading.thought import Start, Tags, ThoughtReader, behind_thought
@@ -37,6 +47,8 @@ class Calls(StrEnum):
     MISTRAL = "mistral"
     QWEN_XML = "qwen3_coder"
     PYTHON = "pythonic"
+    KIMI = "kimi_k2"
+    DEEPSEEK = "deepseek_v3"
 
 
 _SIGNS = (  # of templates; the first that is there counts
@@ -45,6 +57,8 @@ _SIGNS = (  # of templates; the first that is there counts
     ("<tool_call>", Calls.HERMES),
     (GRANITE.begin, Calls.GRANITE),
     (MISTRAL.begin, Calls.MISTRAL),
+    (KIMI.begin, Calls.KIMI),
+    (DEEPSEEK.begin, Calls.DEEPSEEK),
     (BEGIN, Calls.PYTHON),
     ("[func_name1(", Calls.PYTHON),
     (LLAMA_3.begin, Calls.LLAMA_3),
@@ -55,6 +69,7 @@ _ALIASES = {
     "phi4_mini_json": Calls.GRANITE,
     "llama4_json": Calls.LLAMA_3,
     "llama4_pythonic": Calls.PYTHON,
+    "deepseek_v31": Calls.DEEPSEEK,
 }
 _JSON_FORMS = {Calls.HERMES: HERMES, Calls.GRANITE: GRANITE, Calls.LLAMA_3: LLAMA_3, Calls.MISTRAL: MISTRAL}
 _MARKERS: dict[Calls, tuple[str, ...]] = {
@@ -64,6 +79,8 @@ _MARKERS: dict[Calls, tuple[str, ...]] = {
     Calls.MISTRAL: (MISTRAL.begin, "[ARGS]", "[CALL_ID]"),
     Calls.LLAMA_3: (LLAMA_3.begin,),
     Calls.PYTHON: (BEGIN, END),
+    Calls.KIMI: (KIMI.begin, KIMI.end, KIMI_ARGUMENTS, *KIMI.silent),
+    Calls.DEEPSEEK: (DEEPSEEK.begin, DEEPSEEK.end, DEEPSEEK_NAME, *DEEPSEEK.silent),
 }
 
 
@@ -133,6 +150,10 @@ class TaggedForm:
                 reader = XmlCallReader(tools.schemas)
             case Calls.PYTHON:
                 reader = PythonCallReader()
+            case Calls.KIMI:
+                reader = CallReader(form=KIMI)
+            case Calls.DEEPSEEK:
+                reader = CallReader(form=DEEPSEEK)
             case _:
                 reader = CallReader(form=json_form)
         return OnceReader(reader) if tools.once else reader

@@ -1,7 +1,8 @@
 """How calls that are written as JSON are read out of an answer while it is made.
 
 A call is told as it is written: its name once its arguments begin, then those as they come. The forms differ in the
-tags around calls: Hermes' (``tools.py``), Granite's, Mistral's, and Llama 3's, whose answers may be calls without any.
+tags around calls: Hermes' (``tools.py``), Granite's, Mistral's, Kimi's, DeepSeek's, and Llama 3's, whose answers may be
+calls without any.
 Where the text is cut into pieces changes nothing of what comes out. Pure; it knows no wire form of answers.
 """
 
@@ -37,13 +38,14 @@ def _mistral_id() -> str:
 @dataclass(frozen=True, slots=True)
 class JsonForm:
     """What is around calls: a tag before one or several, and one behind, or none. With ``is_bare`` an answer may begin
-    with a call that has no tag."""
+    with a call that has no tag. ``silent`` tags, around all calls of an answer, say nothing."""
 
     begin: str
     end: str = ""
     is_bare: bool = False
     head: re.Pattern[str] = re.compile(_HEAD)
     new_id: Callable[[], str] = new_call_id
+    silent: tuple[str, ...] = ()
 
 
 HERMES = JsonForm(OPEN, CLOSE)
@@ -54,6 +56,27 @@ MISTRAL = JsonForm(
     "[TOOL_CALLS]",
     head=re.compile(rf"{_HEAD}|\s*+(?P<word>[\w.-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+(?=\{{)"),
     new_id=_mistral_id,
+)
+KIMI_ARGUMENTS, DEEPSEEK_NAME = "<|tool_call_argument_begin|>", "<｜tool▁sep｜>"
+# A call has its id before its arguments, and its name within that: functions.NAME:0.
+KIMI = JsonForm(
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    head=re.compile(
+        rf"{_HEAD}|\s*+(?P<id>(?:functions\.)?(?P<word>[\w-]{{1,64}})(?::\d{{1,9}})?)\s*+"
+        rf"{re.escape(KIMI_ARGUMENTS)}\s*+(?=\{{)"
+    ),
+    silent=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+)
+# V3 and R1 write a kind, a name and then a block of code, V3.1 a name and then the arguments.
+DEEPSEEK = JsonForm(
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    head=re.compile(
+        rf"{_HEAD}|\s*+(?:function{DEEPSEEK_NAME}(?P<word>[\w.-]{{1,64}})\s*+```json"
+        rf"|(?P<alone>[\w.-]{{1,64}}){DEEPSEEK_NAME})\s*+(?=\{{)"
+    ),
+    silent=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
 
 
@@ -85,6 +108,7 @@ class CallReader:
     _depth: int = 1  # brackets around the arguments: of an object, and of a list
     _is_further: bool = False  # a call behind this tag has been told
     _name: str = ""  # not yet told
+    _call_id: str = ""  # likewise
     _arguments: JsonValue | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +143,7 @@ class CallReader:
             self._go(_Place.HEAD, behind)
             self._tag, self._is_further = tag, False
             return True
-        cut = len(self._held) - (0 if is_last else overlap(self._held, self.form.begin))
+        cut = len(self._held) - (0 if is_last else overlap(self._held, self.form.begin, *self.form.silent))
         self._say(self._held[:cut])
         self._held = self._held[cut:]
         return False
@@ -131,6 +155,7 @@ class CallReader:
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
             self._depth = 2 if head["list"] else 1 if head["name"] else 0
             self._name, self._arguments = name, JsonValue(end=self.form.end)
+            self._call_id = head.groupdict().get("id") or self.form.new_id()
             self._go(_Place.ARGUMENTS, self._held[head.end() :])
             return True
         if self.is_call:
@@ -178,8 +203,8 @@ class CallReader:
         part, self._held = self._held[:num_chars], self._held[num_chars:]
         is_end = self._arguments.is_whole
         if self._name or part or is_end:
-            self._said.append(CallPart(self.form.new_id() if self._name else "", self._name, part, is_end))
-            self._name = ""
+            self._said.append(CallPart(self._call_id, self._name, part, is_end))
+            self._name = self._call_id = ""
         if is_end:
             self._go(_Place.REST, self._held)
         return is_end
@@ -222,6 +247,8 @@ class CallReader:
         self._place, self._held, self._num_sought = place, held, 0
 
     def _say(self, text: str) -> None:
+        for tag in self.form.silent:
+            text = text.replace(tag, "")
         if text:
             self._said.append(text)
 
@@ -287,7 +314,8 @@ def _may_call(text: str) -> bool:
 def _name_in(head: re.Match[str]) -> str:
     """Of a call; "" where it is none."""
     literal: str | None = head["name"]
-    return _text_of(literal) if literal is not None else head.groupdict().get("word") or ""
+    words = head.groupdict()
+    return _text_of(literal) if literal is not None else words.get("word") or words.get("alone") or ""
 
 
 def _text_of(literal: str) -> str:
