@@ -12,10 +12,10 @@ from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
 from mooncake.interleaved_families import INTERLEAVED_FAMILIES
-from mooncake.latent_families import LATENT_FAMILIES
 from mooncake.mixture_families import MIXTURE_FAMILIES
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 from mooncake.rope_settings import read_rope
+from mooncake.routed_families import ROUTED_FAMILIES
 
 
 def read_config(
@@ -330,7 +330,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
     "falcon": Family(_read_falcon, _falcon_layer, "transformer.h", _falcon_top, prefix="transformer."),
     **GATED_FAMILIES,
-    **LATENT_FAMILIES,
+    **ROUTED_FAMILIES,
     **MIXTURE_FAMILIES,
     **INTERLEAVED_FAMILIES,
 }

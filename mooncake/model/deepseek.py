@@ -15,26 +15,12 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
-from mooncake.model.gated import GatedDecoder
-from mooncake.model.moe import sum_of_experts
+from mooncake.model.rope import rotary_order
+from mooncake.model.routed import Mixture, Mlp, RoutedDecoder
 from mooncake.model_config import LatentAttention
 
 LATENT_EPS = 1e-6
 """Of the norms within attention, whatever config.json says of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Gated:
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixture:
-    router: Linear
-    choice_bias: torch.Tensor | None  # [experts]
-    experts: list[_Gated]
-    shared: _Gated | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +34,24 @@ class _Layer:
     value_up: list[Linear]
     output: Linear
     mlp_norm: torch.Tensor
-    mlp: _Gated | _Mixture
+    mlp: Mlp | Mixture
 
 
-class DeepSeek(GatedDecoder[_Layer]):
+class DeepSeek(RoutedDecoder[_Layer]):
     @property
     def latent(self) -> LatentAttention:
         assert self.config.latent is not None
         return self.config.latent
 
+    @property
+    def _turning(self) -> torch.Tensor:
+        """An order of what turns: pairs are published side by side."""
+        return rotary_order(self.latent.rope_dim, self.latent.rope_dim, in_turn=True)
+
     def _take(self, prefix: str) -> _Layer:
         latent, attention = self.latent, prefix + "self_attn."
         kv_down = self.weight(attention + "kv_a_proj_with_mqa.weight")
-        kv_down = torch.cat([kv_down[: latent.rank], kv_down[latent.rank :][self._halves()]])
+        kv_down = torch.cat([kv_down[: latent.rank], kv_down[latent.rank :][self._turning]])
         query_name = attention + ("q_b_proj" if latent.query_rank else "q_proj")
         query = self._by_part(self.weight(query_name + ".weight"))
         if latent.query_rank:
@@ -80,38 +71,16 @@ class DeepSeek(GatedDecoder[_Layer]):
             mlp=self._take_mlp(prefix + "mlp."),
         )
 
-    def _halves(self) -> torch.Tensor:
-        """An order in which the pairs that turn together, published side by side, are elements i and i + n / 2."""
-        turning = torch.arange(self.latent.rope_dim)
-        return torch.cat([turning[0::2], turning[1::2]])
-
     def _by_part(self, query: torch.Tensor) -> torch.Tensor:
         """Rows of the published queries, head by head of two parts, as ``_Layer.query`` has them."""
         heads = query.view(self.config.num_heads, -1, query.shape[1])
         nope, rope = heads.tensor_split([self.latent.nope_dim], dim=1)
-        return torch.cat([rope[:, self._halves()].flatten(0, 1), nope.flatten(0, 1)])
-
-    def _take_mlp(self, prefix: str) -> _Gated | _Mixture:
-        routing = self.config.routing
-        if routing is None or prefix + "gate.weight" not in self._weights:
-            return self._gated(prefix)
-        bias = prefix + "gate.e_score_correction_bias"
-        return _Mixture(
-            # in float32, as published: what is nearly as good is nearly always another expert
-            router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
-            choice_bias=self.weight(bias).float() if routing.scoring == "sigmoid" else None,
-            experts=[self._gated(f"{prefix}experts.{expert}.") for expert in range(self.config.num_experts)],
-            shared=self._gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
-        )
-
-    def _gated(self, prefix: str) -> _Gated:
-        return _Gated(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
+        return torch.cat([rope[:, self._turning].flatten(0, 1), nope.flatten(0, 1)])
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         hidden = hidden + self._attend(index, layer, self._norm(hidden, layer.attention_norm), step)
-        mlp, normed = layer.mlp, self._norm(hidden, layer.mlp_norm)
-        return hidden + (self._dense(mlp, normed) if isinstance(mlp, _Gated) else self._mixture(mlp, normed))
+        return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))
 
     def _attend(self, index: int, layer: _Layer, normed: torch.Tensor, step: Step) -> torch.Tensor:
         latent, heads = self.latent, self.config.num_heads
@@ -129,33 +98,6 @@ class DeepSeek(GatedDecoder[_Layer]):
         mixed = _latent_of(mixed, latent.rope_dim)
         values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
         return layer.output(torch.cat(values, 1))
-
-    def _dense(self, mlp: _Gated, normed: torch.Tensor) -> torch.Tensor:
-        return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
-
-    def _mixture(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._route(mlp, normed)
-        mixed = sum_of_experts(normed, chosen, weights, lambda expert, rows: self._dense(mlp.experts[expert], rows))
-        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
-
-    def _route(self, mlp: _Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers ``[T, k]`` of each token's experts. The bias chooses, and weighs nothing."""
-        routing, count = self.config.routing, self.config.experts_per_token
-        assert routing is not None
-        logits = mlp.router(normed.float())
-        scores = logits.softmax(-1) if mlp.choice_bias is None else logits.sigmoid()
-        ranks = scores if mlp.choice_bias is None else scores + mlp.choice_bias
-        if routing.num_groups > 1:
-            grouped = ranks.view(len(ranks), routing.num_groups, -1)
-            # a group counts as its best expert does, or with a bias as its best two
-            best = grouped.topk(1 if mlp.choice_bias is None else min(2, grouped.shape[2]), dim=-1).values.sum(-1)
-            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups).indices, True)
-            ranks = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
-        chosen = ranks.topk(count, dim=-1).indices
-        weights = scores.gather(1, chosen)
-        if self.config.norm_expert_weights:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * routing.factor, chosen
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,19 @@ class GatedDecoder(Decoder, Generic[Layer]):
         return self._head(self._norm(hidden, self._final_norm))
 
 
+def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: bool) -> Linear:
+    """The projections of queries, keys and values below ``attention`` as one, each head of queries and keys in
+    ``order`` ``[D]``."""
+    head_dim = model.config.head_dim
+
+    def stacked(part: str) -> torch.Tensor:
+        query, key, value = (model.weight(f"{attention}{name}_proj.{part}") for name in "qkv")
+        turned = (rows.view(-1, head_dim, *rows.shape[1:])[:, order].flatten(0, 1) for rows in (query, key))
+        return torch.cat([*turned, value])
+
+    return model.kernels.linear(stacked("weight"), stacked("bias") if biased else None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: torch.Tensor

@@ -11,22 +11,15 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Decoder, Step
-from mooncake.model.gated import GatedDecoder
+from mooncake.model.gated import GatedDecoder, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import no_rotation, rotary_order
 from mooncake.model_config import ModelConfig
 
 
 def interleaved_qkv(model: Decoder, attention: str, biased: bool = False) -> Linear:
-    """The projections of queries, keys and values below ``attention`` as one, queries and keys in ``rotary_order``."""
-    config, order = model.config, _order(model.config)
-
-    def stacked(part: str) -> torch.Tensor:
-        query, key, value = (model.weight(f"{attention}{name}_proj.{part}") for name in "qkv")
-        turned = (rows.view(-1, config.head_dim, *rows.shape[1:])[:, order].flatten(0, 1) for rows in (query, key))
-        return torch.cat([*turned, value])
-
-    return model.kernels.linear(stacked("weight"), stacked("bias") if biased else None)
+    """Of weights below ``attention``: queries and keys in ``rotary_order``."""
+    return reordered_qkv(model, attention, _order(model.config), biased)
 
 
 def _order(config: ModelConfig) -> torch.Tensor:

@@ -21,6 +21,7 @@ from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.moe import MixtureOfExperts
+from mooncake.model.routed import GlmMoe
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")
@@ -38,6 +39,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,
+    "glm4_moe": GlmMoe,
     "gpt_oss": GptOss,
     "qwen2_moe": MixtureOfExperts,
     "glm": Glm,

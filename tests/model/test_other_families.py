@@ -26,6 +26,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GPT2Config,
@@ -79,6 +81,11 @@ LATENT = {
     **{"intermediate_size": 160, "moe_intermediate_size": 48, "num_experts_per_tok": 3, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24},
     **{"v_head_dim": 20, "max_position_embeddings": 512, "initializer_range": 0.2},
+}
+GLM_MOE = {
+    **GATED,
+    **{"moe_intermediate_size": 48, "num_experts_per_tok": 3, "n_routed_experts": 6, "first_k_dense_replace": 1},
+    "initializer_range": 0.2,
 }
 YARN = {
     "rope_type": "yarn",
@@ -217,6 +224,16 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             n_group=4,
             topk_group=2,
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        )
+    ),
+    "glm-4.5": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5)
+    ),
+    "glm-4.5-air": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **GLM_MOE,
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
         )
     ),
     "moonlight": lambda: DeepseekV3ForCausalLM(

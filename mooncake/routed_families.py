@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention: DeepSeek-V2 and -V3 (R1, Moonlight and Kimi K2 are V3). Torch-free."""
+"""Families with DeepSeek's mixtures: DeepSeek-V2 and -V3 (R1, Moonlight, Kimi K2) and GLM-4.5. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, gated_shapes, llama_top
+from mooncake.gated_families import attention_shapes, read_silu
 from mooncake.model_config import LatentAttention, ModelConfig, Routing, Settings
 from mooncake.rope_settings import Rope, read_rope, yarn_sharpness
+
+# DeepSeek-V2 (DeepSeek 2024a) and -V3 (DeepSeek 2024b)
 
 
 def _read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -40,9 +43,6 @@ def _read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         "attention_scale": _attention_scale(settings, latent, rope),
         "latent": latent,
-        "num_experts": settings.integer("n_routed_experts"),
-        "experts_per_token": settings.integer("num_experts_per_tok"),
-        "shared_expert_size": settings.integer("moe_intermediate_size") * settings.integer("n_shared_experts", 0),
     }
 
 
@@ -73,7 +73,7 @@ def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
         raise ModelError(f"{settings.source} asks for norm_topk_prob, which is not supported for this family")
     return {
         **_read_deepseek(settings, shapes),
-        "routing": _routing(settings, "softmax", factor=1.0, is_grouped=method != "greedy"),
+        **_read_mixture(settings, "softmax", factor=1.0, is_grouped=method != "greedy"),
     }
 
 
@@ -83,29 +83,7 @@ def _read_deepseek_v3(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
             raise ModelError(f"{settings.source} asks for {key} {value!r}; only {only!r} is supported for this family")
     if not settings.flag("rope_interleave", True):
         raise ModelError(f"{settings.source} has halves of heads that turn (rope_interleave), which is not supported")
-    return {
-        **_read_deepseek(settings, shapes),
-        "norm_expert_weights": settings.flag("norm_topk_prob", True),
-        "routing": _routing(settings, "sigmoid", factor=2.5, is_grouped=True),
-    }
-
-
-def _routing(settings: Settings, scoring: str, factor: float, is_grouped: bool) -> Routing:
-    if settings.integer("moe_layer_freq", 1) != 1:
-        raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
-    expert_size, num_experts = settings.integer("moe_intermediate_size"), settings.integer("n_routed_experts")
-    groups, top = (settings.integer(key, 1) if is_grouped else 1 for key in ("n_group", "topk_group"))
-    in_groups = num_experts // max(groups, 1)
-    if not 1 <= top <= groups or num_experts % groups or settings.integer("num_experts_per_tok") > top * in_groups:
-        raise ModelError(f"{settings.source}: {num_experts} experts cannot be chosen from {top} of {groups} groups")
-    return Routing(
-        num_dense_layers=settings.integer("first_k_dense_replace", 0),
-        expert_size=expert_size,
-        scoring=scoring,
-        factor=settings.number("routed_scaling_factor", factor),
-        num_groups=groups,
-        top_groups=top,
-    )
+    return {**_read_deepseek(settings, shapes), **_read_mixture(settings, "sigmoid", factor=2.5, is_grouped=True)}
 
 
 def _attention(config: ModelConfig) -> Shapes:
@@ -136,19 +114,75 @@ def _first_layer(config: ModelConfig) -> Shapes:
 
 
 def _layer(config: ModelConfig) -> Shapes:
-    routing, hidden = config.routing, config.hidden_size
+    return _attention(config) | _mixture(config)
+
+
+# GLM-4.5 (GLM team 2025)
+
+
+def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    settings = Settings({"partial_rotary_factor": 0.5, **settings.tree}, settings.source)
+    return {
+        **read_silu(settings, shapes, partial=True),
+        **_read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qkv_bias": settings.flag("attention_bias", False),
+        "qk_norm": settings.flag("use_qk_norm", False),
+    }
+
+
+def _glm_first_layer(config: ModelConfig) -> Shapes:
+    norms = {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return attention_shapes(config) | norms | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+
+
+def _glm_layer(config: ModelConfig) -> Shapes:
+    norms = {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return attention_shapes(config) | norms | _mixture(config)
+
+
+# Mixtures
+
+
+def _read_mixture(settings: Settings, scoring: str, factor: float, is_grouped: bool) -> dict[str, object]:
+    if settings.integer("moe_layer_freq", 1) != 1:
+        raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
+    expert_size, num_experts = settings.integer("moe_intermediate_size"), settings.integer("n_routed_experts")
+    groups, top = (settings.integer(key, 1) if is_grouped else 1 for key in ("n_group", "topk_group"))
+    in_groups = num_experts // max(groups, 1)
+    if not 1 <= top <= groups or num_experts % groups or settings.integer("num_experts_per_tok") > top * in_groups:
+        raise ModelError(f"{settings.source}: {num_experts} experts cannot be chosen from {top} of {groups} groups")
+    routing = Routing(
+        num_dense_layers=settings.integer("first_k_dense_replace", 0),
+        expert_size=expert_size,
+        scoring=scoring,
+        factor=settings.number("routed_scaling_factor", factor),
+        num_groups=groups,
+        top_groups=top,
+    )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": settings.integer("num_experts_per_tok"),
+        "norm_expert_weights": settings.flag("norm_topk_prob", scoring == "sigmoid"),
+        "shared_expert_size": expert_size * settings.integer("n_shared_experts", 0),
+        "routing": routing,
+    }
+
+
+def _mixture(config: ModelConfig) -> Shapes:
+    routing, hidden, shared = config.routing, config.hidden_size, config.shared_expert_size
     assert routing is not None
-    layer = _attention(config) | {"mlp.gate.weight": (config.num_experts, hidden)}
+    shapes: Shapes = {"mlp.gate.weight": (config.num_experts, hidden)}
     if routing.scoring == "sigmoid":
-        layer["mlp.gate.e_score_correction_bias"] = (config.num_experts,)
+        shapes["mlp.gate.e_score_correction_bias"] = (config.num_experts,)
     for expert in range(config.num_experts):
-        layer |= gated_shapes(f"mlp.experts.{expert}", hidden, routing.expert_size)
-    shared = config.shared_expert_size
-    return layer | (gated_shapes("mlp.shared_experts", hidden, shared) if shared else {})
+        shapes |= gated_shapes(f"mlp.experts.{expert}", hidden, routing.expert_size)
+    return shapes | (gated_shapes("mlp.shared_experts", hidden, shared) if shared else {})
 
 
-LATENT_FAMILIES: dict[str, Family] = {
+ROUTED_FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(_read_deepseek_v2, _layer, "model.layers", llama_top, first_shapes=_first_layer),
     "deepseek_v3": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
     "kimi_k2": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
+    "glm4_moe": Family(_read_glm, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
 }

@@ -1,0 +1,121 @@
+"""What DeepSeek's mixtures of experts share, and GLM-4.5 over a paged cache, which has them behind ordinary attention.
+
+The first layers have a dense MLP. In the others a router chooses each token's experts, from some groups of them, and
+one more is used by all tokens (DeepSeek-V3 2024, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mooncake.kernels import Linear
+from mooncake.model.decoder import Step
+from mooncake.model.gated import GatedDecoder, Layer, reordered_qkv
+from mooncake.model.layers import vector
+from mooncake.model.moe import sum_of_experts
+from mooncake.model.rope import rotary_order
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    router: Linear
+    choice_bias: torch.Tensor | None  # [experts]
+    experts: list[Mlp]
+    shared: Mlp | None
+
+
+class RoutedDecoder(GatedDecoder[Layer]):
+    """Layers of one kind, but for their MLPs."""
+
+    def _take_mlp(self, prefix: str) -> Mlp | Mixture:
+        routing = self.config.routing
+        if routing is None or prefix + "gate.weight" not in self._weights:
+            return self._take_gated(prefix)
+        bias = prefix + "gate.e_score_correction_bias"
+        return Mixture(
+            # in float32, as published: what is nearly as good is nearly always another expert
+            router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
+            choice_bias=self.weight(bias).float() if routing.scoring == "sigmoid" else None,
+            experts=[self._take_gated(f"{prefix}experts.{expert}.") for expert in range(self.config.num_experts)],
+            shared=self._take_gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
+        )
+
+    def _take_gated(self, prefix: str) -> Mlp:
+        return Mlp(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
+
+    def _mlp(self, mlp: Mlp | Mixture, normed: torch.Tensor) -> torch.Tensor:
+        return self._dense(mlp, normed) if isinstance(mlp, Mlp) else self._mixture(mlp, normed)
+
+    def _dense(self, mlp: Mlp, normed: torch.Tensor) -> torch.Tensor:
+        return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
+
+    def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self._route(mlp, normed)
+        mixed = sum_of_experts(normed, chosen, weights, lambda expert, rows: self._dense(mlp.experts[expert], rows))
+        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
+
+    def _route(self, mlp: Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers ``[T, k]`` of each token's experts. The bias chooses, and weighs nothing."""
+        routing, count = self.config.routing, self.config.experts_per_token
+        assert routing is not None
+        logits = mlp.router(normed.float())
+        scores = logits.softmax(-1) if mlp.choice_bias is None else logits.sigmoid()
+        ranks = scores if mlp.choice_bias is None else scores + mlp.choice_bias
+        if routing.num_groups > 1:
+            grouped = ranks.view(len(ranks), routing.num_groups, -1)
+            # a group counts as its best expert does, or with a bias as its best two
+            best = grouped.topk(1 if mlp.choice_bias is None else min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups).indices, True)
+            ranks = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+        chosen = ranks.topk(count, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.config.norm_expert_weights:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * routing.factor, chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None  # GLM-4.5 and 4.6, not Air
+    key_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    mlp: Mlp | Mixture
+
+
+class GlmMoe(RoutedDecoder[_Layer]):
+    """GLM-4.5 (GLM team 2025): half of each head rotates."""
+
+    def _take(self, prefix: str) -> _Layer:
+        config, attention = self.config, prefix + "self_attn."
+        order = rotary_order(config.head_dim, config.head_dim if config.rotary_dim < 0 else config.rotary_dim)
+        query_norm, key_norm = (
+            vector(self.weight(f"{attention}{name}_norm.weight")[order], self.kernels) if config.qk_norm else None
+            for name in "qk"
+        )
+        return _Layer(
+            attention_norm=self.vector(prefix + "input_layernorm.weight"),
+            qkv=reordered_qkv(self, attention, order, config.qkv_bias),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            output=self.linear(attention + "o_proj"),
+            mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
+            mlp=self._take_mlp(prefix + "mlp."),
+        )
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
+        attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
+        hidden = hidden + layer.output(attended)
+        return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))
