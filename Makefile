@@ -27,8 +27,9 @@ $(VENV)/.ready-$(TORCH): pyproject.toml constraints.txt deploy/setup.sh
 demo: setup
 	@$(BIN)/mooncake demo
 
+# Two processes share the tests; `make test TESTS=…` names some of them, which one process does.
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(if $(TESTS),$(TESTS),-n 2 --dist worksteal)
 
 test-all: setup
 	$(BIN)/python -m pytest

@@ -20,6 +20,15 @@ BEGUN = time.monotonic()
 TEST_MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Of several test processes that share the cores, none shall spin until threads of its own are given one. Processes
+    that tests start have their threads as ever."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
+
+
 def is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
 
