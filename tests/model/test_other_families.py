@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -513,6 +514,16 @@ def test_latent_attention_is_refused_where_it_is_not_computed(
         ("falcon-7b", {"alibi": True}, "asks for alibi or biases"),
         ("falcon-7b", {"multi_query": False}, "older form of Falcon"),
         ("falcon-40b", {"num_ln_in_parallel_attn": 1}, "lacks the weight transformer.h.0.input_layernorm.weight"),
+        ("deepseek-v3", {"n_routed_experts": 10**9, "n_group": 1, "topk_group": 1}, "num_experts of the model must be"),
+        ("qwen2-moe", {"num_experts": 10**9}, "num_experts of the model must be"),
+        ("qwen2-moe", {"hidden_act": ["silu"]}, r"activation \['silu'\]"),
+        ("deepseek-v3", {"qk_nope_head_dim": 10**400}, "qk_nope_head_dim must be between"),
+        ("deepseek-v3", {"rms_norm_eps": 10**400}, "rms_norm_eps must be between"),
+        ("deepseek-v3", {"routed_scaling_factor": math.nan}, "routed_scaling_factor must be positive"),
+        ("deepseek-v3", {"rope_parameters": YARN | {"mscale": 1e308, "mscale_all_dim": 1e308}}, "mscale_all_dim"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": -1e308}}, "partial_rotary_factor"),
+        ("cohere2", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern must be positive"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),
