@@ -72,6 +72,8 @@ def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
     method = settings.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"{settings.source} chooses experts by {method!r}, which is not supported for this family")
+    if (scoring := settings.get("scoring_func") or "softmax") != "softmax":
+        raise ModelError(f"{settings.source} asks for scoring_func {scoring!r}, which is not supported for this family")
     if settings.flag("norm_topk_prob", False):
         raise ModelError(f"{settings.source} asks for norm_topk_prob, which is not supported for this family")
     return {

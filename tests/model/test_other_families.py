@@ -439,6 +439,16 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
+def test_command_r_reads_as_much_as_its_publisher_says_and_not_what_it_was_trained_on(tmp_path: Path) -> None:
+    published = Published("cohere", tmp_path)
+    config = tmp_path / "config.json"
+    lengths = {"max_position_embeddings": 24, "model_max_length": 200}
+    config.write_text(json.dumps(json.loads(config.read_text()) | lengths))
+    assert published.checkpoint.config.max_model_len == 200
+    prompt = list(range(5, 65))
+    assert answers(published.checkpoint, [prompt], 32, False) == [published.greedy(prompt)]
+
+
 def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
     checkpoint = Published("deepseek-v3", tmp_path).checkpoint
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -489,6 +499,7 @@ def test_latent_attention_is_refused_where_it_is_not_computed(
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "chooses experts by 'noaux_tc'"),
+        ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("deepseek-v3", {"n_group": 3}, "cannot be chosen from 2 of 3 groups"),
         ("deepseek-v3", {"num_experts_per_tok": 5}, "cannot be chosen"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "only 'sigmoid'"),
