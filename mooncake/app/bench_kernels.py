@@ -61,8 +61,8 @@ def decode_attention_s(
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of one layer's decode attention: ours over pages, and torch's over contiguous KV and over gathered pages.
 
-    ``cache`` is a paged cache ``[N, layers, K|V, Hkv, block_tokens, D]``; pages are taken from all over it. Queries of a
-    group are rows of one product in the better of two ways to call ``scaled_dot_product_attention``.
+    ``cache`` is a paged cache ``[N, layers, K|V, Hkv, block_tokens, D]``; pages are taken from all over it. Queries of
+    a group are rows of one product in the better of two ways to call ``scaled_dot_product_attention``.
     """
     num_blocks, num_layers, _, _, block_tokens, _ = cache.shape
     head_dim = reference.head_dim_of(cache[:, 0])
