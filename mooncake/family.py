@@ -40,9 +40,9 @@ class Family:
 
 def activation(settings: Settings, key: str, default: str) -> str:
     name = settings.get(key) or default
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelError(f"{settings.source} asks for the activation {name!r}; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[str(name)]
+    return _ACTIVATIONS[name]
 
 
 def linear_shapes(name: str, outputs: int, inputs: int) -> Shapes:

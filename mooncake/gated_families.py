@@ -241,6 +241,8 @@ def windows_in_turn(settings: Settings, num_layers: int, every: int, default: in
     window = settings.integer("sliding_window", default)
     kinds = settings.get("layer_types")
     if kinds is None:
+        if every < 1:
+            raise ModelError(f"{settings.source}: sliding_window_pattern must be positive, got {every}")
         kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")

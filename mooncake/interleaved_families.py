@@ -42,6 +42,9 @@ def _read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     scale = settings.number("logit_scale", 0.0625)
     if not 0 < scale < 1e6:
         raise ModelError(f"{settings.source}: logit_scale must be positive, got {scale}")
+    if settings.get("model_max_length"):  # Command R and R+: more than the positions that their other key names
+        length = {"max_position_embeddings": settings.integer("model_max_length")}
+        settings = Settings({**settings.tree, **length}, settings.source)
     return {
         **read_silu(settings, shapes, default_theta=500_000.0),
         "intermediate_size": settings.integer("intermediate_size"),

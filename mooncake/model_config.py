@@ -10,6 +10,8 @@ from mooncake.errors import ConfigError, ModelError
 
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 28
+MAX_EXPERTS = 1024  # of a layer; each has names of its own
+MAX_INTEGER = 1 << 53  # no number of a config.json means more, and floats take as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class ModelConfig:
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
             self._check(name, 1, 1 << 24)
         self._check("num_layers", 1, MAX_LAYERS)
+        self._check("num_experts", 0, MAX_EXPERTS)
         self._check("max_model_len", 1, MAX_POSITIONS)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
@@ -209,4 +212,6 @@ class Settings:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.source} lacks {key}")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ModelError(f"{self.source}: {key} must be between {-MAX_INTEGER} and {MAX_INTEGER}")
         return value

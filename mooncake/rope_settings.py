@@ -35,6 +35,8 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     rope = Settings(parameters, settings.source)
     theta = rope.number("rope_theta", settings.number("rope_theta", default_theta))
     share = rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+    if not abs(share) < 1e6:
+        raise ModelError(f"{settings.source}: partial_rotary_factor must be a share of a head, got {share}")
     rotary_dim = int(head_dim * share)
     if rotary_dim != head_dim and not partial:
         raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")

@@ -62,13 +62,18 @@ def _attention_scale(settings: Settings, latent: LatentAttention, rope: Rope) ->
     given = settings.get("rope_parameters") or settings.get("rope_scaling")
     parameters = Settings(given if isinstance(given, dict) else {}, settings.source)
     of_all = parameters.number("mscale_all_dim", 0.0)
-    return scale * yarn_sharpness(parameters.number("factor", 1.0), of_all) ** 2 if of_all else scale
+    sharpness = yarn_sharpness(parameters.number("factor", 1.0), of_all) if of_all else 1.0
+    if not 0 < sharpness < 1e6:
+        raise ModelError(f"{settings.source}: mscale_all_dim must be positive, got {of_all}")
+    return scale * sharpness**2
 
 
 def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     method = settings.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"{settings.source} chooses experts by {method!r}, which is not supported for this family")
+    if (scoring := settings.get("scoring_func") or "softmax") != "softmax":
+        raise ModelError(f"{settings.source} asks for scoring_func {scoring!r}, which is not supported for this family")
     if settings.flag("norm_topk_prob", False):
         raise ModelError(f"{settings.source} asks for norm_topk_prob, which is not supported for this family")
     return {
@@ -152,11 +157,14 @@ def _read_mixture(settings: Settings, scoring: str, factor: float, is_grouped: b
     in_groups = num_experts // max(groups, 1)
     if not 1 <= top <= groups or num_experts % groups or settings.integer("num_experts_per_tok") > top * in_groups:
         raise ModelError(f"{settings.source}: {num_experts} experts cannot be chosen from {top} of {groups} groups")
+    scale = settings.number("routed_scaling_factor", factor)
+    if not 0 < scale < 1e6:
+        raise ModelError(f"{settings.source}: routed_scaling_factor must be positive, got {scale}")
     routing = Routing(
         num_dense_layers=settings.integer("first_k_dense_replace", 0),
         expert_size=expert_size,
         scoring=scoring,
-        factor=settings.number("routed_scaling_factor", factor),
+        factor=scale,
         num_groups=groups,
         top_groups=top,
     )

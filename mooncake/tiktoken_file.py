@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from mooncake.errors import ModelError
 
 MAX_BYTES = 64 << 20
+MAX_TOKEN_BYTES = 1024  # each is parted in all ways; published ones are runs of 128 spaces
 RESERVED = 256  # ids behind the ranks, for control tokens; most have no name
 
 # The published pattern: runs of Han by themselves, words by case, numbers by three digits.
@@ -71,6 +72,8 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         raise ModelError(f"{path} is not a list of tokens in base64 and their ranks") from None
     if list(ranks.values()) != list(range(len(pairs))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise ModelError(f"{path} lacks ranks, or single bytes")
+    if max(map(len, ranks)) > MAX_TOKEN_BYTES:
+        raise ModelError(f"{path} has a token longer than {MAX_TOKEN_BYTES} bytes")
     return ranks
 
 

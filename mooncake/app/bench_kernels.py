@@ -45,8 +45,12 @@ def gemm_s(dtype: torch.dtype, reps: int) -> tuple[tuple[float, ...], float]:
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of weights that one decode step reads: all but an embedding table of which only rows are looked up."""
+    """Bytes of weights that a decode step of one token reads: all but an embedding table of which only rows are looked
+    up, and of experts those that the token uses."""
     sizes = {name: torch.Size(shape).numel() for name, shape in weight_shapes(config).items()}
+    for name in sizes:
+        if ".experts." in name:
+            sizes[name] = sizes[name] * config.experts_per_token // config.num_experts
     if not config.tie_embeddings:
         del sizes["model.embed_tokens.weight"]
     return itemsize * sum(sizes.values())
@@ -57,8 +61,8 @@ def decode_attention_s(
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of one layer's decode attention: ours over pages, and torch's over contiguous KV and over gathered pages.
 
-    ``cache`` is a paged cache ``[N, layers, 2, Hkv, block_tokens, D]``; pages are taken from all over it. Queries of a
-    group are rows of one product in the better of two ways to call ``scaled_dot_product_attention``.
+    ``cache`` is a paged cache ``[N, layers, K|V, Hkv, block_tokens, D]``; pages are taken from all over it. Queries of
+    a group are rows of one product in the better of two ways to call ``scaled_dot_product_attention``.
     """
     num_blocks, num_layers, _, _, block_tokens, _ = cache.shape
     head_dim = reference.head_dim_of(cache[:, 0])
@@ -143,12 +147,12 @@ def _fill(cache: torch.Tensor, tables: torch.Tensor, layers: int, head_dim: int)
 
 
 def _gather(cache_layer: torch.Tensor, tables: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the sequences, contiguous: [B, Hkv, context, D] each."""
-    pages = cache_layer[tables.long()]  # [B, M, 2, Hkv, block_tokens, D]
+    """Keys and values of the sequences, contiguous: [B, Hkv, context, D] each; they may be the same."""
+    pages = cache_layer[tables.long()]  # [B, M, K|V, Hkv, block_tokens, D]
     if pages.dtype is torch.int8:
         pages = reference.from_page_rows(pages)
-    key, value = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context].contiguous()
-    return key, value
+    kinds = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context].contiguous()
+    return kinds[0], kinds[-1]
 
 
 def _sdpa_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

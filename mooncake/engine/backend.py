@@ -172,8 +172,8 @@ def on_cpu(
         prefault_in_background(cache.memory)
     if context_ranks == 1:
         return Backend(model, cache, mirror=cache)
-    if adapters or precision.key_scales or can_blend or checkpoint.config.latent:
-        raise ModelError("context parallelism goes without adapters, model.key_scales, blending and latent attention")
+    if adapters or precision.key_scales or can_blend:
+        raise ModelError("context parallelism goes without adapters, model.key_scales and blending")
     from mooncake.model.context_parallel import ContextParallelModel, Setup
 
     setup = Setup(

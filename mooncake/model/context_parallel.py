@@ -159,6 +159,8 @@ class ContextParallelModel:
 def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
     """Raises ModelError when prompts of the model cannot be cut over so many ranks in this way."""
     config = checkpoint.config
+    if config.latent:
+        raise ModelError(f"context parallelism goes without latent attention, which {checkpoint.name} has")
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
     shape = shape_of(checkpoint, setup)
     if config.kv_sources:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_model import write_tiny_model
+from tiny_model import LATENT, write_tiny_model
 
 from mooncake.app import bench_context
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, ModelError
 
 
 @pytest.mark.slow  # it starts two more processes
@@ -35,3 +35,9 @@ def test_it_tells_times_and_bytes(tmp_path: Path) -> None:
 def test_what_it_cannot_measure_it_refuses(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=wrong[0]):
         bench_context.main(wrong)
+
+
+def test_latent_attention_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
+    with pytest.raises(ModelError, match="goes without latent attention"):
+        bench_context.main(["--model", str(tmp_path), "--tokens", "250", "--tail", "70", "--repeat", "1"])

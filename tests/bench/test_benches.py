@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import write_tiny_model
+import torch
+from tiny_model import LATENT, write_tiny_model
 
 from mooncake.app import (
     bench_chunked,
     bench_conductor,
     bench_engine,
+    bench_kernels,
     bench_quality,
     bench_serve,
     bench_speculation,
@@ -28,6 +31,7 @@ from mooncake.app import (
 from mooncake.app.bench_report import Figure, Report
 from mooncake.app.peers.engine import PeerEngine
 from mooncake.app.peers.spawned import START_S, spawned
+from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -85,6 +89,22 @@ def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> N
         "ttft_prefix_vs_cold",
     } == set(report["ratios"])
     assert str(tiny.parent) not in json.dumps(report), "a path of this machine is in the line"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_attention_is_measured_over_keys_that_are_the_values_too(dtype: torch.dtype) -> None:
+    width = 64 + (4 if dtype is torch.int8 else 0)  # int8 rows end with their scale
+    cache = torch.zeros(8, 2, 1, 1, 16, width, dtype=dtype)
+    ways = bench_kernels.decode_attention_s(cache, num_heads=4, batch=2, context=50, reps=1)
+    assert set(ways) == {"ours", "sdpa_groups", "sdpa_rows", "gather_sdpa"} and all(map(min, ways.values()))
+
+
+def test_a_token_reads_no_more_experts_than_it_uses(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
+    config = open_checkpoint(str(tmp_path)).config
+    expert, layers, unused = 3 * 24 * config.hidden_size, 2, 8 - 2
+    everything = bench_kernels.weight_bytes(replace(config, experts_per_token=8), 2)
+    assert everything - bench_kernels.weight_bytes(config, 2) == 2 * layers * unused * expert
 
 
 def test_a_stopped_comparison_of_formats_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ CORPUS = [
 ]
 
 
+BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256))
+
+
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
     """Of a small vocabulary: bytes, and what is frequent in the corpus."""
@@ -119,6 +122,7 @@ def test_control_tokens_come_from_the_template_alone(tokenizer: Tokenizer, ranks
         (b"not base64! 0\n", {"tokenizer_class": "TikTokenTokenizer"}, "not a list of tokens in base64"),
         (b"QQ== 0\n", {"tokenizer_class": "TikTokenTokenizer"}, "lacks ranks, or single bytes"),
         (b"QQ== 0\n", {"tokenizer_class": "QWenTokenizer"}, "convert it to tokenizer.json"),
+        (BYTES + b"QUFB" * 500_000 + b" 256\n", {"tokenizer_class": "TikTokenTokenizer"}, "longer than 1024 bytes"),
     ],
 )
 def test_what_is_no_such_file_is_one_sentence(content: bytes, config: dict[str, str], sentence: str, tmp_path: Path):

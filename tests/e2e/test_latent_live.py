@@ -11,16 +11,11 @@ import pytest
 import torch
 from drive import ask, wait_idle
 from live import running_cluster, small_config
-from tiny_model import write_tiny_model
+from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
 
 NEW = 12
-DEEPSEEK = {
-    **{"num_hidden_layers": 3, "num_key_value_heads": 4, "initializer_range": 0.2, "first_k_dense_replace": 1},
-    **{"kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
-}
 SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
 
 
@@ -34,7 +29,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: Path) -> None:
-    theirs = write_tiny_model(tmp_path, "deepseek_v3", **DEEPSEEK)
+    theirs = write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     prompts = [np.random.default_rng(seed).integers(3, 320, 41).tolist() for seed in range(3)]
     if kv_dtype == "float32":
         wanted = [greedy(theirs, prompt) for prompt in prompts]

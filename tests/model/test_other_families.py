@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -438,6 +439,16 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
+def test_command_r_reads_as_much_as_its_publisher_says_and_not_what_it_was_trained_on(tmp_path: Path) -> None:
+    published = Published("cohere", tmp_path)
+    config = tmp_path / "config.json"
+    lengths = {"max_position_embeddings": 24, "model_max_length": 200}
+    config.write_text(json.dumps(json.loads(config.read_text()) | lengths))
+    assert published.checkpoint.config.max_model_len == 200
+    prompt = list(range(5, 65))
+    assert answers(published.checkpoint, [prompt], 32, False) == [published.greedy(prompt)]
+
+
 def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
     checkpoint = Published("deepseek-v3", tmp_path).checkpoint
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -488,6 +499,7 @@ def test_latent_attention_is_refused_where_it_is_not_computed(
         ("qwen3-moe", {"num_experts": 7}, "mlp.gate.weight has the shape"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "chooses experts by 'noaux_tc'"),
+        ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("deepseek-v3", {"n_group": 3}, "cannot be chosen from 2 of 3 groups"),
         ("deepseek-v3", {"num_experts_per_tok": 5}, "cannot be chosen"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "only 'sigmoid'"),
@@ -513,6 +525,16 @@ def test_latent_attention_is_refused_where_it_is_not_computed(
         ("falcon-7b", {"alibi": True}, "asks for alibi or biases"),
         ("falcon-7b", {"multi_query": False}, "older form of Falcon"),
         ("falcon-40b", {"num_ln_in_parallel_attn": 1}, "lacks the weight transformer.h.0.input_layernorm.weight"),
+        ("deepseek-v3", {"n_routed_experts": 10**9, "n_group": 1, "topk_group": 1}, "num_experts of the model must be"),
+        ("qwen2-moe", {"num_experts": 10**9}, "num_experts of the model must be"),
+        ("qwen2-moe", {"hidden_act": ["silu"]}, r"activation \['silu'\]"),
+        ("deepseek-v3", {"qk_nope_head_dim": 10**400}, "qk_nope_head_dim must be between"),
+        ("deepseek-v3", {"rms_norm_eps": 10**400}, "rms_norm_eps must be between"),
+        ("deepseek-v3", {"routed_scaling_factor": math.nan}, "routed_scaling_factor must be positive"),
+        ("deepseek-v3", {"rope_parameters": YARN | {"mscale": 1e308, "mscale_all_dim": 1e308}}, "mscale_all_dim"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": -1e308}}, "partial_rotary_factor"),
+        ("cohere2", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern must be positive"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),

@@ -27,6 +27,23 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+LATENT: dict[str, Any] = {  # beside them, of a "deepseek_v3"
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random model of ``family`` ("llama", "mistral", "qwen2", "qwen3") with norms and biases that matter."""
