@@ -358,6 +358,7 @@ COMMENTARY = "<|start|>assistant<|channel|>commentary"
         (f"{ANALYSIS}<|start|>assistant to=functions.f<|channel|>commentary json<|message|>" + ' {"x": 1}', CALLED),
         (f"{ANALYSIS}{COMMENTARY} to=f<|message|>" + '{"x": 1} }<|end|>', CALLED),
         (' to=functions.f<|channel|>commentary<|message|>{"x": ', [("f", '{"x": ', "cut")]),
+        (f' to=functions.f<|channel|>commentary<|message|>{{"x": <|end|>{FINAL}So.', [("f", '{"x": '), "So."]),
         (f"{ANALYSIS}{COMMENTARY}<|message|>I look.<|end|>{FINAL}So.", [Thought("Hm, <b>."), "I look.\n\nSo."]),
         (f"{ANALYSIS}<|start|>assistant{ANALYSIS}", [Thought("Hm, <b>.\n\nHm, <b>.")]),
         ("<|channel|>analysis<|message|>Hm{FINAL}".replace("{FINAL}", FINAL) + "So.", [Thought("Hm"), "So."]),
