@@ -392,6 +392,23 @@ def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
     assert heard(with_once, [f"{call}<|call|>{FINAL}So."]) == CALLED
 
 
+@pytest.mark.parametrize(
+    ("reader", "text"),
+    [
+        (CallReader(), '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
+        (CallReader(), '<tool_call>{"arguments": "\\ud800", "name": "f\\ud800"}</tool_call>'),
+        (PythonCallReader(), "[f(x='\\ud800')]"),
+        (
+            XmlCallReader({"f": {"properties": {"x": {"type": "object"}}}}),
+            '<function=f><parameter=x>{"y": "\\ud800"}</parameter></function>',
+        ),
+    ],
+)
+def test_halves_of_surrogate_pairs_are_told_as_what_utf_8_can_say(reader, text):
+    [(name, arguments)] = heard(reader, [text])
+    assert "?" in f"{name}{arguments}" and f"{name}{arguments}".encode()
+
+
 READERS = {
     "harmony": (
         lambda: HarmonyReader(PlainReader(), calls=True),
