@@ -6,7 +6,6 @@ It owns what a message's fields mean and how its blocks, events and errors are t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ from conductor.ingress.http_errors import error_headers, json_response
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai import Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
-from conductor.ingress.reading.parts import NOT_JSON, CallPart
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere
 from mooncake.tokenizer import ChatCall, ChatMessage
@@ -213,7 +212,7 @@ def _with_text(block: AnyBlock, text: str) -> AnyBlock:
             return ThinkingBlock(text)
         case ToolUseBlock(id, name):
             try:
-                arguments = json.loads(text or "{}")
+                arguments = read_json(text or "{}")
             except NOT_JSON:
                 arguments = {}
             return ToolUseBlock(id, name, arguments if isinstance(arguments, dict) else {})

@@ -178,6 +178,12 @@ async def test_what_cannot_be_is_refused_in_its_words(front, wishes, status, kin
     assert (body["type"], body["error"]["type"]) == ("error", kind) and body["error"]["message"].startswith(sentence)
 
 
+async def test_arguments_that_utf_8_cannot_say_are_no_error_of_ours(front):
+    front.script.text = CALL.replace("Bern", "Bern \\ud800")
+    [block] = (await ask(front, tools=[WEATHER])).json()["content"]
+    assert block["input"] == {"city": "Bern ?"}
+
+
 async def test_a_failure_ends_a_stream_with_an_event(front):
     front.script.error, front.script.error_after = NodeUnavailable("gone"), 3
     events = await events_of(front)

@@ -358,6 +358,7 @@ COMMENTARY = "<|start|>assistant<|channel|>commentary"
         (f"{ANALYSIS}<|start|>assistant to=functions.f<|channel|>commentary json<|message|>" + ' {"x": 1}', CALLED),
         (f"{ANALYSIS}{COMMENTARY} to=f<|message|>" + '{"x": 1} }<|end|>', CALLED),
         (' to=functions.f<|channel|>commentary<|message|>{"x": ', [("f", '{"x": ', "cut")]),
+        (f' to=functions.f<|channel|>commentary<|message|>{{"x": <|end|>{FINAL}So.', [("f", '{"x": '), "So."]),
         (f"{ANALYSIS}{COMMENTARY}<|message|>I look.<|end|>{FINAL}So.", [Thought("Hm, <b>."), "I look.\n\nSo."]),
         (f"{ANALYSIS}<|start|>assistant{ANALYSIS}", [Thought("Hm, <b>.\n\nHm, <b>.")]),
         ("<|channel|>analysis<|message|>Hm{FINAL}".replace("{FINAL}", FINAL) + "So.", [Thought("Hm"), "So."]),
@@ -389,6 +390,23 @@ def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
     assert heard(form.reader(None, form.start("<|message|>", "")), ["So.<|return|>"]) == ["So."]
     with_once = form.reader(Tools((Function("f"),), once=True), Start.BEFORE)
     assert heard(with_once, [f"{call}<|call|>{FINAL}So."]) == CALLED
+
+
+@pytest.mark.parametrize(
+    ("reader", "text"),
+    [
+        (CallReader(), '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
+        (CallReader(), '<tool_call>{"arguments": "\\ud800", "name": "f\\ud800"}</tool_call>'),
+        (PythonCallReader(), "[f(x='\\ud800')]"),
+        (
+            XmlCallReader({"f": {"properties": {"x": {"type": "object"}}}}),
+            '<function=f><parameter=x>{"y": "\\ud800"}</parameter></function>',
+        ),
+    ],
+)
+def test_halves_of_surrogate_pairs_are_told_as_what_utf_8_can_say(reader, text):
+    [(name, arguments)] = heard(reader, [text])
+    assert "?" in f"{name}{arguments}" and f"{name}{arguments}".encode()
 
 
 READERS = {

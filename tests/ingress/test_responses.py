@@ -192,6 +192,16 @@ async def test_a_demanded_call_streams_as_it_is_made_and_may_be_cut(front, clien
         assert (call.type, call.status, call.arguments) == ("function_call", status, arguments)
 
 
+async def test_a_call_of_harmony_s_that_breaks_off_ends_before_what_follows(open_front):
+    async with open_front(template="{{ tools }} <|channel|> tool_calls") as front:
+        header = " to=functions.get_weather<|channel|>commentary<|message|>"
+        front.script.text = f'{header}{{"city": <|end|><|start|>assistant<|channel|>final<|message|>So.'
+        body = {"model": "bytes", "input": "W?", "tools": [WEATHER]}
+        answer = await front.http.post("/v1/responses", json=body)
+        call, message = answer.json()["output"]
+        assert (call["arguments"], message["content"][0]["text"]) == ('{"city": ', "So.")
+
+
 async def test_an_error_before_the_first_token_has_its_status_and_one_after_it_an_event(front, client):
     front.script.error = NodeUnavailable("gone")
     with pytest.raises(openai.InternalServerError, match="gone"):

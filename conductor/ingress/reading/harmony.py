@@ -114,6 +114,7 @@ class HarmonyReader:
         self._tell(self._held[:at])
         self._held = self._held[at + len(tag) :]
         if tag:
+            self._end_call()
             self._place = _Place.HEADER if tag == START else _Place.BETWEEN
         return bool(tag)
 
@@ -138,6 +139,11 @@ class HarmonyReader:
         self._is_begun |= bool(part)
         if part or self._value.is_whole:
             self._said.append(CallPart("", "", part, self._value.is_whole))
+
+    def _end_call(self) -> None:
+        """Also one whose arguments broke off: what follows is none of it."""
+        if self._place is _Place.CALL and self._value is not None and not self._value.is_whole:
+            self._said.append(CallPart("", "", "", is_end=True))
 
     def _between(self, is_last: bool) -> bool:
         """What is not the start of a message is text of its own."""

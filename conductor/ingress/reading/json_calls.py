@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap, read_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -188,7 +188,7 @@ class CallReader:
     def _take_forms(self, text: str) -> bool:
         """Whether ``text`` is a call, or a list of them."""
         try:
-            found = json.loads(text)
+            found = read_json(text)
             forms = found if isinstance(found, list) else [found]
             if not forms or not all(_is_call(form, is_tagged=bool(self._tag)) for form in forms):
                 return False
@@ -321,6 +321,6 @@ def _name_in(head: re.Match[str]) -> str:
 def _text_of(literal: str) -> str:
     """What a JSON string says; "" for one that is none."""
     try:
-        return str(json.loads(literal))
+        return str(read_json(literal))
     except ValueError:
         return ""

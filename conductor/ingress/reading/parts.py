@@ -5,10 +5,11 @@ A reader takes the text in pieces, however it is cut, and tells what has become 
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 NOT_JSON = (ValueError, RecursionError)  # the second: nested beyond any sense
 
@@ -77,6 +78,17 @@ class OnceReader:
                 self._is_over = True
                 break
         return told
+
+
+def read_json(text: str) -> Any:
+    """What ``text`` says. Escapes can spell halves of surrogate pairs, which UTF-8 has no way to say: they become
+    question marks. Raises NOT_JSON."""
+    return json.loads(json_of(json.loads(text)))
+
+
+def json_of(value: object) -> str:
+    """What says ``value``, with question marks for such halves. Raises NOT_JSON, also for NaN and infinity."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode()
 
 
 def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:

@@ -7,13 +7,12 @@ it is whole. Where the text is cut into pieces changes nothing of what comes out
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import CallPart, Said, new_call_id
+from conductor.ingress.reading.parts import CallPart, Said, json_of, new_call_id
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
@@ -168,7 +167,7 @@ def _call_of(text: str) -> CallPart | None:
         if not re.fullmatch(_NAME, name := ast.unparse(call.func)):
             return None
         arguments = {str(each.arg): ast.literal_eval(_Words().visit(each.value)) for each in call.keywords}
-        return CallPart(new_call_id(), name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        return CallPart(new_call_id(), name, json_of(arguments))
     except _NOT_PYTHON:
         return None
 

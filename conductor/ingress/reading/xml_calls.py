@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap, read_json
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -195,7 +195,7 @@ def _json_of(text: str, types: tuple[str, ...]) -> str:
     """``text`` as a JSON value of one of ``types``; a string where it spells none."""
     text = text.removeprefix("\n").removesuffix("\n")
     try:
-        value = json.loads(_PYTHON_WORDS.get(text.strip(), text))
+        value = read_json(_PYTHON_WORDS.get(text.strip(), text))
         is_one = "string" not in types or not set(_TYPES[type(value)]).isdisjoint(types)
         return json.dumps(value if is_one else text, ensure_ascii=False, allow_nan=False)
     except NOT_JSON:
