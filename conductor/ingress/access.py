@@ -7,15 +7,19 @@ could join a cluster without one would be sent what its users say.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.ingress.http_errors import error_response
 from mooncake.api_keys import HEADER, ApiKeys
-from mooncake.errors import Unauthenticated
+from mooncake.errors import MooncakeError, Unauthenticated
+
+Refused = Callable[[MooncakeError], Response]
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version"})
 ANTHROPIC_HEADER = b"x-api-key"  # where clients of Anthropic's API show a key
@@ -29,20 +33,25 @@ def _refusal(has_header: bool) -> Unauthenticated:
 
 
 class KeyMiddleware:
-    """Answers 401 in place of ``app`` unless the request has a key or its path is open."""
+    """Answers 401 in place of ``app`` unless the request has a key or its path is open. ``worded`` are beginnings of
+    paths where a refusal has words of its own."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, worded: Mapping[str, Refused] = MappingProxyType({})) -> None:
         self._app = app
         self._keys = keys
+        self._worded = worded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
             shown = _shown(scope["headers"])
             if not self._keys.allow(shown):
-                app = error_response(_refusal(bool(shown)))
+                app = self._words(scope["path"])(_refusal(bool(shown)))
                 app.headers["www-authenticate"] = "Bearer"
         await app(scope, receive, send)
+
+    def _words(self, path: str) -> Refused:
+        return next((words for begin, words in self._worded.items() if path.startswith(begin)), error_response)
 
 
 def _shown(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

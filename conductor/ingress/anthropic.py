@@ -58,6 +58,9 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
+MESSAGES = "/v1/messages"
+"""Where the API begins."""
+
 
 class MessagesApi:
     """Its routes."""
@@ -67,8 +70,8 @@ class MessagesApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/messages", guarded(self.answer, refusal), methods=["POST"]),
-            Route("/v1/messages/count_tokens", guarded(self.count, refusal), methods=["POST"]),
+            Route(MESSAGES, guarded(self.answer, refusal), methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", guarded(self.count, refusal), methods=["POST"]),
         ]
 
     async def count(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from conductor.api import Generator
 from conductor.ingress.access import KeyMiddleware
-from conductor.ingress.anthropic import MessagesApi
+from conductor.ingress.anthropic import MESSAGES, MessagesApi, refusal
 from conductor.ingress.edge import EdgeMiddleware
 from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
@@ -75,7 +75,7 @@ class Ingress:
             limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools
         )
         api = OpenAIApi(self._pipeline, form, self._timeout_s, keep_alive_s)
-        app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys))
+        app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside of the keys: a browser asks first, without any
             told = ("x-request-id", "x-mooncake-warning", "retry-after")
             app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=told)

@@ -21,7 +21,7 @@ from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import Guide, GuideKind
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as Anthropic allows; OpenAI 64
 
 _PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
 <tools>
@@ -122,7 +122,7 @@ def tools_of(
         raise InvalidRequest(f"at most {MAX_TOOLS} tools are allowed", "tools")
     for number, tool in enumerate(tools):
         if tool.type != "function" or not _NAME.fullmatch(tool.function.name):
-            what = "a tool is a function with a name of up to 64 letters, digits, _ and -"
+            what = "a tool is a function with a name of up to 128 letters, digits, _ and -"
             raise InvalidRequest(what, f"tools[{number}]")
     functions = tuple(tool.function for tool in tools)
     match choice:

@@ -197,7 +197,9 @@ async def test_a_key_may_stand_where_its_clients_show_it(open_front):
         for key, status in (("sk-1", 200), ("sk-2", 401)):
             answer = await front.http.post("/v1/messages", json=body, headers={"x-api-key": key})
             assert answer.status_code == status
-        assert answer.json()["error"]["message"] == "the API key is not one of this server's"
+        refused = answer.json()
+        assert refused["type"] == "error" and refused["error"]["type"] == "authentication_error"
+        assert refused["error"]["message"] == "the API key is not one of this server's"
 
 
 async def test_the_official_client_reads_all_of_it(front):

@@ -216,6 +216,10 @@ def test_kimi_s_calls_have_the_ids_that_it_gave_them():
     )
     told = [part for part in reader.push(KIMI_CALLS, is_last=True) if isinstance(part, CallPart)]
     assert [part.call_id for part in told if part.name] == ["functions.f:0", "functions.g:1"]
+    told = [
+        part for part in CallReader(form=KIMI).push(kimi("f", "{}") * 2, is_last=True) if isinstance(part, CallPart)
+    ]
+    assert len({part.call_id for part in told if part.name}) == 2, "a name alone names no call"
 
 
 def deepseek(inside: str) -> str:

@@ -29,7 +29,7 @@ from mooncake.types import Guide
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START)  # the last where an end is missing
 _MARKERS = frozenset((CHANNEL, MESSAGE, "<|constrain|>", *_ENDS))
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?(?P<name>[\w-]{1,64})(?![\w.-])")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?(?P<name>[\w-]{1,128})(?![\w.-])")
 _THOUGHT = re.compile(rf"{re.escape(CHANNEL)}\s*analysis\b")
 _FIRST_HEADER = re.compile(rf"\s*(?:to=\S*\s*)?(?:{re.escape(CHANNEL)}.*)?", re.DOTALL)  # as far as it is there
 _MAX_HEADER_CHARS = 512

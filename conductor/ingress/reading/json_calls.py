@@ -63,7 +63,7 @@ KIMI = JsonForm(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     head=re.compile(
-        rf"{_HEAD}|\s*+(?P<id>(?:functions\.)?(?P<word>[\w-]{{1,64}})(?::\d{{1,9}})?)\s*+"
+        rf"{_HEAD}|\s*+(?P<id>(?:functions\.)?(?P<word>[\w-]{{1,128}})(?P<number>:\d{{1,9}})?)\s*+"
         rf"{re.escape(KIMI_ARGUMENTS)}\s*+(?=\{{)"
     ),
     silent=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
@@ -73,8 +73,8 @@ DEEPSEEK = JsonForm(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     head=re.compile(
-        rf"{_HEAD}|\s*+(?:function{DEEPSEEK_NAME}(?P<word>[\w.-]{{1,64}})\s*+```json"
-        rf"|(?P<alone>[\w.-]{{1,64}}){DEEPSEEK_NAME})\s*+(?=\{{)"
+        rf"{_HEAD}|\s*+(?:function{DEEPSEEK_NAME}(?P<word>[\w.-]{{1,128}})\s*+```json"
+        rf"|(?P<alone>[\w.-]{{1,128}}){DEEPSEEK_NAME})\s*+(?=\{{)"
     ),
     silent=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
@@ -155,7 +155,8 @@ class CallReader:
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
             self._depth = 2 if head["list"] else 1 if head["name"] else 0
             self._name, self._arguments = name, JsonValue(end=self.form.end)
-            self._call_id = head.groupdict().get("id") or self.form.new_id()
+            has_id = head.groupdict().get("number")  # a name alone would be that of another call, too
+            self._call_id = head["id"] if has_id else self.form.new_id()
             self._go(_Place.ARGUMENTS, self._held[head.end() :])
             return True
         if self.is_call:

@@ -16,7 +16,7 @@ from conductor.ingress.reading.parts import CallPart, Said, json_of, new_call_id
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
-_NAME = r"[A-Za-z_][\w.]{0,63}+"
+_NAME = r"[A-Za-z_][\w.]{0,127}+"
 _LIST = re.compile(rf"(?P<space>\s{{0,64}}+)(?:{re.escape(BEGIN)}\s{{0,64}}+)?\[\s{{0,64}}+(?={_NAME}\s*\()")
 _LIST_BEGINS = re.compile(rf"\s{{0,64}}+(?:\[\s{{0,64}}+(?:{_NAME})?)?")
 _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)

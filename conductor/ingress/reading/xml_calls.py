@@ -18,8 +18,8 @@ from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_i
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_HEAD = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}(?P<name>[\w.-]{{1,64}})>")
-_HEAD_BEGINS = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}[\w.-]{{0,64}}")
+_HEAD = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}(?P<name>[\w.-]{{1,128}})>")
+_HEAD_BEGINS = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}[\w.-]{{0,128}}")
 _KEY = re.compile(rf"{_PARAMETER}(?P<key>[^>\n]{{1,256}})>")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES: Mapping[type, tuple[str, ...]] = {
