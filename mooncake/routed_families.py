@@ -136,14 +136,17 @@ def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
     }
 
 
-def _glm_first_layer(config: ModelConfig) -> Shapes:
+def _glm_attention(config: ModelConfig) -> Shapes:
     norms = {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return attention_shapes(config) | norms | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+    return attention_shapes(config) | norms
+
+
+def _glm_first_layer(config: ModelConfig) -> Shapes:
+    return _glm_attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
 def _glm_layer(config: ModelConfig) -> Shapes:
-    norms = {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return attention_shapes(config) | norms | _mixture(config)
+    return _glm_attention(config) | _mixture(config)
 
 
 # Mixtures
