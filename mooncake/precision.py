@@ -37,6 +37,7 @@ class Precision:
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
     key_scales: KeyScales | None = None  # for the channels of keys, before they are coded
     codes: Coding = ""  # how int8 codes that the checkpoint has itself are used; "": as the values they stand for
+    keeps_groups: bool = False  # codes in groups that the checkpoint has itself stay codes until they are multiplied
 
     @property
     def weights(self) -> str:
@@ -61,7 +62,8 @@ def resolve_precision(
 ) -> Precision:
     """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
     ``dtype``. ``weights`` "plain": as ``dtype``; "auto": so too, but int8 codes that the checkpoint has itself are
-    taken as they are, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can.
+    taken as they are, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can,
+    and on CPUs codes in groups stay codes in memory, which changes no result.
     ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown, and for
     what one of the devices has no kernels for."""
     for name, value, known in (
@@ -78,7 +80,7 @@ def resolve_precision(
         dtype = "bfloat16" if has_it else "float32"
     if key_scales and kv_dtype != "int8":
         raise ConfigError(f"model.key_scales is for model.kv_dtype=int8, not for {kv_dtype}")
-    scales = None
+    on_cpus, scales = all(device == "cpu" for device in devices), None
     if key_scales:
         from mooncake.key_scales import load_key_scales
 
@@ -88,7 +90,8 @@ def resolve_precision(
         dtype if kv_dtype == "auto" else kv_dtype,
         _CODINGS[weights],
         scales,
-        _own_codes(weights, stored, on_cpus=all(device == "cpu" for device in devices)),
+        _own_codes(weights, stored, on_cpus),
+        keeps_groups=weights == "auto" and on_cpus,
     )
 
 
