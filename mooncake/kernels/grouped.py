@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-INPUTS_MULTIPLE = 32  # what CPU kernels take: no group, and no row, ends within so many inputs of a vector
-
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from mooncake.errors import ModelError
-from mooncake.kernels.grouped import INPUTS_MULTIPLE, GroupedCodes
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.precision import Coding
 from mooncake.quantised import CodedWeight
@@ -57,12 +57,11 @@ def as_codes(weight: CodedWeight, tensors: Tensors, coding: Coding, dtype: torch
 def as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> GroupedCodes | None:
     """Codes of 4 or 8 bits as products unpack them. None for other weights: of other codes, of groups that are cut
     otherwise, or of scales so fine that products with codes are no longer exact."""
-    if weight.layout == "mxfp4" or weight.bits not in (4, 8) or tensors[weight.codes].is_floating_point():
-        return None
-    (height, width), inputs = weight.tile, weight.shape[1]
-    if height != 1 or width % 16 or inputs % width or inputs % INPUTS_MULTIPLE:
-        return None
-    if tensors[weight.scales].dtype is torch.float32 or (weight.groups and _uneven_groups(weight, tensors) is not None):
+    if (
+        not weight.keeps_groups
+        or tensors[weight.scales].dtype is torch.float32
+        or (weight.groups and _uneven_groups(weight, tensors) is not None)
+    ):
         return None
     codes, scales, zeros = _parts(weight, tensors)
     zeros = torch.zeros_like(scales) if zeros is None else zeros

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mooncake.gguf_config import GROUPED_KINDS
 from mooncake.kernels.grouped import GroupedCodes
 
 Bytes = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
@@ -125,4 +126,4 @@ _READERS: dict[str, tuple[Callable[[Bytes], _Blocks], int]] = {
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
 }
-GROUPED_KINDS = frozenset(_READERS)
+assert _READERS.keys() == GROUPED_KINDS.keys()

@@ -24,11 +24,12 @@ from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelC
 from mooncake.errors import ModelError
 from mooncake.families import published_name
 from mooncake.gguf_config import hf_name
+from mooncake.gguf_config import keeps_groups as of_kept_groups
 from mooncake.gguf_file import GGUFFile, TensorInfo
-from mooncake.kernels.grouped import INPUTS_MULTIPLE, GroupedCodes
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.model.dequantise import as_codes, as_groups, dequantised
-from mooncake.model.gguf_codes import GROUPED_KINDS, grouped_codes
+from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.phi3 import as_llama
 from mooncake.precision import Coding
@@ -44,8 +45,6 @@ _KEPT_WIDE = ".e_score_correction_bias"
 
 # GGUF files of these families hold the rows of q and k in the order of interleaved rotary pairs.
 _INTERLEAVED = ("llama", "mistral")
-
-_FLOAT_KINDS = frozenset({"F32", "F16", "BF16", "F64"})
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: bool = False) -> Weights:
@@ -63,7 +62,7 @@ def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_g
 
 def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:
     if isinstance(checkpoint, GGUFCheckpoint):
-        if keeps_groups and _are_in_groups(checkpoint.file):
+        if keeps_groups and of_kept_groups(checkpoint.file):
             return _dequantised(checkpoint.file, checkpoint.config, wanted)
         return _cached_gguf_weights(checkpoint, wanted)
     if isinstance(checkpoint, HFCheckpoint):
@@ -115,12 +114,6 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
 # GGUF
 
 
-def _are_in_groups(file: GGUFFile) -> bool:
-    """Whether products take all that is quantised in it as the codes it is."""
-    kinds = {info.kind.name for info in file.tensors.values()} - _FLOAT_KINDS
-    return bool(kinds) and kinds <= GROUPED_KINDS
-
-
 def _dequantised(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> Weights:
     """Every weight that the model needs, and its codes. A kind that is not supported raises ModelError when it is asked
     for."""
@@ -134,7 +127,7 @@ def _dequantised(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> Wei
 
     def codes(name: str) -> GroupedCodes | None:
         info = places[name]
-        if len(info.shape) != 2 or info.shape[1] % INPUTS_MULTIPLE:
+        if len(info.shape) != 2:
             return None
         groups = grouped_codes(info.kind.name, _raw(file, info), (info.shape[0], info.shape[1]), dtype)
         order = _order_of_rows(name, config)
