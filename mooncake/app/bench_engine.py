@@ -40,7 +40,7 @@ KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
 SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
 TURNS = 6  # of what takes milliseconds, for each repetition of what takes seconds
-ALSO = ("auto", "int8", "w8a8")
+ALSO = ("stored", "int8", "w8a8")
 SINGLE_STEPS = "decode, single steps"
 MIN_TOKEN = 100  # ids below are often special
 NOTES = (
@@ -107,7 +107,7 @@ def parse(args: list[str]) -> Options:
         "--weights",
         choices=WEIGHTS,
         default="plain",
-        help="of ours, if not as --dtype; auto: as they are stored",
+        help="of ours, if not as --dtype; stored: codes as they are",
     )
     flags.threads()
     add("--batch", default="1,8,32", help="sequences at once, comma-separated")

@@ -15,6 +15,7 @@ from quantised import Format, awq, fp8, gptq, packed
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ConfigError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.key_scales import KeyScales
 from mooncake.model import CausalLM, ForwardBatch, NoHook
@@ -111,11 +112,14 @@ def test_factors_of_key_channels_go_into_scales_and_offsets(tmp_path: Path) -> N
     assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[name])
 
 
-def test_codes_are_kept_on_cpus_unless_told_otherwise() -> None:
-    def keeps(weights: str, *devices: str) -> bool:
-        return resolve_precision("float32", weights=weights, devices=devices or ("cpu",)).keeps_groups
+def test_codes_are_kept_in_float32_on_cpus_unless_told_otherwise() -> None:
+    def keeps(weights: str, *devices: str, dtype: str = "float32") -> bool:
+        return resolve_precision(dtype, weights=weights, devices=devices or ("cpu",)).keeps_groups
 
-    assert keeps("auto")
+    assert keeps("auto") and keeps("stored") and keeps("stored", dtype="bfloat16")
     assert not keeps("plain") and not keeps("int8") and not keeps("auto", "cpu", "cuda")
+    assert not keeps("auto", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="for CPUs"):
+        keeps("stored", "cpu", "cuda")
     auto, plain = (resolve_precision("float32", weights=weights) for weights in ("auto", "plain"))
     assert auto.identity("d") == plain.identity("d"), "their KV is the same to the bit"
