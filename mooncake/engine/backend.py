@@ -185,6 +185,7 @@ def on_cpu(
         kv_dtype=precision.kv_dtype,
         coding=precision.coding,
         codes=precision.codes,
+        keeps_groups=precision.keeps_groups,
         threads=max(num_threads() // context_ranks, 1),
     )
     cut = ContextParallelModel(model, setup, checkpoint)
@@ -278,6 +279,7 @@ def _model(
         adapters,
         key_scales,
         codes=precision.codes,
+        keeps_groups=precision.keeps_groups,
         can_blend=can_blend,
         keep_hidden=size.layout.inputs_of,
     )

@@ -28,6 +28,7 @@ from mooncake.kernels.gpu_attention import (
     run_plan,
 )
 from mooncake.kernels.gpu_latent import LATENT_ROWS, latent_launch, pack_latent, run_latent_plan
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
@@ -53,6 +54,8 @@ class GpuKernels:
     def linear(
         self, weight: reference.Matrix, bias: torch.Tensor | None = None, coding: reference.Coding = ""
     ) -> reference.Linear | Int8Linear:
+        if isinstance(weight, GroupedCodes):
+            weight = weight.weights()
         weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
         coding = weight.coding if isinstance(weight, reference.Codes) else coding
         return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
@@ -282,7 +285,7 @@ class Int8Linear:
     The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
     """
 
-    def __init__(self, weight: reference.Matrix, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | reference.Codes, bias: torch.Tensor | None = None) -> None:
         self.codes, self.scales, self._block = reference.coded(weight, "w8a8")
         self._mixing = reference.hadamard(torch.eye(self._block)).to(self.codes.device, weight.dtype)
         self.bias, self._dtype = bias, weight.dtype
