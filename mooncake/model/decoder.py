@@ -72,11 +72,21 @@ class Decoder(ABC):
     """A decoder-only model: ``engine.CausalModel``. Raises ModelError when a weight is missing."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, max_model_len: int = 0, kernels: Kernels | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_model_len: int = 0,
+        kernels: Kernels | None = None,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        experts: range | None = None,
     ) -> None:
+        """``reduce`` completes what attention and the MLP of each layer give, where this is one rank's part of a
+        mixture, with these ``experts`` (None: all)."""
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()
+        self.reduce = reduce or (lambda values: values)
+        self.experts = range(config.num_experts) if experts is None else experts
         self._weights: Weights = weights
         self._build()
         del self._weights

@@ -22,7 +22,8 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, ModelError
 from mooncake.hashing import Chain
 from mooncake.model.load import load_model
-from mooncake.model.tensor_parallel import TensorParallelModel, shard_config, shard_weights
+from mooncake.model.shards import shard_config, shard_weights
+from mooncake.model.tensor_parallel import TensorParallelModel
 from mooncake.model.weights import load_weights
 from mooncake.types import SamplingParams
 
