@@ -465,7 +465,6 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
     ("processes", "device", "sentence"),
     [
         (Processes(context=2), "cpu", "latent attention"),
-        (Processes(stages=2), "cpu", "stages are for the Llama family"),
         (Processes(), "cuda", "has latent attention"),
     ],
 )
