@@ -20,7 +20,6 @@ from mooncake.model.pieces import PieceCost, Span, equal_length
 from mooncake.model.pipeline import PipelineModel
 from mooncake.precision import resolve_precision
 
-
 ONE_OF_ALL = [pytest.param(name, marks=() if name == "deepseek-v3" else pytest.mark.slow) for name in MIXTURES]
 
 
