@@ -1,8 +1,8 @@
 """Attention of one step over ranks that each have a part of its tokens: three ways round.
 
 ``context_plan`` says who has what and sees what; here it is sent and computed, with every send under way while
-attention is computed. Keys and values travel as the cache's own rows, ``[2, Hkv, tokens, row width]``, and are attended
-where they arrive, as pages of one token. It must not know how ranks are reached (``Post``), start or end.
+attention is computed. Keys and values travel as the cache's own rows, ``[K|V, Hkv, tokens, row width]``, and are
+attended where they arrive, as pages of one token. It must not know how ranks are reached (``Post``), start or end.
 """
 
 from __future__ import annotations
@@ -313,10 +313,10 @@ class ContextAttention:
             self._post.send(rows, to, kind)
 
     def _rows_from(self, source: int, count: int, kind: Kind, num_heads: int | None = None) -> Awaited:
-        _, heads, _, width = self._own.shape
+        num_kinds, heads, _, width = self._own.shape
         if not count:
             return _Here(self._own[:, :num_heads, :0])
-        return self._post.receive((2, num_heads or heads, count, width), self._own.dtype, source, kind)
+        return self._post.receive((num_kinds, num_heads or heads, count, width), self._own.dtype, source, kind)
 
 
 class _Seen:
@@ -382,9 +382,9 @@ class _HeadsOrder:
 
 def _pages(rows: Rows) -> torch.Tensor:
     """As a layer of a paged cache with blocks of one token, which lie where the rows do."""
-    _, num_heads, count, width = rows.shape
+    num_kinds, num_heads, count, width = rows.shape
     kind, head, token, _ = rows.stride()
-    return rows.as_strided((count, 2, num_heads, 1, width), (token, kind, head, width, 1))
+    return rows.as_strided((count, num_kinds, num_heads, 1, width), (token, kind, head, width, 1))
 
 
 def _query_starts(runs: Sequence[Run]) -> torch.Tensor:

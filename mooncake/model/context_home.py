@@ -14,7 +14,7 @@ from mooncake.model.context_plan import ContextPlan
 from mooncake.model.page_rows import page_rows, row_numbers
 
 Rows = torch.Tensor
-"""Of keys and values, ``[2, Hkv, tokens, row width]``."""
+"""Of keys and values, ``[K|V, Hkv, tokens, row width]``: one kind where keys are the values."""
 
 
 class Home:

@@ -160,8 +160,6 @@ class ContextParallelModel:
 def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
     """Raises ModelError when prompts of the model cannot be cut over so many ranks in this way."""
     config = checkpoint.config
-    if config.latent:
-        raise ModelError(f"context parallelism goes without latent attention, which {checkpoint.name} has")
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
     shape = shape_of(checkpoint, setup)
     if config.kv_sources:
@@ -175,7 +173,7 @@ def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
 
 def shape_of(checkpoint: Checkpoint, setup: Setup) -> Shape:
     config, layout = checkpoint.config, checkpoint.kv_layout(1, setup.kv_dtype)
-    return Shape(config.num_heads, config.num_kv_heads, config.head_dim, layout.row_bytes)
+    return Shape(config.num_heads, config.num_kv_heads, config.head_dim, layout.row_bytes, layout.num_kinds)
 
 
 class _Rank:
@@ -254,16 +252,17 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _room_for(layout: KVLayout, num_tokens: int) -> torch.Tensor:
-    """For one layer's keys and values, ``[2, Hkv, tokens, row width]``."""
+    """For one layer's keys and values, ``[K|V, Hkv, tokens, row width]``."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    return torch.empty((2, layout.num_kv_heads, num_tokens, layout.row_bytes // layout.itemsize), dtype=dtype)
+    shape = (layout.num_kinds, layout.num_kv_heads, num_tokens, layout.row_bytes // layout.itemsize)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _as_cache(own: torch.Tensor, num_layers: int) -> torch.Tensor:
     """As a paged cache with blocks of one token, whose layers all lie in the same place."""
-    _, num_heads, count, width = own.shape
+    num_kinds, num_heads, count, width = own.shape
     kind, head, token, _ = own.stride()
-    return own.as_strided((count, num_layers, 2, num_heads, 1, width), (token, 0, kind, head, width, 1))
+    return own.as_strided((count, num_layers, num_kinds, num_heads, 1, width), (token, 0, kind, head, width, 1))
 
 
 def _logit_rows(plan: ContextPlan, batch: ForwardBatch, rank: int) -> tuple[Ints, Ints]:
@@ -314,6 +313,8 @@ def main(argv: Sequence[str]) -> None:
         _serve(rank)
     except Broken as error:  # another rank is gone, and so the step
         log.warning("a context parallel rank ends: %s", error)
+    finally:
+        leave_group()
 
 
 if __name__ == "__main__":

@@ -42,10 +42,11 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     row_bytes: int  # of one head's key of one token, as pages hold it
+    num_kinds: int = 2  # as of ``KVLayout``
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.num_kv_heads * self.row_bytes
+        return self.num_kinds * self.num_kv_heads * self.row_bytes
 
     @property
     def query_bytes(self) -> int:

@@ -71,12 +71,27 @@ class Step:
 class Decoder(ABC):
     """A decoder-only model: ``engine.CausalModel``. Raises ModelError when a weight is missing."""
 
+    stream = torch.float32  # type of the residuals
+
     def __init__(
-        self, config: ModelConfig, weights: Weights, max_model_len: int = 0, kernels: Kernels | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_model_len: int = 0,
+        kernels: Kernels | None = None,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        experts: range | None = None,
+        layers: range | None = None,
     ) -> None:
+        """``reduce`` completes what attention and the MLP of each layer give, where this is one rank's part of a
+        mixture, with these ``experts`` (None: all). ``layers`` are those of this stage of a model (None: all), for
+        ``gated.GatedDecoder``."""
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()
+        self.reduce = reduce or (lambda values: values)
+        self.experts = range(config.num_experts) if experts is None else experts
+        self.places = layers or range(config.num_layers)
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -99,13 +114,22 @@ class Decoder(ABC):
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, attention: Attention | None = None
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+        attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
         step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, attention)
-        hidden = self._embed(batch)
-        for index in range(self.config.num_layers):
+        hidden = self._embed(batch) if entering is None else entering.to(self.stream)
+        for index in self.places:
             hidden = self._layer(index, hidden, step)
+        if leaving is not None:
+            leaving.copy_(hidden)
+            return torch.empty((0, self.config.vocab_size))
         return self._logits(hidden[batch.logit_rows]).float()
 
     # For _build

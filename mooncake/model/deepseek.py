@@ -97,7 +97,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
         mixed = step.attend(index, rows.flatten(1), self._tables).view(len(normed), heads, -1)
         mixed = _latent_of(mixed, latent.rope_dim)
         values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
-        return layer.output(torch.cat(values, 1))
+        return self.reduce(layer.output(torch.cat(values, 1)))
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

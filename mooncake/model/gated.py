@@ -11,6 +11,7 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
+from mooncake.model.layers import embedding_and_head
 from mooncake.model.rope import rope_tables
 
 Layer = TypeVar("Layer")
@@ -21,26 +22,27 @@ class GatedDecoder(Decoder, Generic[Layer]):
 
     def _build(self) -> None:
         config = self.config
-        self._embedding = self._head = self.linear("model.embed_tokens")
-        if not config.tie_embeddings:
-            self._head = self.linear("lm_head")
+        self._embedding, self._head = embedding_and_head(self._weights, config, self.places, self.kernels.linear)
         self._final_norm = self.vector("model.norm.weight")
+        self.stream = self._final_norm.dtype
         self._tables = self.tables(
             rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling, config.rotary_dim)
         )
-        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+        self._layers = {index: self._take(f"model.layers.{index}.") for index in self.places}
 
     @abstractmethod
     def _take(self, prefix: str) -> Layer:
         """The layer whose weights' names begin so."""
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        assert self._embedding is not None, "a stage with layers before it is given what they left"
         return self._embedding.rows(batch.tokens)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._head is not None, "a stage with layers behind it gives no logits"
         return self._head(self._norm(hidden, self._final_norm))
 
 

@@ -21,8 +21,8 @@ class _Layer:
     output: Linear
     mlp_norm: torch.Tensor
     router: Linear
-    gate_up: list[Linear]  # one an expert
-    down: list[Linear]
+    gate_up: dict[int, Linear]  # by the experts' numbers: a rank of several has some
+    down: dict[int, Linear]
 
 
 class GptOss(GatedDecoder[_Layer]):
@@ -39,19 +39,24 @@ class GptOss(GatedDecoder[_Layer]):
             self._experts(mlp + "experts.down_proj"),
         )
 
-    def _experts(self, name: str) -> list[Linear]:
-        weights, biases = self.weight(name), self.weight(f"{name}_bias")
-        return [self.kernels.linear(w.T.contiguous(), b) for w, b in zip(weights, biases, strict=True)]
+    def _experts(self, name: str) -> dict[int, Linear]:
+        parts = zip(self.experts, self.weight(name), self.weight(f"{name}_bias"), strict=True)
+        return {expert: self.kernels.linear(weight.T.contiguous(), bias) for expert, weight, bias in parts}
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
-        hidden = hidden + layer.output(step.attend(index, qkv, self._tables, sinks=layer.sinks))
+        hidden = hidden + self.reduce(layer.output(step.attend(index, qkv, self._tables, sinks=layer.sinks)))
         normed = self._norm(hidden, layer.mlp_norm)
         chosen, experts = layer.router(normed).float().topk(self.config.experts_per_token, dim=-1)  # [T, k] each
-        return hidden + sum_of_experts(
-            normed, experts, chosen.softmax(-1), lambda one, rows: layer.down[one](_gated(layer.gate_up[one](rows)))
+        mixed = sum_of_experts(
+            normed,
+            experts,
+            chosen.softmax(-1),
+            lambda one, rows: layer.down[one](_gated(layer.gate_up[one](rows))),
+            self.experts,
         )
+        return hidden + self.reduce(mixed)
 
 
 def _gated(inner: torch.Tensor) -> torch.Tensor:

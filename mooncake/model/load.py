@@ -12,7 +12,7 @@ from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek
-from mooncake.model.gated import Granite, Olmo2
+from mooncake.model.gated import GatedDecoder, Granite, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Opt, StarCoder2
 from mooncake.model.gpt_oss import GptOss
@@ -87,8 +87,12 @@ def load_model(
         raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")
     if key_scales and adapters:
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
-    if layers is not None and (family is not None or config.kv_sources):
-        raise ModelError(f"stages are for the Llama family with KV of each layer's own, not for {checkpoint.name}")
+    has_stages = family is None or issubclass(family, GatedDecoder)
+    if layers is not None and (not has_stages or config.kv_sources):
+        raise ModelError(
+            "stages are for the Llama family and those built like it, with KV of each layer's own, "
+            f"not for {checkpoint.name}"
+        )
     if family is None:
         lora = [load_adapter(adapter, config) for adapter in adapters]
         weights = load_weights(checkpoint, dtype, codes, keeps_groups)
@@ -108,4 +112,5 @@ def load_model(
     if coding or adapters or key_scales:
         what = "int8 weights" if coding else "adapters" if adapters else "model.key_scales"
         raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")
-    return family(config, load_weights(checkpoint, dtype, keeps_groups=keeps_groups), max_model_len, kernels)
+    weights = load_weights(checkpoint, dtype, keeps_groups=keeps_groups)
+    return family(config, weights, max_model_len, kernels, layers=layers)

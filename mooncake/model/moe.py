@@ -34,15 +34,15 @@ class _Layer:
     output: Linear
     mlp_norm: torch.Tensor
     router: Linear
-    gate_up: list[Linear]  # one an expert
-    down: list[Linear]
+    gate_up: dict[int, Linear]  # by the experts' numbers: a rank of several has some
+    down: dict[int, Linear]
     shared: _Shared | None  # Qwen2-MoE
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
     def _take(self, prefix: str) -> _Layer:
         attention, names, has_norms = prefix + "self_attn.", EXPERT_NAMES[self.config.architecture], self.config.qk_norm
-        experts = [f"{prefix}{names.experts}.{expert}." for expert in range(self.config.num_experts)]
+        experts = {expert: f"{prefix}{names.experts}.{expert}." for expert in self.experts}
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
@@ -51,8 +51,8 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
             self.linear(prefix + names.router),
-            [self.linear(expert + names.gate, expert + names.up) for expert in experts],
-            [self.linear(expert + names.down) for expert in experts],
+            {expert: self.linear(name + names.gate, name + names.up) for expert, name in experts.items()},
+            {expert: self.linear(name + names.down) for expert, name in experts.items()},
             self._shared(prefix + "mlp.shared_expert") if self.config.shared_expert_size else None,
         )
 
@@ -64,13 +64,13 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
         attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
-        hidden = hidden + layer.output(attended)
+        hidden = hidden + self.reduce(layer.output(attended))
         normed = self._norm(hidden, layer.mlp_norm)
         mixed = self._mixture(layer, normed)
         if layer.shared is not None:
             shared = layer.shared.down(self.kernels.silu_mul(layer.shared.gate_up(normed)))
             mixed = mixed + layer.shared.share(normed).sigmoid() * shared
-        return hidden + mixed
+        return hidden + self.reduce(mixed)
 
     def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
         shares = layer.router(normed).float().softmax(-1)
@@ -82,6 +82,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             experts,
             chosen,
             lambda expert, rows: layer.down[expert](self.kernels.silu_mul(layer.gate_up[expert](rows))),
+            self.experts,
         )
 
 
@@ -90,13 +91,15 @@ def sum_of_experts(
     experts: torch.Tensor,
     shares: torch.Tensor,
     compute: Callable[[int, torch.Tensor], torch.Tensor],
+    here: range,
 ) -> torch.Tensor:
-    """Of each of the tokens ``[T, hidden]``, what its ``experts`` ``[T, k]`` make of it, by its ``shares`` ``[T, k]``.
+    """Of each of the tokens ``[T, hidden]``, what its ``experts`` ``[T, k]`` make of it, by its ``shares`` ``[T, k]``:
+    those of them that are ``here``, for ranks each have some.
 
     In the order of the experts' numbers, so that batches do not change it. ``compute`` is one expert for some tokens.
     """
     mixed = torch.zeros_like(normed)
-    for expert in sorted(set(experts.flatten().tolist())):
+    for expert in sorted(set(experts.flatten().tolist()).intersection(here)):
         tokens, choice = torch.where(experts == expert)
         part = compute(expert, normed[tokens]) * shares[tokens, choice, None].to(normed.dtype)
         mixed.index_add_(0, tokens, part.to(mixed.dtype))

@@ -10,10 +10,10 @@ def row_numbers(cache_layer: torch.Tensor, slots: torch.Tensor, kinds: slice = s
 
     The same for every layer. By such numbers torch copies rows several times faster than by blocks and offsets.
     """
-    _, _, num_heads, block_tokens, width = cache_layer.shape
+    _, num_kinds, num_heads, block_tokens, width = cache_layer.shape
     block, kind, head, token = (stride // width for stride in cache_layer.stride()[:4])
     numbers = (slots // block_tokens * block + slots % block_tokens * token)[:, None, None]
-    return numbers + torch.arange(2)[kinds, None] * kind + torch.arange(num_heads) * head
+    return numbers + torch.arange(num_kinds)[kinds, None] * kind + torch.arange(num_heads) * head
 
 
 def page_rows(cache_layer: torch.Tensor) -> torch.Tensor:

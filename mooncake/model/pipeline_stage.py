@@ -24,6 +24,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import MooncakeError
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
@@ -98,7 +99,7 @@ class Abandoned(Exception):
 
 
 class Stage:
-    def __init__(self, task: StageTask, model: CausalLM) -> None:
+    def __init__(self, task: StageTask, model: CausalLM | Decoder) -> None:
         self._model = model
         self._layers = range(task.first_layer, task.end_layer)
         cache = SharedMemory(task.cache, task.num_blocks * task.layout.block_bytes)
@@ -250,7 +251,6 @@ def main(argv: Sequence[str]) -> None:
             keeps_groups=task.keeps_groups,
             layers=layers,
         )
-        assert isinstance(model, CausalLM)
         stage = Stage(task, model)
     except MooncakeError as error:
         control = Connection(task.control)

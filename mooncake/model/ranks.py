@@ -136,7 +136,7 @@ class Group:
 
 
 def leave_group() -> None:
-    """This process's part in it. Idempotent."""
+    """This process's part in it. Idempotent. A process that ends within a group may abort: gloo's threads still run."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -28,7 +28,7 @@ class Mlp:
 class Mixture:
     router: Linear
     choice_bias: torch.Tensor | None  # [experts]
-    experts: list[Mlp]
+    experts: dict[int, Mlp]  # by their numbers: a rank of several has some
     shared: Mlp | None
 
 
@@ -44,7 +44,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
             # in float32, as published: what is nearly as good is nearly always another expert
             router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
             choice_bias=self.vector(bias).float() if routing.scoring == "sigmoid" else None,
-            experts=[self._take_gated(f"{prefix}experts.{expert}.") for expert in range(self.config.num_experts)],
+            experts={expert: self._take_gated(f"{prefix}experts.{expert}.") for expert in self.experts},
             shared=self._take_gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
         )
 
@@ -52,14 +52,16 @@ class RoutedDecoder(GatedDecoder[Layer]):
         return Mlp(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
 
     def _mlp(self, mlp: Mlp | Mixture, normed: torch.Tensor) -> torch.Tensor:
-        return self._dense(mlp, normed) if isinstance(mlp, Mlp) else self._mixture(mlp, normed)
+        return self.reduce(self._dense(mlp, normed) if isinstance(mlp, Mlp) else self._mixture(mlp, normed))
 
     def _dense(self, mlp: Mlp, normed: torch.Tensor) -> torch.Tensor:
         return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
 
     def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(mlp, normed)
-        mixed = sum_of_experts(normed, chosen, weights, lambda expert, rows: self._dense(mlp.experts[expert], rows))
+        mixed = sum_of_experts(
+            normed, chosen, weights, lambda expert, rows: self._dense(mlp.experts[expert], rows), self.experts
+        )
         return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
 
     def _route(self, mlp: Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,5 +119,5 @@ class GlmMoe(RoutedDecoder[_Layer]):
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
         attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
-        hidden = hidden + layer.output(attended)
+        hidden = hidden + self.reduce(layer.output(attended))
         return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))

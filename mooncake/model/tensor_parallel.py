@@ -1,9 +1,8 @@
-"""One model over several processes: each holds a part of every layer's heads and of its MLP (Shoeybi et al. 2019).
+"""One model over several processes: each holds a part of every layer's heads and of its MLP (Shoeybi et al. 2019), or
+some of its experts (Lepikhin et al. 2020).
 
 The first rank is the engine's model: it sends every step to the others and computes with them. A layer's attention and
-MLP each end in one sum over the ranks. How ranks live and speak to each other is in ``ranks``.
-
-    rank r of S has query heads r·Hq/S …, key and value heads r·Hkv/S … (one of them, repeated, when S > Hkv)
+MLP each end in one sum over the ranks. What each of them has is in ``shards``, how they live and speak in ``ranks``.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from mooncake.checkpoint import FAMILIES, Checkpoint, ModelConfig, open_checkpoint
-from mooncake.errors import InternalError, ModelError
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.errors import InternalError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
+from mooncake.model.load import OTHER_FAMILIES
 from mooncake.model.ranks import (
     Group,
     Workers,
@@ -34,6 +33,7 @@ from mooncake.model.ranks import (
     live_with_first,
     speaking_to,
 )
+from mooncake.model.shards import experts_of, shard_config, shard_weights
 from mooncake.model.weights import load_weights
 
 log = logging.getLogger(__name__)
@@ -41,49 +41,8 @@ log = logging.getLogger(__name__)
 _STEP, _COPY, _STOP = 1, 2, 0
 
 
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape of one rank's part. Raises ModelError when the model cannot be cut into ``size`` equal ones."""
-    if config.architecture not in FAMILIES:
-        raise ModelError(f"tensor parallelism is for the Llama family, not for {config.architecture}")
-    if config.num_heads % size or config.intermediate_size % size:
-        raise ModelError(
-            f"{config.num_heads} heads and an MLP of {config.intermediate_size} cannot be cut into {size} equal parts"
-        )
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        raise ModelError(
-            f"{config.num_kv_heads} KV heads can neither be cut into {size} parts nor be repeated for them"
-        )
-    return replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=max(config.num_kv_heads // size, 1),
-        intermediate_size=config.intermediate_size // size,
-    )
-
-
-def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -> Weights:
-    """The part of each weight that ``rank`` computes with; embeddings, norms and head are whole."""
-    dim = config.head_dim
-    query = slice(rank * config.num_heads // size * dim, (rank + 1) * config.num_heads // size * dim)
-    first_kv = rank * config.num_kv_heads // size
-    kv = slice(first_kv * dim, (first_kv + max(config.num_kv_heads // size, 1)) * dim)
-    inner = slice(rank * config.intermediate_size // size, (rank + 1) * config.intermediate_size // size)
-    rows = {"q_proj": query, "k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
-    columns = {"o_proj": query, "down_proj": inner}
-
-    def part(name: str) -> torch.Tensor:
-        tensor, kind = weights[name], name.split(".")[-2]
-        if kind in rows:
-            tensor = tensor[rows[kind]]
-        elif kind in columns:
-            tensor = tensor[:, columns[kind]]
-        return tensor.contiguous()
-
-    return WeightsOnDemand(weights, part)
-
-
 class Shard:
-    """One rank: its part of the model and of the paged cache ``[N, layers, 2, Hkv / S, block_tokens, D]``."""
+    """One rank: its part of the model and of the paged cache ``[N, layers, K|V, Hkv / S, block_tokens, D]``."""
 
     def __init__(
         self, group: Group, checkpoint: Checkpoint, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int
@@ -91,9 +50,15 @@ class Shard:
         whole = checkpoint.config
         config = shard_config(whole, group.size)
         weights = shard_weights(load_weights(checkpoint, dtype), whole, group.rank, group.size)
-        self.model = CausalLM(config, weights, max_model_len, reduce=group.sum)
+        family = OTHER_FAMILIES.get(whole.architecture)
+        self.model: CausalLM | Decoder
+        if family is None:
+            self.model = CausalLM(config, weights, max_model_len, reduce=group.sum)
+        else:
+            experts = experts_of(whole, group.rank, group.size)
+            self.model = family(config, weights, max_model_len, reduce=group.sum, experts=experts)
         self.cache = torch.zeros(
-            (num_blocks, len(config.kv_owners), 2, config.num_kv_heads, block_tokens, config.head_dim),
+            (num_blocks, len(config.kv_owners), config.kv_kinds, config.num_kv_heads, block_tokens, config.head_dim),
             dtype=getattr(torch, dtype),
         )
 
@@ -210,6 +175,8 @@ def main(argv: Sequence[str]) -> None:
         _serve(group, shard)
     except RuntimeError as error:  # the first rank is gone
         log.warning("a tensor parallel rank ends: %s", error)
+    finally:
+        leave_group()
 
 
 if __name__ == "__main__":

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.app import bench_context
-from mooncake.errors import ConfigError, ModelError
+from mooncake.errors import ConfigError
 
 
 @pytest.mark.slow  # it starts two more processes
-def test_it_tells_times_and_bytes(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model", head_dim=16)
+@pytest.mark.parametrize(("family", "changes"), [("llama", {"head_dim": 16}), ("deepseek_v3", LATENT)])
+def test_it_tells_times_and_bytes(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", family, **changes)
     line = tmp_path / "line.json"
     arguments = ["--model", str(tmp_path / "model"), "--tokens", "250", "--tail", "70", "--repeat", "1"]
     bench_context.main([*arguments, "--methods", "auto,pass-q", "--json", str(line)])
@@ -35,9 +37,3 @@ def test_it_tells_times_and_bytes(tmp_path: Path) -> None:
 def test_what_it_cannot_measure_it_refuses(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=wrong[0]):
         bench_context.main(wrong)
-
-
-def test_latent_attention_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
-    with pytest.raises(ModelError, match="goes without latent attention"):
-        bench_context.main(["--model", str(tmp_path), "--tokens", "250", "--tail", "70", "--repeat", "1"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drive import ask, wait_idle
-from live import running_cluster, small_config
+from live import running_cluster, small_config, workers_of
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
@@ -41,6 +41,31 @@ async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: P
     with running_cluster(config) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
             for cached in (0, 40):
+                answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
+                assert [answer.tokens for answer in answers] == wanted
+                assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
+                await wait_idle(channel)
+
+
+@pytest.mark.parametrize(
+    ("processes", "module"),
+    [
+        ("prefill.pipeline_stages=2", "pipeline_stage"),
+        pytest.param("prefill.context_parallel=2", "context_parallel", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_prefill_node_of_several_processes_hands_over_to_one_of_one(
+    processes: str, module: str, tmp_path: Path
+) -> None:
+    """What stages leave in the one cache, or ranks send to it, is what a decode node and the pool are given."""
+    theirs = write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
+    prompts = [np.random.default_rng(seed).integers(3, 320, 105).tolist() for seed in range(3)]
+    wanted = [greedy(theirs, prompt) for prompt in prompts]
+    of_model = (f"model.path={tmp_path}", "model.dtype=float32")
+    with running_cluster(small_config(*of_model, *SMALL, "prefill.chunk_tokens=96", processes)) as cluster:
+        assert workers_of(cluster.pids["prefill-0"], module), "the node computes alone"
+        async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+            for cached in (0, 104):
                 answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
                 assert [answer.tokens for answer in answers] == wanted
                 assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)

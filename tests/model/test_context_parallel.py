@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from context_pair import Pair, pair, some_tokens
+from tiny_mixtures import Published
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
@@ -77,6 +78,26 @@ def test_a_family_with_windows_goes_by_heads_where_it_must(family: str, tmp_path
         assert set(both.over_ranks.report.methods) == {Method.HEADS, Method.PASS_KV}
         with pytest.raises(ModelError, match="sliding window go by heads"):
             Pair(str(tmp_path / "tiny"), 2, Method.PASS_Q)
+
+
+@pytest.mark.parametrize(
+    ("size", "method"), [*((2, each) for each in Method), pytest.param(3, Method.PASS_Q, marks=pytest.mark.slow)]
+)
+def test_latent_rows_go_round_as_keys_that_are_the_values(size: int, method: Method, tmp_path: Path) -> None:
+    """One row a token, with and without tokens before the step; the check counts the bytes."""
+    published = Published("deepseek-v3", tmp_path)
+    with pair(published.folder, size, method) as both:
+        tokens = some_tokens(203)
+        both.check(tokens[:101], 0, method, atol=1e-4)
+        both.check(tokens, 101, method, atol=1e-4)
+        assert both.caches[1].tensor.shape[2] == 1
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("deepseek-v2", marks=pytest.mark.slow)])
+def test_latent_attention_over_ranks_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    published = Published(name, tmp_path)
+    prompts = [some_tokens(count).tolist() for count in (150, 97, 5)]
+    assert generate(tmp_path, prompts, 2, {}) == [published.greedy(prompt) for prompt in prompts]
 
 
 class Killing(NoHook):

@@ -173,6 +173,7 @@ def test_the_experts_of_gpt_oss_are_mxfp4(gpt_oss: tuple[Path, Any]) -> None:
     made = theirs.generate(given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
     assert tokens == tuple(made[0, len(prompt) :].tolist())
     assert len(set(tokens)) >= 4, "a model that repeats itself proves nothing"
+    assert answer(folder, tensor_parallel=2) == (prompt, tokens), "each rank has the values of its own experts"
 
 
 def test_transformers_reads_the_same_of_mxfp4(gpt_oss: tuple[Path, Any]) -> None:

@@ -58,7 +58,12 @@ def running_cluster(config: Config) -> Iterator[LocalCluster]:
 
 
 def stages_of(node: int) -> list[int]:
-    """The processes of a pipeline, whichever of the node's threads has started them."""
+    """The processes of a node's pipeline."""
+    return workers_of(node, "pipeline_stage")
+
+
+def workers_of(node: int, module: str) -> list[int]:
+    """The processes that run ``module`` for a node, whichever of its threads has started them."""
     tasks = Path(f"/proc/{node}/task").iterdir()
     children = [pid for task in tasks for pid in map(int, (task / "children").read_text().split())]
-    return [pid for pid in children if "pipeline_stage" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]

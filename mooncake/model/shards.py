@@ -1,0 +1,104 @@
+"""How a model is cut for tensor parallel ranks: arithmetic over its shape and the names of its weights, no processes.
+
+attention  rank r of S has query heads r·Hq/S …, key and value heads r·Hkv/S … (one of them, repeated, when S > Hkv)
+latent     all heads share one row a token, so each rank makes and keeps the whole of it; what is cut are the ways
+           of heads there and back
+MLP        elements r·I/S … within it, also of an expert that all tokens use
+mixture    each expert lives whole on one rank: r has experts r·E/S …; routers are on all of them
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mooncake.checkpoint import FAMILIES, ModelConfig
+from mooncake.errors import ModelError
+from mooncake.model.layers import Weights, WeightsOnDemand
+
+_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_COLUMNS = ("o_proj", "down_proj")
+_ENTRIES = ("sinks",)  # one a head
+
+
+def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The shape of one rank's part. Raises ModelError when the model cannot be cut into ``size`` equal ones."""
+    if config.architecture not in FAMILIES and not config.num_experts:
+        raise ModelError(
+            f"tensor parallelism is for the Llama family and for mixtures of experts, not for {config.architecture}"
+        )
+    widths = _cut_widths(config)
+    if any(count % size for count in (config.num_heads, *widths)):
+        mlps = "".join(f" and an MLP of {width}" for width in widths)
+        raise ModelError(f"{config.num_heads} heads{mlps} cannot be cut into {size} equal parts")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise ModelError(
+            f"{config.num_kv_heads} KV heads can neither be cut into {size} parts nor be repeated for them"
+        )
+    if 0 < config.num_experts < size:
+        raise ModelError(f"{config.num_experts} experts are not enough for {size} ranks")
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(config.num_kv_heads // size, 1),
+        intermediate_size=config.intermediate_size // (size if _has_dense_layers(config) else 1),
+        shared_expert_size=config.shared_expert_size // size,
+    )
+
+
+def experts_of(config: ModelConfig, rank: int, size: int) -> range:
+    """Those that live on this rank; their numbers are the model's."""
+    share = _share(config.num_experts, rank, size)
+    return range(share.start, share.stop)
+
+
+def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -> Weights:
+    """The part of each weight that ``rank`` computes with, without other ranks' experts; embeddings, norms, routers
+    and head are whole."""
+    first_kv = rank * config.num_kv_heads // size
+    kv = slice(first_kv * config.head_dim, (first_kv + max(config.num_kv_heads // size, 1)) * config.head_dim)
+    here = experts_of(config, rank, size)
+
+    def part(name: str) -> torch.Tensor:
+        tensor, kind = weights[name], name.split(".")[-2]
+        if _expert_of(name) is not None:
+            return tensor
+        if kind == "experts":  # all in one tensor (gpt-oss)
+            tensor = tensor[here.start : here.stop]
+        elif kind in ("k_proj", "v_proj"):
+            tensor = tensor[kv]
+        elif kind in _ROWS or name.endswith(_ENTRIES):
+            tensor = tensor[_share(len(tensor), rank, size)]
+        elif kind in _COLUMNS:
+            tensor = _columns(tensor, rank, size)
+        return tensor.contiguous()
+
+    return WeightsOnDemand((name for name in weights if _expert_of(name) in (None, *here)), part)
+
+
+def _columns(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Of a bias, which the sum over the ranks must have once, all on the first."""
+    if tensor.ndim == 1:
+        return tensor if rank == 0 else torch.zeros_like(tensor)
+    return tensor[:, _share(tensor.shape[1], rank, size)]
+
+
+def _cut_widths(config: ModelConfig) -> list[int]:
+    dense = [config.intermediate_size] if _has_dense_layers(config) else []
+    return dense + ([config.shared_expert_size] if config.shared_expert_size else [])
+
+
+def _has_dense_layers(config: ModelConfig) -> bool:
+    return not config.num_experts or (config.routing is not None and config.routing.num_dense_layers > 0)
+
+
+def _expert_of(name: str) -> int | None:
+    """The number of the expert that a weight belongs to alone."""
+    _, is_there, behind = name.partition(".experts.")
+    number = behind.split(".")[0]
+    return int(number) if is_there and number.isdigit() else None
+
+
+def _share(count: int, rank: int, size: int) -> slice:
+    return slice(count * rank // size, count * (rank + 1) // size)

@@ -1,0 +1,189 @@
+"""Latent attention and mixtures of experts over tensor parallel ranks: theirs, token for token, and each rank holds its
+part alone."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Published, answers
+from tiny_model import write_tiny_model
+
+from mooncake.checkpoint import Checkpoint
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ModelError
+from mooncake.kernels.cpu import PanelLinear
+from mooncake.model.batch import ForwardBatch, NoHook
+from mooncake.model.decoder import Decoder
+from mooncake.model.load import OTHER_FAMILIES, load_model
+from mooncake.model.shards import experts_of, shard_config, shard_weights
+from mooncake.model.tensor_parallel import TensorParallelModel
+from mooncake.model.weights import load_weights
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=MIXTURES)
+def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
+    return Published(request.param, tmp_path)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_give_the_tokens_of_one_process_and_of_transformers(published: Published, size: int) -> None:
+    """With four ranks experts do not divide evenly, and KV heads are on two ranks each."""
+    wanted = [published.greedy(prompt) for prompt in PROMPTS]
+    assert len({token for tokens in wanted for token in tokens}) >= 6, "a model that repeats itself proves nothing"
+    cache = KVCache(published.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
+    assert answers(load_model(published.checkpoint, "float32"), cache) == wanted
+    with TensorParallelModel(published.folder, size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
+        assert answers(model, model) == wanted
+
+
+def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> None:
+    """Two ranks as threads of this process, whose sum is theirs: what another node would read is on either."""
+    checkpoint = Published("deepseek-v3", tmp_path).checkpoint
+    layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+    whole = KVCache(layout, NUM_BLOCKS)
+    batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), BLOCK_TOKENS, torch.tensor([69]))
+    wanted = load_model(checkpoint, "float32").forward(batch, whole.tensor, NoHook())
+    ranks = InThreads(2)
+    caches = [torch.zeros_like(whole.tensor) for _ in range(2)]
+
+    def compute(rank: int) -> torch.Tensor:
+        return part_of(checkpoint, rank, 2, ranks.sum).forward(batch, caches[rank], NoHook())
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(compute, range(2))
+    assert torch.equal(first, second) and torch.allclose(first, wanted, atol=1e-4)
+    assert torch.equal(*caches) and torch.allclose(caches[0], whole.tensor, atol=1e-4)
+
+
+class InThreads:
+    """``Group.sum`` among threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._given: list[torch.Tensor] = []
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self._given.append(values)
+        self._barrier.wait()
+        total = torch.stack(sorted(self._given, key=torch.Tensor.data_ptr)).sum(0)
+        self._barrier.wait()
+        self._given.clear()
+        self._barrier.wait()
+        return total
+
+
+def part_of(
+    checkpoint: Checkpoint, rank: int, size: int, reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Decoder:
+    whole = checkpoint.config
+    weights = shard_weights(load_weights(checkpoint, "float32"), whole, rank, size)
+    family, experts = OTHER_FAMILIES[whole.architecture], experts_of(whole, rank, size)
+    return family(shard_config(whole, size), weights, reduce=reduce, experts=experts)
+
+
+def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
+    weights, config = load_weights(published.checkpoint, "float32"), published.checkpoint.config
+    parts = [shard_weights(weights, config, rank, 4) for rank in range(4)]
+    assert sorted(expert for rank in range(4) for expert in experts_of(config, rank, 4)) == [*range(config.num_experts)]
+    for name, tensor in weights.items():
+        pieces = [part[name] for part in parts if name in part]
+        if ".experts." in name and name.split(".experts.")[1][0].isdigit():
+            assert len(pieces) == 1 and torch.equal(pieces[0], tensor), "an expert lives on one rank"
+        elif re.search(r"\.experts\.|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks", name):
+            assert torch.equal(torch.cat(pieces), tensor)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert torch.equal(torch.cat(pieces, dim=1), tensor)
+        elif name.endswith("o_proj.bias"):
+            assert tensor.any() and torch.equal(sum(pieces, torch.zeros(())), tensor), "a sum has it once"
+        elif re.search("[kv]_proj", name):
+            assert torch.equal(torch.cat(pieces[::2]), tensor) and torch.equal(pieces[0], pieces[1])
+        else:
+            assert len(pieces) == 4 and all(torch.equal(piece, tensor) for piece in pieces)
+
+
+def test_what_a_rank_holds_falls_with_the_number_of_ranks(published: Published) -> None:
+    """Counted in what is packed for products, experts apart."""
+    whole = packed_bytes(load_model(published.checkpoint, "float32"))
+    assert whole.experts > whole.rest / 4, "this model's experts weigh nothing"
+    num_experts = published.checkpoint.config.num_experts
+    for size in (2, 4):
+        parts = [packed_bytes(part_of(published.checkpoint, rank, size)) for rank in range(size)]
+        assert sum(part.experts for part in parts) == whole.experts
+        assert max(part.experts for part in parts) == whole.experts * -(-num_experts // size) // num_experts
+        assert all(part.rest < whole.rest for part in parts)
+
+
+class Packed(NamedTuple):
+    experts: int
+    rest: int
+
+
+def packed_bytes(model: object) -> Packed:
+    linears = list(linears_of(model, ""))
+    experts = sum(linear.num_bytes for path, linear in linears if re.search(r"\.(experts|gate_up|down)\.\d+", path))
+    return Packed(experts, sum(linear.num_bytes for _, linear in linears) - experts)
+
+
+def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
+    """Packed matrices within a model, by the way to them."""
+    if isinstance(thing, PanelLinear):
+        yield path, thing
+    elif isinstance(thing, Decoder):
+        yield from linears_of({"layers": thing._layers}, path)  # type: ignore[attr-defined]
+    elif is_dataclass(thing):
+        yield from linears_of({field.name: getattr(thing, field.name) for field in fields(thing)}, path)
+    elif isinstance(thing, dict | list):
+        for key, value in thing.items() if isinstance(thing, dict) else enumerate(thing):
+            yield from linears_of(value, f"{path}.{key}")
+
+
+@pytest.mark.slow
+def test_a_processs_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
+    """As the system counts it: 113 MB of experts, a half and then a quarter of them with each rank."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 3}
+    write_tiny_model(tmp_path, "qwen3_moe", **(WIDE | wide))
+    experts = 3 * 16 * 3 * 256 * 256 * 4
+    held = []
+    for size in (2, 4):
+        with TensorParallelModel(str(tmp_path), size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
+            answers(model, model)
+            held.append(anonymous_bytes(model._workers.processes[0].pid))
+    assert held[0] - held[1] == pytest.approx(experts / 4, rel=0.25)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Of the process alone: mapped files are everybody's."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "sentence"),
+    [
+        ("deepseek-v3", 3, "4 heads and an MLP of 48 and an MLP of 24 cannot be cut into 3 equal parts"),
+        ("qwen3-moe", 3, "4 heads cannot be cut into 3 equal parts"),
+        ("mixtral", 8, "4 heads cannot be cut into 8 equal parts"),
+    ],
+)
+def test_a_mixture_that_cannot_be_cut_is_refused(name: str, size: int, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        shard_config(Published(name, tmp_path).checkpoint.config, size)
+
+
+def test_each_rank_needs_an_expert(tmp_path: Path) -> None:
+    config = replace(Published("qwen3-moe", tmp_path).checkpoint.config, num_heads=8)
+    with pytest.raises(ModelError, match="6 experts are not enough for 8 ranks"):
+        shard_config(config, 8)

@@ -1,0 +1,76 @@
+"""Tiny random mixtures of experts, two with latent attention, as publishers write them; and their greedy answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_model import LATENT, write_tiny_model
+
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.engine import Cache, CausalModel, Engine, EngineConfig
+from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
+from mooncake.types import SamplingParams
+
+BLOCK_TOKENS, NUM_BLOCKS, NEW_TOKENS = 16, 60, 12
+PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((70, 5, 33))]
+
+WIDE = {"initializer_range": 0.2, "num_experts_per_tok": 2}
+ROUTED = {
+    **WIDE,
+    **{"n_routed_experts": 6, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_hidden_layers": 3},
+}
+LATENT_V2 = {name: value for name, value in LATENT.items() if name not in ("n_group", "topk_group")}
+YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v3": ("deepseek_v3", LATENT),
+    "deepseek-v2": ("deepseek_v2", LATENT_V2 | {"q_lora_rank": None, "n_routed_experts": 7}),
+    "glm-4.5": ("glm4_moe", ROUTED | {"use_qk_norm": True, "attention_bias": True}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        WIDE | {"num_experts": 6, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3-moe": ("qwen3_moe", WIDE | {"num_experts": 6, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": 20}),
+    "gpt-oss": (
+        "gpt_oss",
+        WIDE | {"initializer_range": 0.4, "num_local_experts": 6, "sliding_window": 20, "rope_parameters": YARN},
+    ),
+}
+
+
+class Published:
+    """A random mixture of transformers', and the folder that its publisher would upload."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        family, changes = MIXTURES[name]
+        self.theirs = write_tiny_model(folder, family, **changes)
+        self.folder = str(folder)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.folder)
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int]) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def answers(model: CausalModel, cache: Cache) -> list[list[int]]:
+    """Greedy tokens through the engine: prompts in chunks, then all in one batch."""
+    engine = Engine(model, cache, EngineConfig(BLOCK_TOKENS, 32, 8, 256))
+    for index, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        tokens = np.array(prompt, np.uint32)
+        engine.add(Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=256))
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    while engine.has_work:
+        for output in engine.step():
+            found[int(output.request_id)].append(output.token.token_id)
+    return found
