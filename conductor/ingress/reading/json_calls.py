@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap, read_json
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
+from conductor.ingress.reading.steps import StepReader
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -90,7 +91,7 @@ class _Place(Enum):
 
 
 @dataclass(slots=True)
-class CallReader:
+class CallReader(StepReader):
     """Reads one answer. What may be the start of a tag or of a call waits, and what turns out to be none stays text.
 
     With ``is_call`` the whole answer is one call without tags, as its guide writes it. Tags may be missing behind a
@@ -101,10 +102,6 @@ class CallReader:
     form: JsonForm = HERMES
     _place: _Place = field(init=False)
     _tag: str = ""  # before the calls that are being read
-    _held: str = ""
-    _num_sought: int = 0  # characters of it in which no tag begins
-    _said: list[Said] = field(default_factory=list)
-    _is_behind_call: bool = False  # and white space there is no text
     _depth: int = 1  # brackets around the arguments: of an object, and of a list
     _is_further: bool = False  # a call behind this tag has been told
     _name: str = ""  # not yet told
@@ -114,29 +111,18 @@ class CallReader:
     def __post_init__(self) -> None:
         self._place = _Place.HEAD if self.is_call or self.form.is_bare else _Place.TEXT
 
-    @property
-    def is_thinking(self) -> bool:
-        return False
-
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        self._held += text
-        steps = {
-            _Place.TEXT: self._text,
-            _Place.HEAD: self._head,
-            _Place.ARGUMENTS: self._value,
-            _Place.REST: self._call if self.is_call else self._rest,
-        }
-        while steps[self._place](is_last):
-            pass
-        said, self._said = self._said, []
-        return said
-
-    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+    def _step(self, is_last: bool) -> bool:
+        match self._place:
+            case _Place.TEXT:
+                return self._text(is_last)
+            case _Place.HEAD:
+                return self._head(is_last)
+            case _Place.ARGUMENTS:
+                return self._value()
+        return self._rest(is_last)
 
     def _text(self, is_last: bool) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
+        self._skip_space_behind_call()
         before, tag, behind = self._held.partition(self.form.begin)
         if tag:
             self._say(before)
@@ -149,7 +135,7 @@ class CallReader:
         return False
 
     def _head(self, is_last: bool) -> bool:
-        is_open = self._num_sought < _MAX_HEAD_CHARS  # else it has been tried on as much as it may have
+        is_open = self._num_searched < _MAX_HEAD_CHARS  # beyond that the pattern has been tried on all it may match
         head = self.form.head.match(self._held, 0, _MAX_HEAD_CHARS) if is_open else None
         begins = self._held[head.end() :][:1] if head else ""
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
@@ -175,7 +161,7 @@ class CallReader:
 
     def _whole(self, is_last: bool) -> bool:
         """What stands between tags and does not begin as most calls do."""
-        at, tag = self._find(*filter(None, [self.form.end]))
+        at, tag = self._find([self.form.end] if self.form.end else [])
         if not tag and not is_last:
             return False
         inside = self._held[:at]
@@ -198,7 +184,7 @@ class CallReader:
             return False
         return True
 
-    def _value(self, is_last: bool) -> bool:
+    def _value(self) -> bool:
         assert self._arguments is not None
         num_chars = self._arguments.take(self._held)
         part, self._held = self._held[:num_chars], self._held[num_chars:]
@@ -210,18 +196,16 @@ class CallReader:
             self._go(_Place.REST, self._held)
         return is_end
 
-    def _call(self, is_last: bool) -> bool:
-        """Behind the call that the whole answer is."""
-        self._held = ""
-        return False
-
     def _rest(self, is_last: bool) -> bool:
+        if self.is_call:  # the whole answer: nothing behind it is told
+            self._held = ""
+            return False
         if self._depth and (following := _NEXT.match(self._held, 0, _MAX_HEAD_CHARS)):
             self._go(_Place.HEAD, ("[" if self._depth == 2 else "") + self._held[following.end() :])
             self._is_further = True
             return True
         begin, end = self.form.begin, self.form.end
-        at, tag = self._find(*filter(None, [begin, end]))
+        at, tag = self._find([begin, end] if end else [begin])
         if not tag and not is_last:
             return False
         if tag != end or not tag:  # it is missing, or cut short
@@ -237,21 +221,14 @@ class CallReader:
         behind = text[num_chars:] if end.is_whole or not self._depth else ""
         return behind[: len(behind) - (overlap(behind, self.form.end) if self.form.end else 0)].lstrip()
 
-    def _find(self, *tags: str) -> tuple[int, str]:
-        """The first of the tags in what is held, and where it is; its end and "" when there is none yet."""
-        start = max(0, self._num_sought - len(max(tags, key=len, default="")))
-        found = [(at, tag) for tag in tags if (at := self._held.find(tag, start)) >= 0]
-        self._num_sought = len(self._held)
-        return min(found, default=(len(self._held), ""))
-
     def _go(self, place: _Place, held: str) -> None:
-        self._place, self._held, self._num_sought = place, held, 0
+        self._place = place
+        self._hold(held)
 
     def _say(self, text: str) -> None:
         for tag in self.form.silent:
             text = text.replace(tag, "")
-        if text:
-            self._said.append(text)
+        StepReader._say(self, text)  # dataclasses with slots have no super()
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import warnings
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import CallPart, Said, json_of, new_call_id
+from conductor.ingress.reading.parts import CallPart, json_of, new_call_id
+from conductor.ingress.reading.steps import StepReader
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
@@ -34,35 +35,24 @@ class _Place(Enum):
 
 
 @dataclass(slots=True)
-class PythonCallReader:
+class PythonCallReader(StepReader):
     """Reads one answer. What is no list of calls is text from there on."""
 
     _place: _Place = _Place.BEFORE
-    _held: str = ""
     _lead: str = ""  # before the first call, until that is told
-    _said: list[Said] = field(default_factory=list)
     _call: _Brackets = field(default_factory=lambda: _Brackets())
-    _is_behind_call: bool = False  # and white space there is no text
 
-    @property
-    def is_thinking(self) -> bool:
-        return False
-
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        self._held += text
-        steps = {
-            _Place.BEFORE: self._begin,
-            _Place.CALL: self._take_call,
-            _Place.BETWEEN: self._between,
-            _Place.BEHIND: self._behind,
-            _Place.TEXT: self._text,
-        }
-        while steps[self._place](is_last):
-            pass
-        said, self._said = self._said, []
-        return said
-
-    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+    def _step(self, is_last: bool) -> bool:
+        match self._place:
+            case _Place.BEFORE:
+                return self._begin(is_last)
+            case _Place.CALL:
+                return self._take_call(is_last)
+            case _Place.BETWEEN:
+                return self._between(is_last)
+            case _Place.BEHIND:
+                return self._behind(is_last)
+        return self._text()
 
     def _begin(self, is_last: bool) -> bool:
         if found := _LIST.match(self._held):
@@ -107,13 +97,10 @@ class PythonCallReader:
         self._held, self._place = self._held.removeprefix(END), _Place.TEXT
         return True
 
-    def _text(self, is_last: bool) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
-        if self._held:
-            self._said.append(self._held)
-            self._held = ""
+    def _text(self) -> bool:
+        self._skip_space_behind_call()
+        self._say(self._held)
+        self._held = ""
         return False
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap, read_json
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
+from conductor.ingress.reading.steps import StepReader
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)  # the last two where the first is missing
 _HEAD = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}(?P<name>[\w.-]{{1,128}})>")
 _HEAD_BEGINS = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}[\w.-]{{0,128}}")
 _KEY = re.compile(rf"{_PARAMETER}(?P<key>[^>\n]{{1,256}})>")
@@ -43,43 +45,28 @@ class _Place(Enum):
 
 
 @dataclass(slots=True)
-class XmlCallReader:
+class XmlCallReader(StepReader):
     """Reads one answer. ``schemas`` are those of the functions' parameters, by the functions' names."""
 
     schemas: Mapping[str, Mapping[str, object]]
     _place: _Place = _Place.TEXT
-    _held: str = ""
-    _num_sought: int = 0  # characters of it in which no tag begins
-    _said: list[Said] = field(default_factory=list)
-    _is_behind_call: bool = False  # and white space there is no text
     _function: str = ""
     _is_first: bool = True  # parameter
     _types: tuple[str, ...] = ()  # that the open parameter may have; one string is told as it comes
     _is_begun: bool = False  # that string
 
-    @property
-    def is_thinking(self) -> bool:
-        return False
-
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        self._held += text
-        steps = {
-            _Place.TEXT: self._text,
-            _Place.FUNCTION: self._between,
-            _Place.VALUE: self._value,
-            _Place.BEHIND: self._behind,
-        }
-        while steps[self._place](is_last):
-            pass
-        said, self._said = self._said, []
-        return said
-
-    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+    def _step(self, is_last: bool) -> bool:
+        match self._place:
+            case _Place.TEXT:
+                return self._text(is_last)
+            case _Place.FUNCTION:
+                return self._between(is_last)
+            case _Place.VALUE:
+                return self._value(is_last)
+        return self._behind(is_last)
 
     def _text(self, is_last: bool) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
+        self._skip_space_behind_call()
         before, sign, behind = self._held.partition("<")
         self._say(before)
         self._held = sign + behind
@@ -121,11 +108,7 @@ class XmlCallReader:
         self._is_first = False
 
     def _value(self, is_last: bool) -> bool:
-        tags = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)
-        start = max(0, self._num_sought - len(_PARAMETER_END))
-        ends = [(at, tag) for tag in tags if (at := self._held.find(tag, start)) >= 0]
-        at, tag = min(ends, default=(len(self._held), ""))
-        self._num_sought = len(self._held)
+        at, tag = self._find(_VALUE_ENDS)
         if self._types == ("string",):
             self._tell_string(at, tag, is_last)
         elif tag:
@@ -146,13 +129,10 @@ class XmlCallReader:
         if tag:
             told = text.removesuffix("\n")
         else:
-            told = text[
-                : len(text) - overlap(text, *(f"\n{tag}" for tag in (_PARAMETER_END, _FUNCTION_END, _PARAMETER)))
-            ]
-            told = told[: len(told) - overlap(told, _PARAMETER_END, _FUNCTION_END, _PARAMETER)]
+            told = text[: len(text) - overlap(text, *(f"\n{tag}" for tag in _VALUE_ENDS))]
+            told = told[: len(told) - overlap(told, *_VALUE_ENDS)]
         self._tell(json.dumps(told, ensure_ascii=False)[1:-1] + ('"' if tag else ""))
-        self._held = self._held[end:] if tag else text[len(told) :]
-        self._num_sought = 0
+        self._hold(self._held[end:] if tag else text[len(told) :])
 
     def _behind(self, is_last: bool) -> bool:
         text = self._held.lstrip()
@@ -163,15 +143,12 @@ class XmlCallReader:
         return True
 
     def _go(self, place: _Place, held: str) -> None:
-        self._place, self._held, self._num_sought = place, held, 0
+        self._place = place
+        self._hold(held)
 
     def _tell(self, arguments: str, is_end: bool = False) -> None:
         if arguments:
             self._said.append(CallPart("", "", arguments, is_end))
-
-    def _say(self, text: str) -> None:
-        if text:
-            self._said.append(text)
 
 
 def _may_begin(text: str) -> bool:
