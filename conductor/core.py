@@ -1,7 +1,7 @@
-"""The conductor without its face: registry, index, costs, fleet and dispatcher, and how they hear of each other.
+"""The conductor without its interfaces: registry, index, costs, fleet and dispatcher, and how they are wired together.
 
-One place decides what follows when a node joins, reports, is replaced or falls silent. It opens no port and knows no
-text; ``service`` brings the messages of nodes, ingress the requests.
+The one place that decides what follows when a node joins, reports, is replaced or falls silent. It opens no port and
+knows no text; ``service`` brings the nodes' messages, ingress the requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TICK_S = 0.1
 
 
 class Core:
-    """Build on a running event loop, ``start``, and ``stop``. ``clock`` gives monotonic seconds."""
+    """Build it on a running event loop, then ``start`` and ``stop``. ``clock`` gives monotonic seconds."""
 
     def __init__(
         self, config: Config, model: ModelFacts, directory: Directory, clock: Callable[[], float] = time.monotonic
@@ -69,11 +69,11 @@ class Core:
         self.switched_last = ""  # node id
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
-        self._wanted: dict[str, Role] = {}  # by node id: roles asked for
+        self._wanted: dict[str, Role] = {}  # by node id: role requested for it
         self._seen_version = 0  # of the registry
 
     async def start(self) -> None:
-        """With what the directory knows of an earlier life, or of another conductor."""
+        """Start with what the directory knows from an earlier run or from another conductor."""
         for known in await self.directory.load():
             self._restore(known)
         self.directory.start(self.index.blocks_of)
@@ -111,14 +111,14 @@ class Core:
             log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
 
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
-        """Whether the node is known. Raises StaleEpoch when it was replaced."""
+        """Returns whether the node is known. Raises StaleEpoch when it was replaced."""
         known = self.registry.heartbeat(node_id, incarnation, load, draining, self.clock())
         if known:
             self.fleet.heard(node_id, load)
         return known
 
     def set_role(self, node_id: str, role: Role) -> None:
-        """Want a node to switch; it is told with its next heartbeats. Raises InvalidRequest when it cannot."""
+        """Ask a node to switch; it is told in the replies to its heartbeats. Raises InvalidRequest when it cannot."""
         node = self.registry.get(node_id)
         if node is None:
             raise InvalidRequest(f"there is no node {node_id!r}", "node_id")
@@ -136,11 +136,11 @@ class Core:
         self._wanted.pop(node_id, None)
 
     def wanted_role(self, node_id: str) -> Role | None:
-        """The role that a node has been asked to switch to and does not have yet."""
+        """The role that a node has been asked to switch to but does not have yet."""
         return self._wanted.get(node_id)
 
     def _restore(self, known: KnownNode) -> None:
-        """Take a node in on the word of the directory: as a suspect, until it is heard."""
+        """Register a node from the directory, as a suspect until it is heard from."""
         try:
             info = info_from_bytes(known.description)
             self.registry.register(info, self.clock())
@@ -154,7 +154,7 @@ class Core:
         log.info("%s node %s is known with %d blocks", info.role, info.node_id, len(known.table))
 
     def waiting_for(self) -> list[Role]:
-        """Roles without a live node that serving needs."""
+        """Roles that serving needs and that have no live node."""
         needed = (Role.PREFILL,) if self._is_coupled else (Role.PREFILL, Role.DECODE)
         return [role for role in needed if not self._has(NodeState.LIVE, role)]
 
@@ -181,7 +181,7 @@ class Core:
 
     def _drop(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)
-        self._unwant(info.node_id)  # it was wanted of this life: a later one would switch out of the blue
+        self._unwant(info.node_id)  # the request was for this process: a later one would switch unexpectedly
         self.subscriber.forget(info.node_id)
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
@@ -201,7 +201,7 @@ class Core:
             await asyncio.sleep(TICK_S)
             pause_s = self.clock() - before - TICK_S
             try:
-                if pause_s > self.heartbeat_interval_s:  # this process was stopped, or starved
+                if pause_s > self.heartbeat_interval_s:  # this process was stopped or starved
                     self.registry.excuse(pause_s)
                     self.ward.excuse()
                 self.tick()
