@@ -1,7 +1,7 @@
-"""Carries out what ``Balancer`` decides: asks a node to change its role, and follows it until it has.
+"""Carries out what ``Balancer`` decides: asks a node to change its role, and tracks it until it has.
 
-I/O-free but for the wish that ``set_role`` leaves for the node's next heartbeat; the node drains and registers anew by
-itself. At most one switch is under way.
+No I/O: ``set_role`` leaves a request for the node's next heartbeat, and the node drains and registers again by itself.
+At most one switch is in progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USUAL_TBT_MS = 200.0  # what a decode node is sized for when there is no limit
 
 
 class RoleShift:
-    """One owner. ``set_role`` wants a node to switch, or raises InvalidRequest; ``forget`` takes that back."""
+    """One owner. ``set_role`` asks a node to switch, or raises InvalidRequest; ``forget`` withdraws that."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class RoleShift:
         self._look_at = 0.0
 
     def arrived(self, question: Question, placement: Placement, now: float) -> None:
-        """A request has come, whether it was let in or not."""
+        """A request has arrived, whether or not it was admitted."""
         facts, work_ms = question.facts, placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
         self.balancer.arrived(question.view, work_ms, facts.num_tokens, facts.expected_tokens)
 
     def registered(self, info: NodeInfo, now: float) -> None:
-        """A node has joined or come back: perhaps the one that switches."""
+        """A node has joined or returned: perhaps the one that switches."""
         if self._switch is not None and info.node_id == self._switch.node_id:
             if info.role is self._switch.to:
                 self.balancer.moved(SwitchState.FLIPPING, now)

@@ -1,4 +1,4 @@
-"""The Cluster gRPC service: messages of nodes to the core's own types, and the core's state to an operator.
+"""The Cluster gRPC service: translates nodes' messages to the core's types, and the core's state for an operator.
 
 The only file of the conductor that reads the fields of ``proto/cluster.proto``.
 """
@@ -16,7 +16,7 @@ from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.types import Role
 
-MAX_SAMPLES = 1024  # of a kind and message that are looked at
+MAX_SAMPLES = 1024  # samples of a kind used per message
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
@@ -78,7 +78,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         )
 
     def _last_switch_ms(self) -> float:
-        """As the node that switched last tells it."""
+        """As reported by the node that switched last."""
         report = self._reports.get(self._core.switched_last)
         return report.load.counters.get("last_switch_us", 0) / 1e3 if report is not None else 0.0
 
