@@ -1,4 +1,4 @@
-"""The gRPC face of a decode node: Generate for the conductor, the hand-off for prefill nodes."""
+"""The gRPC service of a decode node: Generate for the conductor, hand-offs for prefill nodes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
         sampling = sampling_from_wire(request.sampling)
         await self._host.prepare(sampling)
-        # The engine's id is the hand-off's: a retry on this very node must not meet the attempt before it.
+        # The engine's id is the hand-off's: a retry on this very node must not collide with the earlier attempt.
         sequence = self._host.sequence(
             request.handoff_id,
             tokens_from_wire(request.tokens),
@@ -82,7 +82,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             self._clean_ups.start(self._end(handoff, time.monotonic() >= deadline))
 
     async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802
-        # How long a prompt takes is not for us to judge: whoever waits for the hand-off ends ``Generate``.
+        # We do not judge how long a prompt may take: if the conductor stops waiting, it ends ``Generate``.
         wait_s = remaining_s(context, self._request_timeout_s)
         handoff = await self._receiver.open(request.handoff_id, request.epoch, request.writer_id, wait_s)
         return pb.OpenHandoffResponse(
@@ -105,7 +105,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return pb.EndChoiceResponse()
 
     async def drain(self) -> None:
-        """Wait for what ended calls left to clean up."""
+        """Wait for the clean-up of finished calls."""
         await self._clean_ups.drain()
 
     async def _next_output(
@@ -118,16 +118,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise DeadlineExceeded("the request's deadline passed while decoding") from None
 
     async def _end(self, handoff: Handoff, is_late: bool) -> None:
-        """Whatever the reason that Generate ended, nothing of the request may stay behind."""
+        """Whatever ended Generate, nothing of the request may remain."""
         self._generated.forget(handoff.request_id)
         await self._receiver.abandon(handoff, is_late)
-        if handoff.state is HandoffState.COMMITTED:  # else its blocks are the receiver's to free
+        if handoff.state is HandoffState.COMMITTED:  # otherwise the receiver frees its blocks
             with contextlib.suppress(MooncakeError):
                 await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))
 
 
 def _responses(outputs: list[StepOutput | MooncakeError]) -> Iterator[pb.DecodeResponse]:
-    """One message for each answer that has something new. Raises the first error, after what was said before it."""
+    """One message for each answer with something new. Raises the first error, after the outputs before it."""
     by_choice: dict[int, pb.DecodeResponse] = {}
     failure: MooncakeError | None = None
     for output in outputs:

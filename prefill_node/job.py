@@ -1,7 +1,7 @@
-"""One request's way through a prefill node: look the prefix up, compute the rest, stream it, commit, seal, clean up.
+"""One request on a prefill node: find the cached prefix, compute the rest, stream it, commit, seal, clean up.
 
-Everything here runs on the event loop. Bytes are moved by the outboxes and the loader, tokens computed by the engine;
-the job starts them, waits for them, and makes sure that none of them touches anything once the job is over.
+Everything here runs on the event loop. The outboxes and the loader move bytes, the engine computes tokens; the job
+starts them, waits for them, and makes sure that none of them touches any memory once the job is over.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from prefill_node.workshop import Workshop
 
 log = logging.getLogger(__name__)
 
-REPORT_PATIENCE_S = 0.25  # the report waits so long for the pool, and the answer for the report
+REPORT_PATIENCE_S = 0.25  # how long the report waits for the pool, and the answer for the report
 
 
 class PrefillJob:
-    """``responses`` once, then ``clean_up`` once, whatever happened in between."""
+    """Call ``responses`` once, then ``clean_up`` once, whatever happened in between."""
 
     def __init__(self, shop: Workshop, request: pb.PrefillRequest, deadline: float, *, is_chunk: bool = False) -> None:
-        """Raises InvalidRequest. ``deadline`` is monotonic (s); ``is_chunk``: the prompt is one."""
+        """Raises InvalidRequest. ``deadline`` is monotonic (s); with ``is_chunk`` the prompt is a chunk computed alone."""
         self._shop = shop
         self._request = request
         self._deadline = Deadline(deadline)
@@ -56,7 +56,7 @@ class PrefillJob:
         self._tokens = tokens_from_wire(request.tokens)
         self._sampling = sampling_from_wire(request.sampling)
         host = shop.host
-        self._layout = host.plan.layout  # of a page, of which a block has one a group of layers
+        self._layout = host.plan.layout  # of a page: a block has one page per group of layers
         self._groups = host.plan.groups
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
@@ -70,18 +70,18 @@ class PrefillJob:
         self._prefix = self._stored_prefix(self._store) if self._store is not None else None
         self._handoff: Handoff | None = None
         self._pool: PoolWrite | None = None
-        self._sealing: asyncio.Task[None] | None = None  # once everything is computed
+        self._sealing: asyncio.Task[None] | None = None  # started once everything is computed
         self._stream: Stream | None = None
-        self._chunks: list[Chunk] = []  # of the prompt, to be blended
-        self._chunk_blocks: list[int] = []  # of theirs, with a reference for us each
+        self._chunks: list[Chunk] = []  # of the prompt, for blending
+        self._chunk_blocks: list[int] = []  # blocks of chunks on which we hold a reference
         self._blended_tokens = 0
-        self._inheritance: Inheritance | None = None  # a variant's KV, behind what there is of ours
+        self._inheritance: Inheritance | None = None  # a variant's KV, after what we have ourselves
         self._inherited_tokens = 0
-        self._num_exact: int | None = None  # leading tokens whose KV is ours and not blended; None: all
+        self._num_exact: int | None = None  # leading tokens whose KV is neither inherited nor blended; None: all
         self._tasks: list[asyncio.Task[None]] = []
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
-        """The first token of each answer, or all of them where no decode node goes on; then the report.
+        """Yields each answer's first token (all tokens if there is no decode node), then the report.
 
         Raises MooncakeError.
         """
@@ -137,9 +137,9 @@ class PrefillJob:
         return sequence
 
     async def clean_up(self) -> None:
-        """Stop everything that still touches memory, give the blocks back, then tell the peers, who may be slow.
+        """Stop everything that still touches memory, release the blocks, then tell the peers, who may be slow.
 
-        What is computed is still stored, whether or not anybody waits for the answer any more.
+        What has been computed is stored anyway, whether or not anybody still waits for the answer.
         """
         if self._sealing is not None:
             await asyncio.wait([self._sealing], timeout=CONTROL_TIMEOUT_S)
@@ -169,11 +169,11 @@ class PrefillJob:
             await self._pool.close()
 
     async def _end_loads(self, stream: Stream) -> None:
-        """Return once nothing reads into this request's blocks any more, and nothing will."""
+        """Return once nothing reads into this request's blocks any more, nor ever will."""
         stream.is_closing = True
         for load in stream.loads:  # the engine may be waiting for it
             await asyncio.to_thread(load.cancel)
-        await asyncio.wrap_future(self._shop.host.thread.call(lambda engine: None))  # an admission under way is over
+        await asyncio.wrap_future(self._shop.host.thread.call(lambda engine: None))  # an admission in progress is over
         for load in stream.loads:
             await asyncio.to_thread(load.cancel)
 
@@ -186,8 +186,8 @@ class PrefillJob:
         return StoredPrefix(self._shop.host, store, self._leases, self._keys, foreign)
 
     async def _count_stored(self) -> int:
-        """How many leading blocks are to be had from the pool, when that is more than this node holds itself: what the
-        pool has, and no more than the conductor found worth reading."""
+        """How many leading blocks to read from the pool, if that is more than this node holds: what the pool has,
+        limited to what the conductor found worth reading."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._layout.block_tokens)
         if self._request.HasField("pool_tokens"):
             usable = min(usable, self._request.pool_tokens // self._layout.block_tokens)
@@ -201,7 +201,7 @@ class PrefillJob:
             return 0
 
     def _make_load(self, blocks: list[BlockToLoad]) -> PrefixLoad:
-        """On the engine's thread, when the sequence is admitted."""
+        """Called on the engine's thread when the sequence is admitted."""
         assert self._prefix is not None
         load = self._prefix.load(self._id, blocks, self._deadline.at_s)
         self._shop.loader.submit(load)
@@ -211,12 +211,13 @@ class PrefillJob:
 
     @property
     def _may_be_inexact(self) -> bool:
-        """What is blended or inherited goes to a decode node that is told so, and no one measures it."""
+        """Whether inexact KV is acceptable: a decode node would be told, and no prompt log-probabilities are asked
+        for."""
         request = self._request
         return bool(request.decode_address) and not request.adapter and self._sampling.prompt_logprobs is None
 
     async def _find_inheritance(self, sender: Sender, stored_blocks: int) -> Inheritance | None:
-        """Behind what there is of ours. Prompts that could have been longer there are counted."""
+        """Look beyond our own blocks. Prompts for which there was nothing, though it would have helped, are counted."""
         usable = (len(self._tokens) - 1) // self._layout.block_tokens
         first = max(stored_blocks, self._shop.host.engine.block_pool.match(self._keys[:usable]))
         if first >= usable:
@@ -229,11 +230,11 @@ class PrefillJob:
         return found
 
     def _inherit(self, sequence: Sequence) -> None:
-        """On the engine's thread, whenever the sequence is admitted."""
+        """Called on the engine's thread whenever the sequence is admitted."""
         stream, found = self._stream, self._inheritance
         assert stream is not None
         stream.inherited, sequence.hidden = None, None
-        if self._inherited_tokens:  # it could not be read
+        if self._inherited_tokens:  # the first load failed
             self._shop.host.counters["prompts_not_inherited"] += 1
         self._inherited_tokens = len(sequence.inherits)
         if found is not None and sequence.inherits:
@@ -245,7 +246,8 @@ class PrefillJob:
     # Chunks
 
     async def _compute_alone(self, chunk: pb.PrefillRequest, deadline: float) -> None:
-        """Have it in this node's cache, from the pool or computed, and then in the pool. Raises MooncakeError."""
+        """Get the chunk into this node's cache, from the pool or computed, and then into the pool. Raises
+        MooncakeError."""
         job = PrefillJob(self._shop, chunk, deadline, is_chunk=True)
         try:
             async for _ in job.responses():
@@ -254,7 +256,8 @@ class PrefillJob:
             await job.clean_up()
 
     def _take_chunks(self, sequence: Sequence) -> None:
-        """On the engine's thread, whenever the sequence is admitted. Not before: a request that waits holds nothing."""
+        """Called on the engine's thread whenever the sequence is admitted, and not before: a waiting request holds
+        nothing."""
         engine, chunks = self._shop.host.engine, self._shop.chunks
         self._let_chunks_go(engine)
         if chunks is None:
@@ -274,7 +277,7 @@ class PrefillJob:
     # The outlets
 
     def _open_outlets(self, stored_blocks: int) -> None:
-        """Raises InvalidRequest for a request that is here already, so that nothing of that one is cleaned up."""
+        """Raises InvalidRequest for a duplicate request, before anything of the original could be cleaned up."""
         if self._id in self._shop.streamer.streams:
             raise InvalidRequest(f"request {self._id} is here already", "handoff_id")
         outlets: list[tuple[Sink, Outbox]] = []
@@ -301,23 +304,23 @@ class PrefillJob:
 
     @property
     def _last_full_token(self) -> int:
-        """Of the last block that the prompt fills: who goes on behind that needs what it sees."""
+        """The last token of the last full block: what follows it needs the windows it sees."""
         return len(self._keys) * self._layout.block_tokens - 1
 
     @property
     def _first_pages(self) -> tuple[int, ...]:
-        """The first block of which a page of each group is wanted elsewhere: windows are handed on, and stored, at the
-        prompt's end alone."""
+        """For each group, the first block whose page is needed elsewhere: windows are handed on, and stored, only at
+        the prompt's end."""
         groups, block_tokens = self._groups, self._layout.block_tokens
         return tuple(groups.first_page(g, self._last_full_token, block_tokens) for g in range(groups.num_groups))
 
     async def _open_handoff(self, handoff: Handoff) -> None:
-        """Only once it is our turn here: blocks of the decode node are not held while a request queues."""
+        """Called only when it is our turn: the decode node's blocks are not held while a request queues here."""
         await self._has_started.wait()
         await handoff.open()
 
     async def _open_pool(self, pool: PoolWrite, first: int) -> None:
-        """Only once it is our turn here: a reservation that waits in our queue runs out."""
+        """Called only when it is our turn: a reservation that waited in our queue could expire."""
         await self._has_started.wait()
         end = len(self._keys) if self._num_exact is None else self._num_exact // self._layout.block_tokens
         await pool.open(first, end, self._first_pages, into_dram=self._request.HasField("pool_tokens"))
@@ -325,8 +328,8 @@ class PrefillJob:
     # The computation and what follows
 
     async def _outputs(self, sequence: Sequence) -> AsyncIterator[StepOutput]:
-        """The prompt once, then the tokens of its answers, until each has ended here: after the first one, where
-        another node goes on."""
+        """The prompt once, then the tokens of its answers, until each ends here: after its first token if another
+        node continues."""
         outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
 
         def on_output(output: StepOutput | MooncakeError) -> None:
