@@ -73,8 +73,8 @@ class GeneratedBlocks:
             watched.next_blocks[sequence.request_id] = max(first, filled)
 
     def _offer(self, sequence: Sequence, index: int, pool_address: str) -> None:
-        """Offer a block with the pages of it that the sequence still has. Window pages are evicted before the first group's,
-        without which they are useless."""
+        """Offer a block with the pages of it that the sequence still has. Window pages are evicted before the first
+        group's, without which they are useless."""
         key, parent = sequence.block_keys[index], sequence.block_keys[index - 1] if index else b""
         for group, (table, first) in enumerate(zip(sequence.tables, sequence.first_held, strict=True)):
             if index >= first:

@@ -48,7 +48,7 @@ class PrefillJob:
     """Call ``responses`` once, then ``clean_up`` once, whatever happened in between."""
 
     def __init__(self, shop: Workshop, request: pb.PrefillRequest, deadline: float, *, is_chunk: bool = False) -> None:
-        """Raises InvalidRequest. ``deadline`` is monotonic (s); with ``is_chunk`` the prompt is a chunk computed alone."""
+        """Raises InvalidRequest. ``deadline`` is monotonic (s); ``is_chunk``: the prompt is a chunk, computed alone."""
         self._shop = shop
         self._request = request
         self._deadline = Deadline(deadline)

@@ -1,8 +1,9 @@
-"""How calls in Qwen3-Coder's form are read out of an answer while it is made: a function and its parameters as tags.
+"""Parses tool calls in Qwen3-Coder's format out of an answer while it is generated: a function and its parameters as
+tags.
 
-Parameters come as text. What the schema of a function does not call a string is told when it is whole, as the JSON
-that it spells; strings are told as they are written. ``<tool_call>`` around a function is often left out, and so are
-ends of tags. Where the text is cut into pieces changes nothing of what comes out. Pure.
+Parameters arrive as text. Strings are reported as they are written; a value of any other type, by the function's
+schema, is reported once it is complete, as JSON. ``<tool_call>`` around a function is often missing, and so are closing
+tags. The result does not depend on how the text is cut into pieces. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from conductor.ingress.reading.steps import StepReader
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)  # the last two where the first is missing
+_VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)  # the last two if the first is missing
 _HEAD = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}(?P<name>[\w.-]{{1,128}})>")
 _HEAD_BEGINS = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}[\w.-]{{0,128}}")
 _KEY = re.compile(rf"{_PARAMETER}(?P<key>[^>\n]{{1,256}})>")
@@ -36,24 +37,24 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 
 
 class _Place(Enum):
-    """Where the reader is."""
+    """The reader's state."""
 
     TEXT = auto()
     FUNCTION = auto()  # between parameters
-    VALUE = auto()  # of a parameter
-    BEHIND = auto()  # a function, and maybe before the end of the tag around it
+    VALUE = auto()  # inside a parameter
+    BEHIND = auto()  # after a function, perhaps before the closing tag around it
 
 
 @dataclass(slots=True)
 class XmlCallReader(StepReader):
-    """Reads one answer. ``schemas`` are those of the functions' parameters, by the functions' names."""
+    """Reads one answer. ``schemas``: parameter schemas by function name."""
 
     schemas: Mapping[str, Mapping[str, object]]
     _place: _Place = _Place.TEXT
     _function: str = ""
-    _is_first: bool = True  # parameter
-    _types: tuple[str, ...] = ()  # that the open parameter may have; one string is told as it comes
-    _is_begun: bool = False  # that string
+    _is_first: bool = True  # no parameter has been read yet
+    _types: tuple[str, ...] = ()  # allowed for the open parameter; a string alone is reported as it arrives
+    _is_begun: bool = False  # the open string's quote has been reported
 
     def _step(self, is_last: bool) -> bool:
         match self._place:
@@ -82,7 +83,7 @@ class XmlCallReader(StepReader):
         return True
 
     def _between(self, is_last: bool) -> bool:
-        """What is neither a parameter nor an end is nothing."""
+        """Text that is neither a parameter nor a closing tag is dropped."""
         _, sign, behind = self._held.partition("<")
         self._held = sign + behind
         if key := _KEY.match(self._held):
@@ -119,7 +120,7 @@ class XmlCallReader(StepReader):
         return bool(tag)
 
     def _tell_string(self, end: int, tag: str, is_last: bool) -> None:
-        """As far as it is known; the line breaks next to the tags are none of it."""
+        """Report the string as far as it is known; line breaks next to the tags are not part of it."""
         text = self._held[:end]
         if not self._is_begun:
             if text == "" and not tag and not is_last:
@@ -152,7 +153,7 @@ class XmlCallReader(StepReader):
 
 
 def _may_begin(text: str) -> bool:
-    """Whether a call may begin with ``text``, of which there is too little to know."""
+    """Whether ``text``, too short to be sure, may begin a call."""
     if _HEAD_BEGINS.fullmatch(text):
         return True
     behind = text.removeprefix(_CALL).lstrip() if text.startswith(_CALL) else text
@@ -160,7 +161,7 @@ def _may_begin(text: str) -> bool:
 
 
 def _types_of(schema: object) -> tuple[str, ...]:
-    """What a parameter may be: nothing that is known is a string, and () anything."""
+    """Allowed JSON types: without a schema a string; () means any."""
     if not isinstance(schema, dict) or not schema:
         return ("string",)
     types = schema.get("type", [])
@@ -169,7 +170,7 @@ def _types_of(schema: object) -> tuple[str, ...]:
 
 
 def _json_of(text: str, types: tuple[str, ...]) -> str:
-    """``text`` as a JSON value of one of ``types``; a string where it spells none."""
+    """``text`` as a JSON value of one of ``types``; as a string if it is none."""
     text = text.removeprefix("\n").removesuffix("\n")
     try:
         value = read_json(_PYTHON_WORDS.get(text.strip(), text))
