@@ -1,12 +1,12 @@
-"""The client of a store: blocks of bytes by key, put and got without a copy too many, verified on the way.
+"""The client of one store: puts and gets blocks of bytes by key, without superfluous copies, and verifies them.
 
     async with await StoreClient.connect("127.0.0.1:50060") as store:
         await store.put(key, data)
         assert await store.get(key) == data
 
-Here are whole blocks; their parts, with the reservations and leases that both need, are in ``client_ranges``. How calls
-travel is in ``client_calls``; the shorter ways for whole blocks are ``client_near`` and ``client_far``. What a store
-does not have is None or a shorter list, not an error; everything that is an error is one of ``mooncake.errors``.
+This module handles whole blocks; ``client_ranges`` handles parts of blocks, and the reservations and leases that both
+need. ``client_calls`` sends the calls; ``client_near`` and ``client_far`` are shortcuts for whole blocks. What a store
+does not have is None or a shorter list, not an error; all errors are those of ``mooncake.errors``.
 """
 
 from __future__ import annotations
